@@ -1,0 +1,42 @@
+# make demo    a real model, plain and speculative, on a bare machine
+# make test    everything that CI runs: lint, types, tests
+# make check   lint and types only
+# make bench   the benchmark of this machine; writes records
+# make setup   the environment alone; the other targets do it first
+
+PYTHON ?= python3
+VENV := .venv
+OLDEST := $(VENV)/transformers-5.17.0
+
+.PHONY: setup demo test check bench clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Branchwise needs Python 3.11 or newer.")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The oldest transformers that is served, beside the pinned one: same environment, another copy of one package.
+$(OLDEST)/ready: $(VENV)/ready
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) transformers==5.17.0
+	touch $@
+
+demo: setup
+	$(VENV)/bin/branchwise demo
+
+check: setup
+	$(VENV)/bin/ruff check src tests benchmarks
+	$(VENV)/bin/ruff format --check src tests benchmarks
+	$(VENV)/bin/mypy
+
+test: check $(OLDEST)/ready
+	$(VENV)/bin/python -m pytest
+	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest tests/conformance
+
+bench: setup
+	$(VENV)/bin/python benchmarks/foundations.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

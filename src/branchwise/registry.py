@@ -1,0 +1,107 @@
+"""Names for parts, loaded only when asked for.
+
+A registry maps a name to "module:Object", so that listing names imports nothing and an optional package is needed
+only by the part that uses it. A spec is `name` or `name:args`, where args are positional values and key=value
+options separated by commas: `chain:8`, `ngram:min=2,max=4`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from branchwise.errors import UnknownName, UsageError
+
+
+def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
+    """' Did you mean …?' for the closest known name, or nothing; ready to stand inside a sentence."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def split_spec(spec: str) -> tuple[str, list[str], dict[str, str]]:
+    """`name:a,b,key=value` as (name, [a, b], {key: value})."""
+    name, _, rest = spec.partition(":")
+    positional, options = [], {}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = part.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals:
+            positional.append(part)
+        elif key in options:
+            raise UsageError(f"{spec!r} gives {key!r} twice.")
+        else:
+            options[key] = value.strip()
+    return name.strip(), positional, options
+
+
+class Registry:
+    """One kind of part: its names, where each lives, and how to build one from a spec."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def register(self, name: str, where: str) -> None:
+        """Add a part of your own: `where` is "package.module:Object"."""
+        self._entries[name] = where
+
+    def find(self, name: str) -> Any:
+        """The class behind a name; importing its module is the first thing that costs anything."""
+        if name not in self._entries:
+            hint = nearest(name, self._entries)
+            raise UnknownName(f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}.")
+        module, _, attribute = self._entries[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def build(self, spec: str, **given: Any) -> Any:
+        """Build the part that a spec describes. `given` are values from the caller; a part takes those it names."""
+        name, positional, options = split_spec(spec)
+        part = self.find(name)
+        parameters = inspect.signature(part).parameters
+        values: dict[str, Any] = {key: value for key, value in given.items() if key in parameters}
+        own = [p for p in parameters.values() if p.name not in given]
+        if len(positional) > len(own):
+            raise UsageError(
+                f"{self.kind.capitalize()} {name!r} takes at most {len(own)} values, as in {_usage(name, own)}."
+            )
+        values |= {p.name: _convert(self.kind, name, p, text) for p, text in zip(own, positional, strict=False)}
+        for key, text in options.items():
+            matching = [p for p in own if p.name == key]
+            if not matching:
+                hint = nearest(key, [p.name for p in own])
+                raise UsageError(
+                    f"{self.kind.capitalize()} {name!r} has no option {key!r}.{hint} Use {_usage(name, own)}."
+                )
+            if key in values:
+                raise UsageError(f"{spec!r} gives {key!r} twice.")
+            values[key] = _convert(self.kind, name, matching[0], text)
+        missing = [p for p in own if p.default is p.empty and p.name not in values]
+        if missing:
+            raise UsageError(f"{self.kind.capitalize()} {name!r} needs {missing[0].name!r}, as in {_usage(name, own)}.")
+        return part(**values)
+
+
+def _usage(name: str, own: list[inspect.Parameter]) -> str:
+    shown = [p.name.upper() if p.default is p.empty else f"{p.name}={p.default}" for p in own]
+    return f"{name}:{','.join(shown)}" if shown else name
+
+
+def _convert(kind: str, name: str, parameter: inspect.Parameter, text: str) -> Any:
+    # An annotation is a type or, where a module defers them, the name of one.
+    annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
+    wanted = {"int": int, "float": float, "str": str}.get(annotation)
+    if wanted is None:
+        raise UsageError(f"{kind.capitalize()} {name!r} takes {parameter.name!r} from Python only, not from a spec.")
+    try:
+        return wanted(text)
+    except ValueError:
+        raise UsageError(
+            f"{kind.capitalize()} {name!r} takes {parameter.name} as {wanted.__name__}, not {text!r}."
+        ) from None

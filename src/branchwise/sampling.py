@@ -1,0 +1,187 @@
+"""From logits to the target's law: temperature, cuts, penalties, bias.
+
+Stages run in one order: processors, penalties, bias, temperature, top-k, top-p, min-p. History-dependent stages see
+each node's own path, never the flat list of drafted tokens. Laws are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from branchwise.errors import UsageError
+
+Processor = Callable[[Sequence[int], Tensor], Tensor]
+"""(all tokens up to and including the node, logits (vocabulary,)) -> logits; must depend on nothing else"""
+
+COLDEST = 1e-30
+"""a lower temperature gives the same law in float32, and would overflow the logits on the way"""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. The default is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """keep the k most probable tokens; 0 keeps all"""
+    top_p: float = 1.0
+    """keep the most probable tokens that together reach this mass"""
+    min_p: float = 0.0
+    """keep tokens at least this fraction as probable as the most probable one"""
+    repetition_penalty: float = 1.0
+    """divide (or multiply) the logits of tokens seen in prompt or output"""
+    presence_penalty: float = 0.0
+    """subtract once from tokens seen in the output"""
+    frequency_penalty: float = 0.0
+    """subtract for every time a token was seen in the output"""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """None draws a fresh seed for every request"""
+    processors: tuple[Processor, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = [
+            ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0"),
+            ("presence_penalty", self.presence_penalty, True, "a finite number"),
+            ("frequency_penalty", self.frequency_penalty, True, "a finite number"),
+        ]
+        for name, value, inside, rule in checks:
+            if not (inside and math.isfinite(value)):
+                raise UsageError(f"{name} must be {rule}, not {value}.")
+        if any(token < 0 or math.isnan(bias) or bias == math.inf for token, bias in self.logit_bias.items()):
+            raise UsageError("logit_bias maps token ids to finite numbers (or -inf to forbid a token).")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the law depends on more than the logits of its node."""
+        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalised or bool(self.processors)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What stands before a law: all tokens up to and including its node, and where the output begins."""
+
+    tokens: Sequence[int]
+    prompt_length: int
+
+
+def adjust(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[Context]) -> Tensor:
+    """The stages before temperature, (rows, vocabulary) float32; greedy decoding takes the argmax of these."""
+    logits = logits.float()
+    if not any(params.looks_back or params.logit_bias for params in sampling):
+        return logits
+    rows = []
+    for row, params, context in zip(logits.unbind(), sampling, contexts, strict=True):
+        for process in params.processors:
+            row = process(context.tokens, row)
+        rows.append(_bias(_penalise(row, params, context), params))
+    return torch.stack(rows)
+
+
+def warp(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[Context]) -> Tensor:
+    """The law of each row, (rows, vocabulary) float32; row i follows sampling[i] after contexts[i]."""
+    logits = adjust(logits, sampling, contexts)
+    greedy = [params.greedy for params in sampling]
+    if all(greedy):
+        return one_hot(logits.argmax(dim=-1), logits.shape[-1])
+    # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
+    law = torch.softmax(logits / _column(logits, [max(p.temperature, COLDEST) for p in sampling]), dim=-1)
+    law = _keep_top_k(law, [params.top_k for params in sampling])
+    law = _keep_top_p(law, [params.top_p for params in sampling])
+    law = _keep_min_p(law, [params.min_p for params in sampling])
+    law = law / _total(law)
+    if any(greedy):
+        certain = one_hot(logits.argmax(dim=-1), logits.shape[-1])
+        law = torch.where(torch.tensor(greedy, device=law.device)[:, None], certain, law)
+    return law
+
+
+def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
+    """(rows, vocabulary) float32: the law that is certain of each token."""
+    law = torch.zeros(len(tokens), vocabulary, device=tokens.device)
+    return law.scatter_(1, tokens[:, None], 1.0)
+
+
+def _penalise(row: Tensor, params: SamplingParams, context: Context) -> Tensor:
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(list(set(context.tokens)), device=row.device)
+        values = row[seen]
+        factor = params.repetition_penalty
+        row = row.index_put((seen,), torch.where(values > 0, values / factor, values * factor))
+    output = Counter(context.tokens[context.prompt_length :])
+    if output and (params.presence_penalty or params.frequency_penalty):
+        seen = torch.tensor(list(output), device=row.device)
+        counts = torch.tensor(list(output.values()), device=row.device)
+        row = row.index_put((seen,), row[seen] - params.presence_penalty - params.frequency_penalty * counts)
+    return row
+
+
+def _bias(row: Tensor, params: SamplingParams) -> Tensor:
+    if not params.logit_bias:
+        return row
+    if max(params.logit_bias) >= len(row):
+        raise UsageError(f"logit_bias names token {max(params.logit_bias)}, but the vocabulary ends at {len(row) - 1}.")
+    tokens = torch.tensor(list(params.logit_bias), device=row.device)
+    return row.index_put((tokens,), row[tokens] + torch.tensor(list(params.logit_bias.values()), device=row.device))
+
+
+def _keep_top_k(law: Tensor, ks: list[int]) -> Tensor:
+    vocabulary = law.shape[-1]
+    limits = [k if 0 < k < vocabulary else vocabulary for k in ks]
+    largest = max((k for k in limits if k < vocabulary), default=0)
+    if not largest:
+        return law
+    top = law.topk(largest, dim=-1).values
+    index = torch.tensor([min(k, largest) - 1 for k in limits], device=law.device)[:, None]
+    floor = top.gather(1, index)
+    floor = torch.where(torch.tensor([k < vocabulary for k in limits], device=law.device)[:, None], floor, 0.0)
+    # Tokens that tie with the k-th stay, so the cut does not depend on the order of a sort.
+    return law.where(law >= floor, 0.0)
+
+
+def _keep_top_p(law: Tensor, ps: list[float]) -> Tensor:
+    if all(p >= 1 for p in ps):
+        return law
+    share = _column(law, ps)
+    wanted = share * _total(law)
+    # Sorting a whole vocabulary costs more than a pass of a small model; the mass nearly always lies in few tokens.
+    size = law.shape[-1] if law.is_cuda else min(256, law.shape[-1])
+    while True:
+        top = law.topk(size, dim=-1).values
+        before = top.cumsum(dim=-1) - top  # mass of the more probable tokens
+        if size == law.shape[-1] or bool(((before[:, -1:] >= wanted) | (share >= 1)).all()):
+            break
+        size = min(size * 8, law.shape[-1])
+    kept = (before < wanted).sum(dim=-1, keepdim=True)
+    floor = top.gather(1, (kept - 1).clamp_min(0))
+    return law.where((law >= floor) | (share >= 1), 0.0)
+
+
+def _keep_min_p(law: Tensor, ps: list[float]) -> Tensor:
+    if not any(ps):
+        return law
+    return law.where(law >= _column(law, ps) * law.amax(dim=-1, keepdim=True), 0.0)
+
+
+def _total(law: Tensor) -> Tensor:
+    """(rows, 1); summed in float64, since torch adds up a row alone in another order than the rows of a batch."""
+    return law.sum(dim=-1, keepdim=True, dtype=torch.float64).to(law.dtype)
+
+
+def _column(like: Tensor, values: list[float]) -> Tensor:
+    return torch.tensor(values, device=like.device, dtype=like.dtype)[:, None]

@@ -1,0 +1,85 @@
+"""Verifiers: rules that turn a drafted tree and the target's laws into an accepted path and one more token.
+
+Words used in every file here:
+
+    root    node 0, the last emitted token
+    path    nodes from the root downwards; the accepted path always holds the root
+    p(.|u)  the target's law after node u, all warping done (`Laws.rows`)
+    q(.|u)  the law that the children of u were really drawn from (`DraftTree.q`)
+
+A verifier emits the tokens of the accepted path below the root and one token more. It is lossless when the text it
+emits step after step has the target's own law. Which rule achieves that depends on how the tree was drawn, so every
+verifier names the draws it accepts, and a wrong pairing is refused before anything runs.
+
+Verifiers are batched tensor programs: loops of fixed length, masks in place of branches on drawn values, and all
+randomness from a `Chance`. One host sync then serves a whole batch, when the engine reads the verdicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from branchwise.chance import Chance
+from branchwise.errors import PairingError
+from branchwise.laws import Laws
+from branchwise.registry import Registry
+from branchwise.tree import Draw, Forest
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one sequence keeps of its tree."""
+
+    path: tuple[int, ...]
+    """the accepted nodes, root first: the cache rows to keep"""
+    token: int
+    """the token after the path: the next root"""
+
+
+@dataclass(frozen=True, eq=False)
+class Verdicts:
+    """The verdicts of a batch while they are still on the device."""
+
+    paths: Tensor
+    """(batch, depth + 1) int64: the accepted nodes, root first, padded with -1"""
+    tokens: Tensor
+    """(batch,) int64"""
+
+    def read(self) -> list[Verdict]:
+        """The verdicts on the host; the one sync of a step."""
+        rows = self.paths.tolist()
+        tokens = self.tokens.tolist()
+        return [
+            Verdict(tuple(node for node in row if node >= 0), token) for row, token in zip(rows, tokens, strict=True)
+        ]
+
+
+class Verifier(Protocol):
+    """A rule, and the draws for which it is lossless."""
+
+    name: str
+    accepts: frozenset[Draw]
+
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts: ...
+
+
+VERIFIERS = Registry(
+    "verifier",
+    {
+        "match": "branchwise.verify.match:Match",
+    },
+)
+
+
+def check_pairing(verifier: Verifier, draw: Draw, drafter: str) -> None:
+    """Refuse a verifier that would not be lossless for the way a drafter draws."""
+    if draw in verifier.accepts:
+        return
+    fitting = [name for name in VERIFIERS if draw in VERIFIERS.find(name).accepts]
+    raise PairingError(
+        f"Verifier {verifier.name!r} is not exact for drafter {drafter!r}, whose trees are drawn {draw.value}. "
+        f"Verifiers that fit: {', '.join(fitting)}."
+    )
