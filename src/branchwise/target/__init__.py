@@ -1,0 +1,52 @@
+"""The target: the model whose law is kept, behind four verbs.
+
+    open(sequence)             take a slot and write keys and values of all tokens but the last, the first root
+    score(sequences, forest)   one forward pass over every node of every tree; row i is what follows node i
+    commit(sequences, verdicts) keep the cache rows of the accepted paths
+    close(sequence)            give the slot back
+
+Between steps the cache of a sequence holds exactly its tokens without the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from branchwise.sequence import Sequence
+from branchwise.tree import Forest
+from branchwise.verify import Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What one pass of the target found."""
+
+    logits: Tensor
+    """(batch, nodes, vocabulary) of the unwarped model, in its dtype; row i is what follows node i"""
+    hidden: Mapping[str, Tensor] = field(default_factory=dict)
+    """tapped layer -> (batch, nodes, width)"""
+
+
+class Target(Protocol):
+    device: torch.device
+    context: int
+    """the most tokens that a sequence may hold"""
+    max_nodes: int
+    """the largest tree that one pass may score, root included"""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def free_slots(self) -> int:
+        """how many more sequences can be opened"""
+
+    def open(self, sequence: Sequence) -> None: ...
+    def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored: ...
+    def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None: ...
+    def close(self, sequence: Sequence) -> None: ...

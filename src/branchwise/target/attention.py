@@ -1,0 +1,64 @@
+"""Attention over a slot's prefix and its tree, and the masks that tell them apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Window:
+    """Stands where a model expects its attention mask: how many positions back a layer sees, None for all.
+
+    A class of its own, so a model that computes with the mask by itself fails at once instead of being wrong.
+    """
+
+    size: int | None
+
+
+def tree_mask(
+    lengths: Tensor, depths: Tensor, ancestors: Tensor, keys: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """(batch, 1, nodes, keys) additive mask: 0 where a node sees a key, -inf elsewhere.
+
+    Key rows below `lengths` (batch,) hold the prefix, whose position is their index; the rows behind hold the tree,
+    node i at length + i, at position length + depths[i]. A node sees the prefix and its `ancestors` (batch, nodes,
+    nodes), within the last `window` positions where the layer has a window.
+    """
+    batch, nodes = depths.shape
+    row = torch.arange(keys, device=lengths.device)
+    behind = row - lengths[:, None]  # (batch, keys): index within the tree; negative in the prefix
+    in_tree = (behind >= 0) & (behind < nodes)
+    node = behind.clamp(0, nodes - 1)
+    seen = ancestors.gather(2, node[:, None].expand(batch, nodes, keys))
+    seen = torch.where(in_tree[:, None], seen, (behind < 0)[:, None])
+    if window is not None:
+        # In positions relative to the root: prefix rows are at behind < 0, tree nodes at their depth.
+        key_position = torch.where(in_tree, depths.gather(1, node), behind)
+        seen = seen & (key_position[:, None] > depths[:, :, None] - window)
+    mask = torch.zeros(batch, 1, nodes, keys, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(~seen[:, None], -torch.inf)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float, softcap: float | None
+) -> Tensor:
+    """(batch, heads, nodes, width); key and value may have fewer heads, each shared by a group of query heads."""
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+        )
+    # Fused kernels know no soft cap, so scores are made in the open. Heads of a group stand side by side.
+    batch, heads, nodes, width = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, nodes, width)
+    scores = (grouped @ key[:, :, None].transpose(-1, -2)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        mask = torch.full((nodes, nodes), -torch.inf, device=query.device).triu_(1)
+    if mask is not None:
+        scores = scores + (mask if causal else mask[:, None])
+    weights = scores.softmax(dim=-1).to(value.dtype)
+    return (weights @ value[:, :, None]).reshape(batch, heads, nodes, -1)

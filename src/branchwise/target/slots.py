@@ -1,0 +1,196 @@
+"""The slot store: one preallocated place for the keys and values of all running sequences.
+
+A slot holds the rows of one sequence: its committed tokens from row 0 on, and behind them, during a pass, the nodes of
+its tree. Running sequences occupy the first slots (the last moves into a gap), so that a pass over all of them
+reads views and copies nothing. There is one tensor per shape of keys or values, since shapes can differ by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from branchwise.sequence import Sequence
+from branchwise.target.attention import tree_mask
+from branchwise.tree import Forest
+
+Shape = tuple[int, int]
+"""(heads, width)"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of keys and of values in every layer, in order."""
+
+    keys: tuple[Shape, ...]
+    values: tuple[Shape, ...]
+
+    def bytes_per_row(self, dtype: torch.dtype) -> int:
+        return dtype.itemsize * sum(heads * width for heads, width in self.keys + self.values)
+
+
+class Pass:
+    """One forward pass: which slots it reads, where its nodes go, and what each node sees."""
+
+    def __init__(self, slots: list[int], lengths: list[int], depths: Tensor, ancestors: Tensor | None) -> None:
+        """`depths` (batch, nodes); `ancestors` (batch, nodes, nodes), or None for one chain, as in prefill."""
+        device = depths.device
+        nodes = depths.shape[1]
+        self.keys = max(lengths) + nodes
+        self.lengths = torch.tensor(lengths, device=device)
+        self.rows = self.lengths[:, None] + torch.arange(nodes, device=device)  # (batch, nodes)
+        self.slots: slice | Tensor
+        if slots == list(range(slots[0], slots[0] + len(slots))):
+            self.slots = slice(slots[0], slots[0] + len(slots))
+        else:
+            self.slots = torch.tensor(slots, device=device)
+        self.slot_column = torch.tensor(slots, device=device)[:, None]
+        self.depths = depths
+        self.ancestors = ancestors
+        # From an empty prefix a chain is plain causal attention, for which there are kernels without a mask.
+        self.causal = ancestors is None and max(lengths) == 0 and nodes > 1
+        self._all_seen = nodes == 1 and min(lengths) == max(lengths)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+        """The additive mask for layers with this window, and whether the causal flag stands in for it."""
+        if window is not None and window >= self.keys:
+            window = None
+        if window is None and (self._all_seen or self.causal):
+            return None, self.causal
+        if window not in self._masks:
+            ancestors = self.ancestors
+            if ancestors is None:
+                nodes = self.depths.shape[1]
+                ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.depths.device).tril_()
+            self._masks[window] = tree_mask(self.lengths, self.depths, ancestors, self.keys, window, dtype)
+        return self._masks[window], False
+
+
+class SlotStore(Cache):
+    """Keys and values in slots. During a pass it is the `Cache` that the model writes to and reads from."""
+
+    def __init__(self, layout: Layout, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.rows = rows
+        self._tensors: dict[tuple[str, Shape], Tensor] = {}
+        self._keys = [self._place("keys", layout.keys, i, dtype, device) for i in range(len(layout.keys))]
+        self._values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
+        self._running: list[Sequence] = []
+        self._lengths: dict[Sequence, int] = {}
+        self.current: Pass | None = None
+
+    def _place(
+        self, kind: str, shapes: tuple[Shape, ...], layer: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """(slots, heads, rows, width): the layer's part of the one tensor for its shape."""
+        heads, width = shapes[layer]
+        if (kind, shapes[layer]) not in self._tensors:
+            size = (shapes.count(shapes[layer]), self.slots, heads, self.rows, width)
+            self._tensors[kind, shapes[layer]] = zeros(size, dtype, device)
+        return self._tensors[kind, shapes[layer]][shapes[:layer].count(shapes[layer])]
+
+    # Slots
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self._running)
+
+    def open(self, sequence: Sequence) -> None:
+        assert self.free_slots > 0, "opened more sequences than there are slots"
+        self._running.append(sequence)
+        self._lengths[sequence] = 0
+
+    def close(self, sequence: Sequence) -> None:
+        gap = self._running.index(sequence)
+        last = self._running.pop()
+        del self._lengths[sequence]
+        if last is not sequence:
+            self._running[gap] = last
+            used = self._lengths[last]
+            for tensor in self._tensors.values():
+                tensor[:, gap, :, :used] = tensor[:, len(self._running), :, :used]
+
+    def length(self, sequence: Sequence) -> int:
+        """How many tokens of the sequence are in the cache."""
+        return self._lengths[sequence]
+
+    # Passes
+
+    def begin(self, sequences: Rows[Sequence], depths: Tensor, ancestors: Tensor | None) -> Pass:
+        """Make ready for a pass over these sequences; see `Pass` for the rest."""
+        slots = [self._running.index(sequence) for sequence in sequences]
+        lengths = [self._lengths[sequence] for sequence in sequences]
+        self.current = Pass(slots, lengths, depths, ancestors)
+        assert self.current.keys <= self.rows, "a pass reaches beyond its slots"
+        return self.current
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the nodes of this pass, (batch, heads, nodes, width), and return all rows that it may read."""
+        current = self.current
+        assert current is not None, "a model ran on the store outside a pass"
+        found = []
+        for tensor, states in ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states)):
+            # The two index tensors stand around a slice, so their axes (batch, nodes) come first.
+            tensor[current.slot_column, :, current.rows] = states.transpose(1, 2)
+            found.append(tensor[current.slots, :, : current.keys])
+        return found[0], found[1]
+
+    def keep(self, sequences: Rows[Sequence], paths: Rows[tuple[int, ...]]) -> None:
+        """Move the rows of each accepted path to the front of its tree and count them as committed."""
+        moves = []
+        for sequence, path in zip(sequences, paths, strict=True):
+            slot, length = self._running.index(sequence), self._lengths[sequence]
+            moves += [(slot, length + node, length + i) for i, node in enumerate(path) if node != i]
+            self._lengths[sequence] = length + len(path)
+        if moves:
+            slots, sources, goals = torch.tensor(moves, device=self._keys[0].device).unbind(1)
+            for tensor in self._tensors.values():
+                tensor[:, slots, :, goals] = tensor[:, slots, :, sources]
+
+    def advance(self, sequence: Sequence, rows: int) -> None:
+        """Count the first rows of the last pass as committed, as after a chunk of prefill."""
+        self._lengths[sequence] += rows
+
+    # What transformers asks of a cache before it builds positions and masks. Positions are always given and masks are
+    # made here, so the answers decide nothing; a model that uses them all the same fails the probe at load.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.rows
+
+
+def forest_ancestors(forest: Forest, device: torch.device) -> Tensor:
+    """(batch, nodes, nodes) bool; padding nodes see only themselves besides the prefix."""
+    masks = torch.eye(forest.nodes, dtype=torch.bool).repeat(len(forest), 1, 1)
+    for mask, tree in zip(masks, forest.trees, strict=True):
+        mask[: len(tree), : len(tree)] = tree.topology.ancestors
+    return masks.to(device, non_blocking=True)
+
+
+def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost no memory on the CPU until they are touched: a store is mostly rows that nobody reaches.
+
+    Rows must not start as garbage: a masked key still meets the softmax, and NaN times zero is NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    flat = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(flat).view(dtype).view(size)

@@ -1,0 +1,234 @@
+"""Any decoder of transformers as a target.
+
+The model class stays as it is. Its attention is routed here through `AttentionInterface`, its masks through
+`AttentionMaskInterface`, its keys and values through `Cache`. Each target registers functions of its own, bound to
+its store, because nothing can travel through the forward call: some families drop keywords that they do not know.
+Outside a pass the model is left exactly as it was found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from branchwise.errors import ModelError, UsageError
+from branchwise.registry import nearest
+from branchwise.sequence import Sequence
+from branchwise.target import Scored
+from branchwise.target.attention import Window, attend
+from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
+from branchwise.target.slots import Layout, SlotStore, forest_ancestors
+from branchwise.tree import Forest
+from branchwise.verify import Verdict
+
+_known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
+"""models that passed the probe, which is asked once in the life of a model"""
+
+_names = (f"branchwise-{number}" for number in itertools.count())
+
+
+class TransformersTarget:
+    """Trees scored on a transformers model, several sequences in one pass."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int = 8,
+        context: int | None = None,
+        max_nodes: int = 128,
+        prefill_chunk: int = 512,
+    ) -> None:
+        self.model = model.eval()
+        self.name = type(model).__name__
+        self.device = model.device
+        self.dtype = model.dtype
+        self.max_nodes = max_nodes
+        self.prefill_chunk = prefill_chunk
+        self._forward_parameters = inspect.signature(model.forward).parameters
+        configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+        self._configs = list({id(config): config for config in configs}.values())
+        self._route = Route()
+        weakref.finalize(self, self._route.unregister)
+
+        layout = _known.get(model) or self._probe()
+        limit = context_limit(model.config)
+        if context is not None and context > limit:
+            raise UsageError(f"{self.name} has a context of {limit} tokens; {context} cannot be served.")
+        self.context = self._fit(context or limit, layout.bytes_per_row(self.dtype) * slots, asked=context is not None)
+        self.store = SlotStore(layout, slots=slots, rows=self.context + max_nodes, dtype=self.dtype, device=self.device)
+        self._route.store = self.store
+        if model not in _known:
+            check_against_own_forward(self)
+            _known[model] = layout
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def free_slots(self) -> int:
+        return self.store.free_slots
+
+    def open(self, sequence: Sequence) -> None:
+        if len(sequence.tokens) > self.context:
+            raise UsageError(
+                f"The prompt has {len(sequence.tokens)} tokens and the context holds {self.context}; shorten it."
+            )
+        self.store.open(sequence)
+        try:
+            self._prefill(sequence)
+        except BaseException:
+            self.store.close(sequence)
+            raise
+
+    def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
+        assert forest.nodes <= self.max_nodes, "a tree is larger than the target allows"
+        current = self.store.begin(sequences, forest.depths, forest_ancestors(forest, self.device))
+        hidden: dict[str, Tensor] = {}
+        with self._tapped(taps, hidden):
+            logits = self._run(forest.tokens, current.lengths[:, None] + forest.depths, self.store)
+        return Scored(logits, hidden)
+
+    def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
+        self.store.keep(sequences, [verdict.path for verdict in verdicts])
+
+    def close(self, sequence: Sequence) -> None:
+        self.store.close(sequence)
+
+    def _probe(self) -> Layout:
+        probe, cache = Probe(self.name, self.model.config), ProbeCache(self.device)
+        self._route.probe, self._route.store = probe, cache
+        try:
+            return probe.run(self._run, cache)
+        finally:
+            self._route.probe = self._route.store = None
+
+    def _prefill(self, sequence: Sequence) -> None:
+        tokens = torch.tensor(sequence.tokens[:-1], device=self.device)
+        for chunk in tokens.split(self.prefill_chunk) if len(tokens) else ():
+            steps = torch.arange(len(chunk), device=self.device)[None]
+            current = self.store.begin([sequence], steps, None)
+            self._run(chunk[None], current.lengths[:, None] + steps, self.store, keep=1)
+            self.store.advance(sequence, len(chunk))
+
+    def _run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> Tensor:
+        """One forward pass of the model with our attention; `keep` rows of logits from the end, 0 for all."""
+        extra = {"logits_to_keep": keep} if "logits_to_keep" in self._forward_parameters else {}
+        with torch.inference_mode(), self._routed():
+            output = self.model(
+                input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **extra
+            )
+        logits: Tensor = output.logits
+        return logits
+
+    @contextmanager
+    def _routed(self) -> Iterator[None]:
+        """Send the model's attention here for one pass."""
+        found = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = self._route.name
+        try:
+            yield
+        finally:
+            for config, implementation in zip(self._configs, found, strict=True):
+                config._attn_implementation_internal = implementation
+
+    @contextmanager
+    def _tapped(self, taps: Rows[str], hidden: dict[str, Tensor]) -> Iterator[None]:
+        """Catch the output of named layers during one pass."""
+
+        def catch(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                hidden[name] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        layers = {name: self._layer(name) for name in taps}
+        handles = [layer.register_forward_hook(catch(name)) for name, layer in layers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _layer(self, name: str) -> nn.Module:
+        modules: dict[str, nn.Module] = dict(self.model.named_modules())
+        if name not in modules:
+            raise UsageError(f"{self.name} has no layer {name!r} to tap.{nearest(name, modules)}")
+        return modules[name]
+
+    def _fit(self, context: int, bytes_per_token: int, *, asked: bool) -> int:
+        """Shorten the context to what the device can hold, or say with numbers why it cannot."""
+        if self.device.type != "cuda":
+            return context
+        free, _ = torch.cuda.mem_get_info(self.device)
+        room = int(free * 0.8) // bytes_per_token - self.max_nodes
+        if context <= room:
+            return context
+        if asked or room < 512:
+            raise ModelError(
+                f"Keys and values of {context} tokens need {context * bytes_per_token / 2**30:.1f} GiB and "
+                f"{free / 2**30:.1f} GiB are free; ask for a context of at most {max(room, 0)} or for fewer slots."
+            )
+        return room
+
+
+class Route:
+    """The attention and mask functions of one target, under a name that no other target has."""
+
+    def __init__(self) -> None:
+        self.name = next(_names)
+        self.store: SlotStore | ProbeCache | None = None
+        self.probe: Probe | None = None
+        AttentionInterface.register(self.name, self.attend)
+        AttentionMaskInterface.register(self.name, self.mask)
+
+    def unregister(self) -> None:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(self.name, None)
+
+    def mask(
+        self,
+        *,
+        mask_function: Callable[..., Tensor],
+        local_size: int | None = None,
+        use_vmap: bool = False,
+        **kwargs: Any,
+    ) -> Window:
+        """What the model passes to each layer as its mask: no tensor, just the layer's window."""
+        if self.probe is not None:
+            self.probe.see_mask(mask_function, local_size, use_vmap)
+        return Window(local_size)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Window,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of one layer over the rows that the store returned, (batch, heads, rows, width)."""
+        if self.probe is not None:
+            self.probe.see_attention(attention_mask, kwargs)
+        assert self.store is not None
+        assert self.store.current is not None, "a model was routed here outside a pass"
+        mask, causal = self.store.current.mask(attention_mask.size, query.dtype)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        found = attend(query, key, value, mask, causal=causal, scale=scale, softcap=softcap)
+        return found.transpose(1, 2).contiguous(), None

@@ -1,0 +1,220 @@
+"""Every family of models, scored as trees in one pass, against its own plain forward."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, LlamaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from branchwise.errors import UnsupportedModel, UsageError
+from branchwise.sequence import Sequence
+from branchwise.target.probe import context_limit
+from branchwise.target.transformers import TransformersTarget
+from branchwise.tree import DraftTree, Forest
+from branchwise.verify import Verdict
+from tests.conformance.architectures import COMMON, VOCABULARY, build, refused, served
+
+SERVED = served()
+TOLERANCE = 2e-5
+
+
+def random_tree(rng: random.Random, root: int, nodes: int) -> DraftTree:
+    parents = [-1]
+    for node in range(1, nodes):
+        parents.append(rng.randint(max(parents[-1], 0), node - 1))
+    tokens = [root] + [rng.randrange(VOCABULARY) for _ in range(nodes - 1)]
+    return DraftTree(torch.tensor(tokens), tuple(parents))
+
+
+def own_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """The model's own law after these tokens: one plain forward, nothing of ours."""
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens], device=model.device)).logits[0, -1].float()
+
+
+def assert_scores_equal_own_forward(
+    model: PreTrainedModel, target: TransformersTarget, sequences: list[Sequence], trees: list[DraftTree]
+) -> None:
+    logits = target.score(sequences, Forest(trees, target.device)).logits
+    for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
+        for node in range(len(tree)):
+            path = tree.tokens[tree.topology.path(node)].tolist()
+            own = own_logits(model, sequence.tokens[:-1] + path)
+            error = (logits[row, node].float() - own).abs().max() / own.abs().max()
+            assert error < TOLERANCE, f"sequence {row}, node {node}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_tree_scores_equal_the_models_own_forward_before_and_after_commits(family: str) -> None:
+    """Three sequences of different lengths, different trees, four steps with random accepted paths in between."""
+    model = build(SERVED[family])
+    target = TransformersTarget(model, slots=4, max_nodes=12, prefill_chunk=7)
+    rng = random.Random(family)
+    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
+    for sequence in sequences:
+        target.open(sequence)
+    for step in range(4):
+        trees = [random_tree(rng, sequence.root, rng.randint(1, 9)) for sequence in sequences]
+        assert_scores_equal_own_forward(model, target, sequences, trees)
+        verdicts = []
+        for tree in trees:
+            path = tree.topology.path(rng.randrange(len(tree)))
+            verdicts.append(Verdict(tuple(path), rng.randrange(VOCABULARY)))
+        target.commit(sequences, verdicts)
+        for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
+            sequence.tokens += [*tree.tokens[list(verdict.path[1:])].tolist(), verdict.token]
+        if step == 1:  # leave from the middle: the last sequence moves into the gap
+            target.close(sequences.pop(0))
+            newcomer = Sequence([rng.randrange(VOCABULARY) for _ in range(9)])
+            target.open(newcomer)
+            sequences.insert(rng.randrange(3), newcomer)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_batch_scores_like_its_sequences_alone(family: str) -> None:
+    model = build(SERVED[family])
+    target = TransformersTarget(model, slots=3, max_nodes=12)
+    rng = random.Random(family)
+    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (5, 17, 11)]
+    trees = [random_tree(rng, sequence.root, nodes) for sequence, nodes in zip(sequences, (7, 1, 4), strict=True)]
+    for sequence in sequences:
+        target.open(sequence)
+    together = target.score(sequences, Forest(trees)).logits
+    for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
+        alone = target.score([sequence], Forest([tree])).logits[0]
+        torch.testing.assert_close(together[row, : len(tree)], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_subset_in_any_order_reads_its_own_slots() -> None:
+    """Catches a view that assumes the sequences of a pass stand side by side."""
+    model = build(SERVED["llama"])
+    target = TransformersTarget(model, slots=4, max_nodes=8)
+    rng = random.Random(1)
+    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(6 + i)]) for i in range(4)]
+    for sequence in sequences:
+        target.open(sequence)
+    chosen = [sequences[3], sequences[0], sequences[2]]
+    trees = [random_tree(rng, sequence.root, 5) for sequence in chosen]
+    assert_scores_equal_own_forward(model, target, chosen, trees)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen2-moe"])
+def test_prefill_gives_the_same_law_in_chunks_of_any_size(family: str, chunk: int) -> None:
+    model = build(SERVED[family])
+    target = TransformersTarget(model, slots=2, max_nodes=8, prefill_chunk=chunk)
+    tokens = [(7 * i) % VOCABULARY for i in range(30)]
+    sequence = Sequence(list(tokens))
+    target.open(sequence)
+    assert_scores_equal_own_forward(model, target, [sequence], [DraftTree.root(sequence.root)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", SERVED)
+def test_low_precision_stays_close_to_the_models_own_forward(family: str, dtype: torch.dtype) -> None:
+    """Expert routing may flip between two experts of equal weight, so the median node is compared, not the worst."""
+    model = build(SERVED[family], dtype)
+    target = TransformersTarget(model, slots=2, max_nodes=12)
+    rng = random.Random(3)
+    sequence = Sequence([rng.randrange(VOCABULARY) for _ in range(14)])
+    tree = random_tree(rng, sequence.root, 9)
+    target.open(sequence)
+    logits = target.score([sequence], Forest([tree])).logits[0].float()
+    errors = []
+    for node in range(len(tree)):
+        path = tree.tokens[tree.topology.path(node)].tolist()
+        own = own_logits(model, sequence.tokens[:-1] + path)
+        errors.append(((logits[node] - own).norm() / own.norm()).item())
+    assert sorted(errors)[len(errors) // 2] < 0.05
+
+
+@pytest.mark.parametrize("family", refused())
+def test_a_family_that_cannot_be_exact_is_refused_with_the_reason(family: str) -> None:
+    config, reason = refused()[family]
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        TransformersTarget(build(config), slots=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        TransformersTarget(T5ForConditionalGeneration(config), slots=1)
+
+
+def test_a_model_that_takes_positions_from_its_cache_is_refused() -> None:
+    """Catches what no keyword shows: such a model is right for one sequence and wrong for a batch of trees."""
+    model = build(SERVED["llama"])
+    forward = model.forward
+
+    def from_cache(*args: object, position_ids: Tensor | None = None, **kwargs: object) -> object:
+        steps = None if position_ids is None else torch.arange(position_ids.shape[1])[None]
+        return forward(*args, position_ids=steps, **kwargs)
+
+    model.forward = from_cache  # type: ignore[method-assign, assignment]
+    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+        TransformersTarget(model, slots=2)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_longest_sequence_is_served_up_to_its_original_length(rope_type: str) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if rope_type == "longrope" else {}
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, **factors}
+    config = LlamaConfig(**COMMON, rope_parameters=rope)
+    assert context_limit(config) == 32
+    with pytest.raises(UsageError, match="context of 32"):
+        TransformersTarget(build(config), slots=1, context=64)
+
+
+def test_taps_return_the_hidden_states_of_named_layers_for_every_node() -> None:
+    model = build(SERVED["llama"])
+    target = TransformersTarget(model, slots=2, max_nodes=8)
+    sequence = Sequence([5, 6, 7])
+    target.open(sequence)
+    tree = DraftTree(torch.tensor([7, 8, 9]), (-1, 0, 0))
+    scored = target.score([sequence], Forest([tree]), taps=["model.layers.1"])
+    hidden = scored.hidden["model.layers.1"]
+    assert hidden.shape == (1, 3, 32)
+    with torch.inference_mode():
+        own = model(input_ids=torch.tensor([[5, 6, 7, 9]]), output_hidden_states=True).hidden_states[2][0, -1]
+    torch.testing.assert_close(hidden[0, 2], own, rtol=1e-4, atol=1e-5)
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(UsageError, match=r"no layer 'model.layer.1'.*model.layers.1"):
+        target.score([sequence], Forest([tree]), taps=["model.layer.1"])
+
+
+def test_the_model_is_left_as_it_was_found() -> None:
+    model = build(SERVED["gemma3"])
+    names = set(AttentionInterface._global_mapping)
+    before = model.config._attn_implementation
+    target = TransformersTarget(model, slots=1)
+    assert model.config._attn_implementation == before
+    sequence = Sequence([1, 2, 3])
+    target.open(sequence)
+    assert model.config._attn_implementation == before
+    del target
+    gc.collect()
+    assert set(AttentionInterface._global_mapping) == names
+
+
+def test_a_prompt_longer_than_the_context_is_refused_and_leaves_no_slot_behind() -> None:
+    target = TransformersTarget(build(SERVED["gpt2"]), slots=1, context=16)
+    with pytest.raises(UsageError, match="17 tokens and the context holds 16"):
+        target.open(Sequence([1] * 17))
+    assert target.free_slots == 1
+
+
+def test_a_prefill_that_fails_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TransformersTarget(build(SERVED["llama"]), slots=1)
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        target.open(Sequence([1, 2, 3]))
+    assert target.free_slots == 1
