@@ -32,8 +32,8 @@ check: setup
 	$(VENV)/bin/mypy
 
 test: check $(OLDEST)/ready
-	$(VENV)/bin/python -m pytest
-	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest tests/conformance
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile
+	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest --numprocesses auto tests/conformance
 
 bench: setup
 	$(VENV)/bin/python benchmarks/foundations.py

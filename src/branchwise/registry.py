@@ -43,21 +43,24 @@ class Registry:
 
     def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
         self.kind = kind
-        self._entries = dict(entries)
+        self._entries: dict[str, str | type] = dict(entries)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
-    def register(self, name: str, where: str) -> None:
-        """Add a part of your own: `where` is "package.module:Object"."""
-        self._entries[name] = where
+    def register(self, name: str, part: str | type) -> None:
+        """Add a part of your own: the class, or "package.module:Object" to import it when asked for."""
+        self._entries[name] = part
 
     def find(self, name: str) -> Any:
         """The class behind a name; importing its module is the first thing that costs anything."""
         if name not in self._entries:
             hint = nearest(name, self._entries)
             raise UnknownName(f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}.")
-        module, _, attribute = self._entries[name].partition(":")
+        entry = self._entries[name]
+        if not isinstance(entry, str):
+            return entry
+        module, _, attribute = entry.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
     def build(self, spec: str, **given: Any) -> Any:

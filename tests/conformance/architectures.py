@@ -104,11 +104,12 @@ def refused() -> dict[str, tuple[PreTrainedConfig, str]]:
     }
 
 
-def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+    torch.manual_seed(0)
+    # Eager attention is the reference: faster ones of transformers 5.17 drop the soft caps of Gemma 2.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
     # Fresh models are nearly linear in their attention; larger weights make masks and positions matter.
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 and "embed" not in name:
             parameter.mul_(4.0)
-    return model.to(dtype)
+    return model.to(device, dtype)

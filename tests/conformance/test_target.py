@@ -179,16 +179,17 @@ def test_taps_return_the_hidden_states_of_named_layers_for_every_node() -> None:
     scored = target.score([sequence], Forest([tree]), taps=["model.layers.1"])
     hidden = scored.hidden["model.layers.1"]
     assert hidden.shape == (1, 3, 32)
+    assert not any(module._forward_hooks for module in model.modules())
     with torch.inference_mode():
         own = model(input_ids=torch.tensor([[5, 6, 7, 9]]), output_hidden_states=True).hidden_states[2][0, -1]
     torch.testing.assert_close(hidden[0, 2], own, rtol=1e-4, atol=1e-5)
-    assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(UsageError, match=r"no layer 'model.layer.1'.*model.layers.1"):
         target.score([sequence], Forest([tree]), taps=["model.layer.1"])
 
 
 def test_the_model_is_left_as_it_was_found() -> None:
     model = build(SERVED["gemma3"])
+    gc.collect()
     names = set(AttentionInterface._global_mapping)
     before = model.config._attn_implementation
     target = TransformersTarget(model, slots=1)

@@ -168,8 +168,7 @@ def check_against_own_forward(target: TransformersTarget) -> None:
             target.close(sequence)
     found = torch.stack([logits[row, len(tree) - 1] for row, (_, tree) in enumerate(cases)]).float()
     paths = [sequence.tokens + tree.tokens[tree.topology.path(len(tree) - 1)[1:]].tolist() for sequence, tree in cases]
-    with torch.inference_mode():
-        own = target.model(input_ids=torch.tensor(paths, device=target.device)).logits[:, -1].float()
+    own = target.own_logits(torch.tensor(paths, device=target.device)).float()
     found, own = (rows - rows.mean(dim=-1, keepdim=True) for rows in (found, own))
     error = ((found - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-9)).max().item()
     # Low precision and flips of expert routing are no reason to refuse; a wrong mask or position errs by more.

@@ -106,6 +106,15 @@ class TransformersTarget:
     def close(self, sequence: Sequence) -> None:
         self.store.close(sequence)
 
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """(batch, vocabulary): what the model itself finds after tokens (batch, length), without anything of ours.
+
+        Its eager attention is the reference, because faster ones of transformers have dropped soft caps in silence.
+        """
+        with torch.inference_mode(), self._attending("eager"):
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits[:, -1]
+
     def _probe(self) -> Layout:
         probe, cache = Probe(self.name, self.model.config), ProbeCache(self.device)
         self._route.probe, self._route.store = probe, cache
@@ -125,7 +134,7 @@ class TransformersTarget:
     def _run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> Tensor:
         """One forward pass of the model with our attention; `keep` rows of logits from the end, 0 for all."""
         extra = {"logits_to_keep": keep} if "logits_to_keep" in self._forward_parameters else {}
-        with torch.inference_mode(), self._routed():
+        with torch.inference_mode(), self._attending(self._route.name):
             output = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **extra
             )
@@ -133,11 +142,11 @@ class TransformersTarget:
         return logits
 
     @contextmanager
-    def _routed(self) -> Iterator[None]:
-        """Send the model's attention here for one pass."""
+    def _attending(self, name: str) -> Iterator[None]:
+        """Let the model's attention go through a registered implementation for one pass."""
         found = [config._attn_implementation_internal for config in self._configs]
         for config in self._configs:
-            config._attn_implementation_internal = self._route.name
+            config._attn_implementation_internal = name
         try:
             yield
         finally:

@@ -1,0 +1,69 @@
+"""Drafters: what proposes the trees.
+
+A drafter sees the sequences of a batch and a budget for each, and returns one tree per sequence. A tree of one node,
+the root, proposes nothing. After the step it may learn from what the target found and what was kept.
+
+Adding one is a file with a class of this shape and a line in `DRAFTERS`; see docs/add-a-drafter.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from branchwise.errors import PairingError
+from branchwise.registry import Registry, split_spec
+from branchwise.sequence import Sequence
+from branchwise.target import Scored
+from branchwise.tree import DraftTree, Draw
+from branchwise.verify import Verdict
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large the next tree of a sequence may be."""
+
+    nodes: int
+    """nodes that the pass may score, the root included"""
+    depth: int
+    """levels below the root; what is deeper could not be emitted"""
+
+
+class Drafter(Protocol):
+    name: str
+    draw: Draw
+    """how its trees are drawn, which decides the verifiers that fit"""
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]: ...
+
+    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        """Learn from a step; called after the commit and before the accepted tokens join the sequences."""
+
+
+DRAFTERS = Registry(
+    "drafter",
+    {
+        "ngram": "branchwise.draft.ngram:NGram",
+        "none": "branchwise.draft.none:Nothing",
+    },
+)
+
+TREES = Registry(
+    "tree",
+    {
+        "chain": "branchwise.draft.chain:Chain",
+    },
+)
+
+
+def build_drafter(draft: str, tree: str | None = None) -> Drafter:
+    """The drafter of a spec such as `ngram:max=4`, growing the tree of a spec such as `chain:8`."""
+    import inspect
+
+    growth = None if tree is None else TREES.build(tree)
+    name, _, _ = split_spec(draft)
+    if growth is not None and "tree" not in inspect.signature(DRAFTERS.find(name)).parameters:
+        raise PairingError(f"Drafter {name!r} grows no tree; leave out --tree {tree}.")
+    drafter: Any = DRAFTERS.build(draft, tree=growth)
+    return drafter  # type: ignore[no-any-return]

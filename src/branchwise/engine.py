@@ -1,0 +1,216 @@
+"""The step: draft, score, verify, commit, emit; for every running sequence at once.
+
+There is no special first step (prefill leaves out the last prompt token, which is the first root), no greedy mode and
+no batch of one. Plain decoding is this loop with a drafter that proposes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from branchwise.chance import SeededChance
+from branchwise.draft import Budget, Drafter
+from branchwise.errors import UsageError
+from branchwise.laws import Laws
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.stats import Stats, Stopwatch
+from branchwise.target import Target
+from branchwise.text import TextStream
+from branchwise.tree import DraftTree, Forest
+from branchwise.verify import Verdict, Verifier, check_pairing
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """a stop token or stop string"""
+    LENGTH = "length"
+    """the wanted length or the end of the context"""
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be written."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 256
+    stop_tokens: frozenset[int] = frozenset()
+    stop_when: Callable[[Rows[int]], bool] | None = None
+    """asked after every emitted token with all tokens so far"""
+    logprobs: bool = False
+    """report the log-probability of each emitted token under the unwarped model"""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise UsageError("The prompt is empty; there is nothing to continue.")
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One emitted token."""
+
+    token: int
+    text: str
+    """what it adds to the text; empty while a character or a stop string is incomplete"""
+    drafted: bool
+    """accepted from the draft; otherwise the target's own"""
+    logprob: float | None
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request on its way through the engine."""
+
+    request: Request
+    sequence: Sequence
+    text: TextStream | None = None
+    """follows the output where someone reads it as it comes, or where stop strings end it"""
+    pieces: list[Piece] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.output
+
+    def budget(self, nodes: int, context: int) -> Budget:
+        """What a tree may hold so that nothing in it is past the wanted length or the context."""
+        wanted = self.request.max_new_tokens - len(self.sequence.output)
+        room = context - len(self.sequence.tokens)
+        return Budget(nodes, depth=min(wanted, room) - 1)
+
+
+class Engine:
+    """Runs generations together on one target. Sequences join and leave between steps."""
+
+    def __init__(self, target: Target, drafter: Drafter, verifier: Verifier) -> None:
+        check_pairing(verifier, drafter.draw, drafter.name)
+        self.target = target
+        self.drafter = drafter
+        self.verifier = verifier
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def submit(self, request: Request, text: TextStream | None = None) -> Generation:
+        """Queue a request; it runs with the others from the next step on, as soon as a slot is free."""
+        if len(request.prompt) >= self.target.context:
+            raise UsageError(
+                f"The prompt has {len(request.prompt)} tokens and the context holds {self.target.context}, "
+                "the answer included; shorten the prompt."
+            )
+        generation = Generation(request, Sequence(list(request.prompt), request.sampling), text)
+        self._waiting.append(generation)
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation where it stands; what it has emitted stays."""
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+            generation.finish_reason = FinishReason.CANCELLED
+        elif generation in self._running:
+            self._finish(generation, FinishReason.CANCELLED)
+            if generation.text is not None:
+                generation.text.finish()
+
+    def step(self) -> list[Generation]:
+        """Advance every running sequence by at least one token; returns the generations that moved."""
+        self._admit()
+        generations = list(self._running)
+        if not generations:
+            return []
+        sequences = [generation.sequence for generation in generations]
+        budgets = [generation.budget(self.target.max_nodes, self.target.context) for generation in generations]
+        clock = Stopwatch()
+
+        forest = Forest(self.drafter.draft(sequences, budgets), self.target.device)
+        clock.lap("draft")
+        scored = self.target.score(sequences, forest)
+        clock.lap("score")
+        laws = Laws(scored.logits, forest, sequences)
+        verdicts = self.verifier(forest, laws, self._chance(sequences)).read()
+        clock.lap("verify")
+        self.target.commit(sequences, verdicts)
+        self.drafter.observe(sequences, scored, verdicts)
+        clock.lap("commit")
+
+        for row, generation in enumerate(generations):
+            self._emit(generation, forest.trees[row], verdicts[row], scored.logits[row], clock.seconds)
+        return generations
+
+    def _admit(self) -> None:
+        while self._waiting and self.target.free_slots:
+            generation = self._waiting[0]
+            start = time.perf_counter()
+            self.target.open(generation.sequence)
+            generation.stats.prefill_seconds = time.perf_counter() - start
+            self._waiting.popleft()
+            self._running.append(generation)
+
+    def _chance(self, sequences: Rows[Sequence]) -> SeededChance:
+        seeds = torch.tensor([sequence.seed for sequence in sequences], device=self.target.device)
+        roots = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=self.target.device)
+        return SeededChance(seeds, roots)
+
+    def _emit(
+        self, generation: Generation, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, seconds: dict[str, float]
+    ) -> None:
+        """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
+        accepted = tree.tokens[list(verdict.path[1:])].tolist()
+        tokens = [*accepted, verdict.token]
+        emitted = 0
+        for token, node in zip(tokens, verdict.path, strict=True):
+            drafted = emitted < len(accepted)
+            emitted += 1
+            reason = self._append(generation, token, drafted, logits[node])
+            if reason is not None:
+                self._finish(generation, reason)
+                break
+        generation.stats.record(
+            nodes=len(tree) - 1,
+            depth=tree.depth,
+            accepted=min(emitted, len(accepted)),
+            emitted=emitted,
+            seconds=seconds,
+        )
+
+    def _append(self, generation: Generation, token: int, drafted: bool, logits: torch.Tensor) -> FinishReason | None:
+        """Add one token; says why the text ends with it, if it does. `logits` (vocabulary,) are those before it."""
+        request, sequence, text = generation.request, generation.sequence, generation.text
+        sequence.tokens.append(token)
+        logprob = logits.float().log_softmax(dim=-1)[token].item() if request.logprobs else None
+        stopped = token in request.stop_tokens
+        shown = text.push(token) if text is not None and not stopped else ""
+        reason = None
+        asked = request.stop_when is not None and request.stop_when(sequence.tokens)
+        if stopped or asked or (text is not None and text.stopped):
+            reason = FinishReason.STOP
+        elif len(sequence.output) >= request.max_new_tokens or len(sequence.tokens) >= self.target.context:
+            reason = FinishReason.LENGTH
+        if reason is not None and text is not None:
+            shown += text.finish()
+        generation.pieces.append(Piece(token, shown, drafted, logprob))
+        return reason
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        generation.finish_reason = reason
+        self._running.remove(generation)
+        self.target.close(generation.sequence)

@@ -1,0 +1,84 @@
+"""What speculation did for one request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASES = ("draft", "score", "verify", "commit")
+
+
+@dataclass
+class Stats:
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """drafted tokens that were emitted"""
+    emitted_tokens: int = 0
+    drafted_per_depth: list[int] = field(default_factory=list)
+    """index d - 1: steps whose tree reached depth d"""
+    accepted_per_depth: list[int] = field(default_factory=list)
+    """index d - 1: steps that accepted a node at depth d"""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """time of the steps this request took part in, by phase"""
+    prefill_seconds: float = 0.0
+
+    def record(self, *, nodes: int, depth: int, accepted: int, emitted: int, seconds: dict[str, float]) -> None:
+        """Count one step: a tree of `nodes` below the root, of which `accepted` were emitted."""
+        self.steps += 1
+        self.drafted_tokens += nodes
+        self.accepted_tokens += accepted
+        self.emitted_tokens += emitted
+        for counts, reached in ((self.drafted_per_depth, depth), (self.accepted_per_depth, accepted)):
+            counts.extend([0] * (depth - len(counts)))
+            for level in range(reached):
+                counts[level] += 1
+        for phase, spent in seconds.items():
+            self.seconds[phase] += spent
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per step as vLLM counts them: the target's own one and the accepted drafts."""
+        return 1 + self.accepted_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_per_depth(self) -> list[float]:
+        """Of the steps whose tree reached a depth, the share that accepted a node there."""
+        return [
+            accepted / drafted
+            for accepted, drafted in zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)
+        ]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over the time of the steps; prefill is not counted."""
+        spent = sum(self.seconds.values())
+        return self.emitted_tokens / spent if spent else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_per_depth": self.acceptance_per_depth,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": dict(self.seconds),
+            "prefill_seconds": self.prefill_seconds,
+        }
+
+
+class Stopwatch:
+    """Time by phase. On a device that runs ahead of the host, a phase ends when its work is queued; the verdicts are
+    waited for in "verify"."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last lap."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now

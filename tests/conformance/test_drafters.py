@@ -1,0 +1,81 @@
+"""One suite for every registered drafter: trees within the budget, text as plain decoding writes it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from branchwise.draft import DRAFTERS, Budget, Drafter, build_drafter
+from branchwise.engine import Engine, Request
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
+from branchwise.verify import VERIFIERS, Verifier, check_pairing
+
+VOCABULARY = 6
+PROMPTS = [(1, 2, 3, 1, 2), (4,), (5, 0, 5, 0, 5, 0, 5)]
+LENGTH = 50
+
+Truth = dict[tuple[int, ...], list[int]]
+
+DOUBLES: dict[str, Callable[[Truth], Drafter]] = {
+    "no skill": lambda truth: RandomDrafter(VOCABULARY),
+    "truth": lambda truth: TruthDrafter(truth, VOCABULARY, decoys=1),
+    "adversarial": lambda truth: ContrarianDrafter(truth, VOCABULARY),
+}
+SHIPPED: dict[str, Callable[[Truth], Drafter]] = {
+    name: lambda truth, name=name: build_drafter(name)  # type: ignore[misc]
+    for name in DRAFTERS
+}
+
+
+def assert_writes_like_plain_decoding(make: Callable[[Truth], Drafter], verifier: Verifier) -> None:
+    """Greedy with every verifier; sampled, seed for seed, with `match`, whose noise belongs to the position."""
+    for temperature in (0.0, 0.9) if verifier.name == "match" else (0.0,):
+        sampling = SamplingParams(temperature=temperature, seed=21)
+        plain = run(build_drafter("none"), VERIFIERS.build("match"), sampling)
+        assert run(make(plain), verifier, sampling) == plain
+
+
+def run(drafter: Drafter, verifier: Verifier, sampling: SamplingParams) -> Truth:
+    engine = Engine(ToyTarget(VOCABULARY, slots=2), drafter, verifier)
+    generations = [engine.submit(Request(p, max_new_tokens=LENGTH, sampling=sampling)) for p in PROMPTS]
+    while engine.busy:
+        engine.step()
+    return {prompt: generation.token_ids for prompt, generation in zip(PROMPTS, generations, strict=True)}
+
+
+@pytest.mark.parametrize("verifier", list(VERIFIERS))
+@pytest.mark.parametrize("name", [*SHIPPED, *DOUBLES])
+def test_the_text_is_that_of_plain_decoding(name: str, verifier: str) -> None:
+    make = (SHIPPED | DOUBLES)[name]
+    rule = VERIFIERS.build(verifier)
+    if make({}).draw not in rule.accepts:
+        pytest.skip(f"{verifier} does not take trees drawn {make({}).draw.value}")
+    assert_writes_like_plain_decoding(make, rule)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_tree_starts_at_the_root_and_stays_within_the_budget(name: str) -> None:
+    rng = random.Random(0)
+    drafter = SHIPPED[name]({})
+    for _ in range(200):
+        sequences = [Sequence([rng.randrange(3) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
+        budgets = [Budget(nodes=rng.randint(1, 12), depth=rng.randint(0, 6)) for _ in sequences]
+        trees = drafter.draft(sequences, budgets)
+        assert len(trees) == 3
+        for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):
+            assert int(tree.tokens[0]) == sequence.root
+            assert len(tree) <= budget.nodes
+            assert tree.depth <= budget.depth
+            assert tree.draw is drafter.draw
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_some_verifier_fits(name: str) -> None:
+    drafter = SHIPPED[name]({})
+    fitting = [verifier for verifier in VERIFIERS if drafter.draw in VERIFIERS.build(verifier).accepts]
+    assert fitting
+    check_pairing(VERIFIERS.build(fitting[0]), drafter.draw, drafter.name)

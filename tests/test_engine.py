@@ -1,0 +1,328 @@
+"""The step on a toy target: what is emitted, where it ends, what is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from branchwise.draft import Budget, Drafter, build_drafter
+from branchwise.engine import Engine, FinishReason, Generation, Request
+from branchwise.errors import PairingError, UsageError
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
+from branchwise.text import TextStream
+from branchwise.tree import DraftTree, Draw
+from branchwise.verify import VERIFIERS, Verdict
+
+VOCABULARY = 12
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 5, 6, 5, 6), (7, 7, 7, 7)]
+
+
+def engine(drafter: Drafter | str = "none", target: ToyTarget | None = None) -> Engine:
+    target = target or ToyTarget(VOCABULARY)
+    return Engine(target, build_drafter(drafter) if isinstance(drafter, str) else drafter, VERIFIERS.build("match"))
+
+
+def finish(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+
+
+def write(engine: Engine, prompt: tuple[int, ...] = (1, 2, 3), **options: object) -> Generation:
+    generation = engine.submit(Request(prompt, **options))  # type: ignore[arg-type]
+    finish(engine)
+    return generation
+
+
+def plain(prompts: list[tuple[int, ...]], count: int, sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
+    """What plain decoding writes, and some tokens more, so that drafts can run over the end."""
+    return {p: write(engine(), p, max_new_tokens=count + 8, sampling=sampling).token_ids for p in prompts}
+
+
+def drafters(truth: dict[tuple[int, ...], list[int]]) -> dict[str, Drafter]:
+    return {
+        "ngram": build_drafter("ngram:max=3,min=1"),
+        "no skill": RandomDrafter(VOCABULARY, seed=5),
+        "truth": TruthDrafter(truth, VOCABULARY),
+        "truth among decoys": TruthDrafter(truth, VOCABULARY, decoys=2),
+        "adversarial": ContrarianDrafter(truth, VOCABULARY),
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 2.0])
+@pytest.mark.parametrize("kind", ["ngram", "no skill", "truth", "truth among decoys", "adversarial"])
+def test_speculation_writes_what_plain_decoding_writes(kind: str, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=11)
+    truth = plain(PROMPTS, 40, sampling)
+    for prompt in PROMPTS:
+        alone = write(engine(drafters(truth)[kind]), prompt, max_new_tokens=40, sampling=sampling)
+        assert alone.token_ids == truth[prompt][:40]
+    together = engine(drafters(truth)[kind], ToyTarget(VOCABULARY, slots=3))  # one of the four has to wait
+    generations = [together.submit(Request(p, max_new_tokens=40, sampling=sampling)) for p in PROMPTS]
+    finish(together)
+    assert [g.token_ids for g in generations] == [truth[p][:40] for p in PROMPTS]
+
+
+def test_a_truthful_draft_is_accepted_whole_and_an_adversarial_one_never() -> None:
+    sampling = SamplingParams(temperature=0.7, seed=3)
+    truth = plain(PROMPTS, 30, sampling)
+    best = write(engine(TruthDrafter(truth, VOCABULARY, length=5)), max_new_tokens=30, sampling=sampling)
+    assert best.stats.steps == 5
+    assert best.stats.accepted_tokens == 25
+    assert best.stats.mean_acceptance_length == 6.0
+    worst = write(engine(ContrarianDrafter(truth, VOCABULARY)), max_new_tokens=30, sampling=sampling)
+    assert worst.stats.steps == 30
+    assert worst.stats.accepted_tokens == 0
+
+
+def test_one_pass_of_the_target_serves_the_whole_batch() -> None:
+    target = ToyTarget(VOCABULARY)
+    running = engine("none", target)
+    for prompt in PROMPTS:
+        running.submit(Request(prompt, max_new_tokens=10))
+    finish(running)
+    assert target.passes == 10
+
+
+def test_sequences_join_and_leave_between_steps() -> None:
+    target = ToyTarget(VOCABULARY, slots=2)
+    running = engine("none", target)
+    first = running.submit(Request((1, 2, 3), max_new_tokens=4))
+    running.step()
+    second = running.submit(Request((4,), max_new_tokens=9))
+    third = running.submit(Request((7, 7), max_new_tokens=3))
+    running.step()
+    assert len(second.token_ids) == 1
+    assert third.token_ids == []  # no slot yet
+    finish(running)
+    for generation, prompt in ((first, (1, 2, 3)), (second, (4,)), (third, (7, 7))):
+        assert generation.token_ids == write(engine(), prompt, max_new_tokens=9).token_ids[: len(generation.token_ids)]
+    assert target.free_slots == 2
+
+
+def test_a_stop_token_ends_the_output_in_mid_draft() -> None:
+    truth = plain(PROMPTS, 20, SamplingParams())
+    wanted = truth[(1, 2, 3)]
+    stop = wanted[4]
+    cut = wanted[: wanted.index(stop) + 1]
+    generation = write(
+        engine(TruthDrafter(truth, VOCABULARY, length=6)), max_new_tokens=20, stop_tokens=frozenset({stop})
+    )
+    assert generation.token_ids == cut
+    assert generation.finish_reason is FinishReason.STOP
+    assert generation.stats.emitted_tokens == len(cut)
+    assert generation.stats.accepted_tokens <= len(cut)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7])
+def test_the_length_is_exact_whatever_was_drafted(count: int) -> None:
+    truth = plain(PROMPTS, 20, SamplingParams())
+    generation = write(engine(TruthDrafter(truth, VOCABULARY, length=5)), max_new_tokens=count)
+    assert generation.token_ids == truth[(1, 2, 3)][:count]
+    assert generation.finish_reason is FinishReason.LENGTH
+
+
+def test_no_tree_reaches_past_the_wanted_length_or_the_context() -> None:
+    seen: list[tuple[int, Budget]] = []
+
+    class Watching(RandomDrafter):
+        def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+            tree = super()._draft(sequence, budget)
+            seen.append((len(sequence.tokens), budget))
+            assert len(sequence.tokens) + tree.depth + 1 <= min(3 + 30, 20)
+            return tree
+
+    target = ToyTarget(VOCABULARY, context=20)
+    generation = write(engine(Watching(VOCABULARY), target), max_new_tokens=30)
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert len(generation.sequence.tokens) == 20
+    assert seen
+
+
+def test_a_prompt_that_fills_the_context_is_refused_before_it_disturbs_others() -> None:
+    running = engine("none", ToyTarget(VOCABULARY, context=8))
+    with pytest.raises(UsageError, match="8 tokens and the context holds 8"):
+        running.submit(Request((1,) * 8))
+    assert not running.busy
+
+
+@pytest.mark.parametrize("field", [{"prompt": ()}, {"prompt": (1,), "max_new_tokens": 0}])
+def test_a_request_that_asks_for_nothing_is_refused(field: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Request(**field)  # type: ignore[arg-type]
+
+
+def test_cancelling_keeps_what_was_written_and_frees_the_slot() -> None:
+    target = ToyTarget(VOCABULARY, slots=1)
+    running = engine("none", target)
+    first = running.submit(Request((1, 2, 3), max_new_tokens=50))
+    waiting = running.submit(Request((4,), max_new_tokens=3))
+    running.step()
+    running.cancel(first)
+    assert first.finish_reason is FinishReason.CANCELLED
+    assert len(first.token_ids) == 1
+    finish(running)
+    assert len(waiting.token_ids) == 3
+    running.cancel(waiting)  # nothing left to cancel
+    assert waiting.finish_reason is FinishReason.LENGTH
+    assert target.free_slots == 1
+
+
+def test_a_waiting_generation_can_be_cancelled() -> None:
+    running = engine("none", ToyTarget(VOCABULARY, slots=1))
+    running.submit(Request((1,), max_new_tokens=2))
+    waiting = running.submit(Request((2,), max_new_tokens=2))
+    running.cancel(waiting)
+    finish(running)
+    assert waiting.finish_reason is FinishReason.CANCELLED
+    assert waiting.token_ids == []
+
+
+def test_an_interrupted_step_can_be_taken_again() -> None:
+    """Nothing of a step counts before its verdicts are committed, so Ctrl-C in a pass loses nothing."""
+    target = ToyTarget(VOCABULARY)
+    running = engine("none", target)
+    generation = running.submit(Request((1, 2, 3), max_new_tokens=6))
+    running.step()
+    score = target.score
+    target.score = lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        running.step()
+    target.score = score  # type: ignore[method-assign]
+    finish(running)
+    assert generation.token_ids == write(engine(), max_new_tokens=6).token_ids
+
+
+def letters(tokens: object) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)  # type: ignore[attr-defined]
+
+
+def test_a_stop_string_across_tokens_ends_the_output_in_mid_draft() -> None:
+    truth = plain(PROMPTS, 20, SamplingParams())
+    written = letters(truth[(1, 2, 3)])
+    stop = written[3:6]
+    running = engine(TruthDrafter(truth, VOCABULARY, length=8))
+    generation = running.submit(Request((1, 2, 3), max_new_tokens=20), TextStream(letters, [stop]))
+    finish(running)
+    assert generation.text is not None
+    end = written.index(stop)
+    assert generation.text.text == written[:end]
+    assert len(generation.token_ids) == end + len(stop)
+    assert generation.finish_reason is FinishReason.STOP
+    assert "".join(piece.text for piece in generation.pieces) == generation.text.text
+
+
+def test_text_held_back_for_a_stop_string_is_released_at_the_end() -> None:
+    written = letters(write(engine(), max_new_tokens=6).token_ids)
+    running = engine()
+    generation = running.submit(Request((1, 2, 3), max_new_tokens=6), TextStream(letters, [written[-2:] + "!"]))
+    finish(running)
+    assert generation.text is not None
+    assert generation.text.text == written
+    assert "".join(piece.text for piece in generation.pieces) == written
+
+
+def test_logprobs_are_those_of_the_unwarped_model_under_speculation_too() -> None:
+    sampling = SamplingParams(temperature=0.5, top_k=4, seed=2)
+    truth = plain(PROMPTS, 20, sampling)
+    target = ToyTarget(VOCABULARY)
+    running = engine(TruthDrafter(truth, VOCABULARY, decoys=1), target)
+    generation = write(running, max_new_tokens=20, sampling=sampling, logprobs=True)
+    tokens = [1, 2, 3]
+    for piece in generation.pieces:
+        expected = target.logits(tokens).log_softmax(dim=-1)[piece.token].item()
+        assert piece.logprob == pytest.approx(expected, abs=1e-6)
+        tokens.append(piece.token)
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 1.7}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.9}]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_follow_each_nodes_own_path(penalty: dict[str, float], temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=4, **penalty)
+    truth = plain(PROMPTS, 30, sampling)
+    assert truth != plain(PROMPTS, 30, SamplingParams(temperature=temperature, seed=4))
+    for drafter in drafters(truth).values():
+        generation = write(engine(drafter), max_new_tokens=30, sampling=sampling)
+        assert generation.token_ids == truth[(1, 2, 3)][:30]
+
+
+def test_a_logit_bias_can_forbid_a_token() -> None:
+    common = write(engine(), max_new_tokens=20).token_ids[0]
+    sampling = SamplingParams(logit_bias={common: float("-inf")})
+    assert common not in write(engine(), max_new_tokens=20, sampling=sampling).token_ids
+
+
+def test_requests_with_different_sampling_share_a_batch() -> None:
+    settings = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.6, top_p=0.7, seed=2),
+    ]
+    running = engine("ngram")
+    generations = [running.submit(Request((1, 2, 3), max_new_tokens=25, sampling=s)) for s in settings]
+    finish(running)
+    for generation, sampling in zip(generations, settings, strict=True):
+        assert generation.token_ids == write(engine(), max_new_tokens=25, sampling=sampling).token_ids
+
+
+def test_without_a_seed_two_requests_differ() -> None:
+    sampling = SamplingParams(temperature=1.5)
+    outputs = {tuple(write(engine(), max_new_tokens=20, sampling=sampling).token_ids) for _ in range(3)}
+    assert len(outputs) == 3
+
+
+def test_stop_when_is_asked_after_every_token() -> None:
+    truth = plain(PROMPTS, 20, SamplingParams())
+    generation = write(
+        engine(TruthDrafter(truth, VOCABULARY, length=7)), max_new_tokens=20, stop_when=lambda tokens: len(tokens) == 8
+    )
+    assert len(generation.sequence.tokens) == 8
+    assert generation.finish_reason is FinishReason.STOP
+
+
+def test_a_drafter_and_verifier_that_do_not_fit_are_refused_with_those_that_would() -> None:
+    class Paths(RandomDrafter):
+        name = "paths"
+        draw = Draw.PATHS
+
+    class FixedOnly:
+        name = "fixed-only"
+        accepts = frozenset({Draw.FIXED})
+
+    with pytest.raises(PairingError, match=r"'fixed-only' is not exact for drafter 'paths'.*match"):
+        Engine(ToyTarget(), Paths(8), FixedOnly())  # type: ignore[arg-type]
+
+
+def test_a_drafter_learns_from_every_step_before_tokens_join_the_sequence() -> None:
+    lengths = []
+
+    class Learning(RandomDrafter):
+        def observe(self, sequences: list[Sequence], scored: object, verdicts: list[Verdict]) -> None:  # type: ignore[override]
+            lengths.append((len(sequences[0].tokens), len(verdicts[0].path)))
+
+    generation = write(engine(Learning(VOCABULARY)), max_new_tokens=10)
+    assert len(lengths) == generation.stats.steps
+    assert lengths[0][0] == 3
+
+
+def test_stats_add_up() -> None:
+    truth = plain(PROMPTS, 30, SamplingParams())
+    generation = write(engine(TruthDrafter(truth, VOCABULARY, length=4)), max_new_tokens=23)
+    stats = generation.stats
+    assert stats.emitted_tokens == 23 == len(generation.token_ids)
+    assert stats.emitted_tokens == stats.steps + stats.accepted_tokens
+    assert sum(stats.accepted_per_depth) == stats.accepted_tokens
+    assert set(stats.seconds) == {"draft", "score", "verify", "commit"}
+    assert sum(piece.drafted for piece in generation.pieces) == stats.accepted_tokens
+    assert stats.acceptance_per_depth == [1.0] * 4
+
+
+def test_the_seed_and_not_the_global_generator_decides() -> None:
+    sampling = SamplingParams(temperature=1.0, seed=9)
+    torch.manual_seed(1)
+    first = write(engine(), max_new_tokens=15, sampling=sampling).token_ids
+    torch.manual_seed(2)
+    assert write(engine(), max_new_tokens=15, sampling=sampling).token_ids == first
