@@ -1,0 +1,3 @@
+from branchwise.cli import main
+
+main()

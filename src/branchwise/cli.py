@@ -1,0 +1,314 @@
+"""The command line. Heavy imports wait until a command needs them, so that help is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from branchwise.errors import BranchwiseError, UsageError
+from branchwise.models import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from branchwise.engine import Piece
+    from branchwise.llm import LLM, Completion, Options
+
+app = typer.Typer(
+    name="branchwise",
+    help="Generate faster with any causal language model, without changing what it would have said.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
+]
+Draft = Annotated[str, typer.Option(help="What proposes tokens: ngram (repeats of this text), none (plain decoding).")]
+Tree = Annotated[str | None, typer.Option(help="Shape of the draft, such as chain:8.", show_default="the drafter's")]
+Verify = Annotated[str, typer.Option(help="Rule that accepts drafted tokens; every one is lossless.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The most tokens to write.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that reach this mass.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Same seed, same text, with or without drafting.", show_default="random")
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
+ShowDraft = Annotated[bool, typer.Option("--show-draft", help="Colour drafted tokens that were accepted.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
+]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    model: Model = DEFAULT_MODEL,
+    draft: Draft = "ngram",
+    tree: Tree = None,
+    verify: Verify = "match",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
+    show_draft: ShowDraft = False,
+) -> None:
+    """Write the answer to a prompt.
+
+    branchwise generate "Write a haiku about rivers."
+    """
+    text = _read_prompt(prompt, file)
+    options = _options(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, raw=raw
+    )
+    llm = _load(model, draft, tree, verify, dtype, device, threads, trust_remote_code)
+    if as_json:
+        print(json.dumps(_as_json(llm.generate(text, **options))))
+        return
+    console = _console()
+    completion = _stream(console, llm, text, options, show_draft)
+    _summarise(completion, show_draft)
+
+
+@app.command()
+def chat(
+    model: Model = DEFAULT_MODEL,
+    draft: Draft = "ngram",
+    tree: Tree = None,
+    verify: Verify = "match",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    system: Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    show_draft: ShowDraft = False,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+    options = _options(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    llm = _load(model, draft, tree, verify, dtype, device, threads, trust_remote_code)
+    console = _console()
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    if sys.stdin.isatty():
+        console.print(f"{llm.name}, drafting with {draft}. /reset starts over, /exit ends.", style="dim")
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if line in ("/exit", "/quit"):
+            break
+        if line == "/reset":
+            messages = list(start)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                completion = _stream(console, llm, messages, options, show_draft)
+            except UsageError as error:
+                messages.pop()
+                print(f"branchwise: {error} /reset starts over.", file=sys.stderr)
+                continue
+            messages.append({"role": "assistant", "content": completion.text})
+            _summarise(completion, show_draft)
+
+
+@app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the model aliases, and what lies in the cache."""
+    from branchwise.models import ALIASES, cache_dir, cached
+
+    here = cached()
+    if as_json:
+        entries = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in here]
+        known = [{"name": a.name, "description": a.description} for a in ALIASES.values()]
+        print(json.dumps({"aliases": known, "cached": entries, "cache": str(cache_dir())}))
+        return
+    from rich.table import Table
+
+    console = _console()
+    table = Table("alias", "model", box=None, header_style="bold")
+    for alias in ALIASES.values():
+        table.add_row(alias.name, alias.description)
+    console.print(table)
+    console.print("\nAlso: a hub id (org/name), a folder with safetensors, a GGUF file.\n", style="dim")
+    if here:
+        table = Table("in the cache", "size", "place", box=None, header_style="bold")
+        for entry in here:
+            table.add_row(entry.name, f"{entry.bytes / 1e6:,.0f} MB", str(entry.path))
+        console.print(table)
+    else:
+        console.print(f"The cache {cache_dir()} is empty; the first use of an alias fills it.", style="dim")
+
+
+@app.command()
+def demo(
+    model: Model = DEFAULT_MODEL,
+    max_new_tokens: MaxNewTokens = 160,
+    threads: Threads = None,
+) -> None:
+    """Show plain and speculative decoding side by side: same tokens, measured speed."""
+    from branchwise.demo import run
+
+    run(_console(), model=model, max_new_tokens=max_new_tokens, threads=threads)
+
+
+@app.callback(invoke_without_command=True)
+def version_option(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from branchwise import __version__
+
+        print(f"branchwise {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line: a user's mistake is one sentence and exit code 2."""
+    try:
+        app()
+    except BranchwiseError as error:
+        print(f"branchwise: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader went away, as in `branchwise generate … | head`
+        sys.stderr.close()
+        raise SystemExit(141) from None
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if file is not None:
+        if prompt is not None:
+            raise UsageError("Give the prompt as an argument or with --file, not both.")
+        try:
+            return file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"The prompt file {file} cannot be read: {_reason(error)}.") from None
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise UsageError('There is no prompt; try: branchwise generate "Write a haiku about rivers."')
+    return sys.stdin.read()
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+
+
+def _options(**given: Any) -> Options:
+    """Options for `LLM.generate`, checked before a model is loaded for nothing."""
+    from branchwise.engine import Request
+    from branchwise.sampling import SamplingParams
+
+    SamplingParams(temperature=given["temperature"], top_k=given["top_k"], top_p=given["top_p"])
+    Request((0,), max_new_tokens=given["max_new_tokens"])
+    options: Options = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
+    return options
+
+
+def _load(
+    model: str,
+    draft: str,
+    tree: str | None,
+    verify: str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    trust_remote_code: bool,
+) -> LLM:
+    from branchwise.llm import load
+
+    return load(
+        model,
+        draft=draft,
+        tree=tree,
+        verify=verify,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        max_batch=1,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _stream(console: Console, llm: LLM, prompt: Any, options: Options, show_draft: bool) -> Completion:
+    """Print the answer as it comes; Ctrl-C ends it and keeps what is there."""
+    pieces: list[Piece] = []
+    chunks = llm.stream(prompt, **options)
+    try:
+        for chunk in chunks:
+            pieces += chunk.pieces
+            show_pieces(console, chunk.pieces, show_draft)
+            if chunk.completion is not None:
+                console.print()
+                return chunk.completion
+    except KeyboardInterrupt:
+        console.print()
+        raise
+    raise AssertionError("a stream ends with its completion")
+
+
+def show_pieces(console: Console, pieces: list[Piece], show_draft: bool) -> None:
+    for piece in pieces:
+        style = "bold green" if show_draft and piece.drafted else None
+        console.print(piece.text, end="", style=style, markup=False)
+    console.file.flush()
+
+
+def _summarise(completion: Completion, show_draft: bool) -> None:
+    """A line of numbers for people; nothing where standard error is read by a program."""
+    if not sys.stderr.isatty():
+        return
+    from rich.console import Console
+
+    stats = completion.stats
+    legend = "green: drafted and accepted · " if show_draft else ""
+    Console(stderr=True, highlight=False).print(
+        f"{legend}{len(completion.token_ids)} tokens in {stats.steps} steps, "
+        f"{stats.mean_acceptance_length:.2f} a step, {stats.tokens_per_second:.1f} tokens/s",
+        style="dim",
+    )
+
+
+def _as_json(completion: Completion) -> dict[str, Any]:
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_tokens": completion.prompt_tokens,
+        "finish_reason": completion.finish_reason,
+        "stats": completion.stats.as_dict(),
+    }

@@ -1,0 +1,188 @@
+"""Branchwise inside transformers' own `generate`.
+
+    model.generate(**inputs, custom_generate=branchwise.hf.generate, drafter="ngram")
+
+Everything else stays as `generate` has it: generation config, logits processors, stopping criteria, padding. The
+model is left as it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from branchwise.draft import Drafter, build_drafter
+from branchwise.engine import Engine, Request
+from branchwise.errors import UsageError
+from branchwise.sampling import SamplingParams
+from branchwise.target.transformers import TransformersTarget
+from branchwise.verify import VERIFIERS
+
+PURE_PROCESSORS = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+"""processors whose result depends on the tokens before and the scores alone, so they can run along any path"""
+
+PURE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    drafter: str | Drafter = "ngram",
+    tree: str | None = None,
+    verifier: str = "match",
+    token_callback: Callable[[int, int], None] | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """The function to pass as `custom_generate`; all rows of the batch are drafted and scored together.
+
+    `token_callback(row, token)` is called for every token as it is emitted. With sampling, `torch.manual_seed`
+    decides the outcome as usual, but the draws are not those of `generate`.
+    """
+    config = generation_config if generation_config is not None else model.generation_config
+    processors = list(logits_processor or ())
+    criteria = list(stopping_criteria or ())
+    _refuse_what_cannot_run(config, processors, criteria, model_kwargs)
+
+    mask = model_kwargs.get("attention_mask")
+    rows = [_strip(row, None if mask is None else mask[i]) for i, row in enumerate(input_ids)]
+    width = input_ids.shape[1]
+    limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    if not limits:
+        raise UsageError("generate needs max_new_tokens or max_length, so that the cache can be laid out.")
+    new_tokens = min(limits) - width
+    context = max(len(row) for row in rows) + new_tokens
+    drafting = build_drafter(drafter, tree) if isinstance(drafter, str) else drafter
+    target = TransformersTarget(model, slots=len(rows), context=context)
+    engine = Engine(target, drafting, VERIFIERS.build(verifier))
+    stop_tokens = {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id}
+    others = StoppingCriteriaList([c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))])
+
+    generations = []
+    for padded, tokens in zip(input_ids, rows, strict=True):
+        padding = padded[: width - len(tokens)]
+        seed = int(torch.randint(1 << 62, ()))
+        along = (AlongPath(LogitsProcessorList(processors), padding),) if processors else ()
+        sampling = SamplingParams(temperature=1.0 if config.do_sample else 0.0, seed=seed, processors=along)
+        request = Request(
+            prompt=tuple(tokens),
+            sampling=sampling,
+            max_new_tokens=new_tokens,
+            stop_tokens=frozenset(stop_tokens),
+            stop_when=StopWhen(others, padding) if others else None,
+        )
+        generations.append(engine.submit(request))
+    told = [0] * len(rows)
+    while engine.busy:
+        engine.step()
+        for row, generation in enumerate(generations):
+            for piece in generation.pieces[told[row] :] if token_callback is not None else ():
+                token_callback(row, piece.token)  # type: ignore[misc]
+            told[row] = len(generation.pieces)
+
+    longest = max(len(generation.token_ids) for generation in generations)
+    filler = config.pad_token_id if config.pad_token_id is not None else min(stop_tokens, default=0)
+    output = torch.full((len(rows), width + longest), filler, device=input_ids.device)
+    output[:, :width] = input_ids
+    for row, generation in enumerate(generations):
+        output[row, width : width + len(generation.token_ids)] = torch.tensor(generation.token_ids)
+    return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output  # type: ignore[arg-type]
+
+
+class AlongPath:
+    """transformers' logits processors, run on the tokens that lead to one node of a tree."""
+
+    def __init__(self, processors: LogitsProcessorList, padding: Tensor) -> None:
+        self.processors = processors
+        self.padding = padding
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        # `generate` shows processors the padded row, and some (lengths, penalties) count or see the padding.
+        ids = torch.cat([self.padding, torch.tensor(tokens, device=self.padding.device)])
+        scores: Tensor = self.processors(ids[None], logits[None])  # type: ignore[arg-type]
+        return scores[0]
+
+
+class StopWhen:
+    """transformers' stopping criteria, asked about one row."""
+
+    def __init__(self, criteria: StoppingCriteriaList, padding: Tensor) -> None:
+        self.criteria = criteria
+        self.padding = padding
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        ids = torch.cat([self.padding, torch.tensor(tokens, device=self.padding.device)])
+        return bool(self.criteria(ids[None], None).all())
+
+
+def _strip(row: Tensor, mask: Tensor | None) -> list[int]:
+    """The tokens of a row without its left padding."""
+    if mask is None:
+        return [int(token) for token in row]
+    start = int(mask.argmax())
+    if mask.ndim != 1 or not bool(mask[start:].all()):
+        raise UsageError("Only left padding can be served: pad with padding_side='left'.")
+    return [int(token) for token in row[start:]]
+
+
+def _refuse_what_cannot_run(
+    config: GenerationConfig, processors: list[Any], criteria: list[Any], model_kwargs: dict[str, Any]
+) -> None:
+    if (config.num_beams or 1) > 1:
+        raise UsageError("Beam search is not sampling from the model's law; use num_beams=1.")
+    for wish in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, wish, None):
+            raise UsageError(f"{wish} is not available with branchwise.hf.generate; leave it out.")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise UsageError("branchwise.hf.generate drafts token ids; give input_ids, not inputs_embeds.")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise UsageError("branchwise.hf.generate keeps a cache of its own; leave out past_key_values.")
+    for processor in processors:
+        if type(processor).__name__ not in PURE_PROCESSORS and not getattr(processor, "pure", False):
+            raise UsageError(
+                f"{type(processor).__name__} may keep a state or look beyond its row, so it cannot run along the "
+                "paths of a tree; leave it out, or set its attribute `pure = True` if it depends on input_ids and "
+                "scores alone."
+            )
+    for criterion in criteria:
+        if not isinstance(criterion, PURE_CRITERIA) and not getattr(criterion, "pure", False):
+            raise UsageError(
+                f"{type(criterion).__name__} may look at scores or keep a state; leave it out, or set its attribute "
+                "`pure = True` if it depends on input_ids alone."
+            )

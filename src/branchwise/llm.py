@@ -1,0 +1,278 @@
+"""Load a model and let it write: what most people use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+
+import torch
+
+from branchwise.draft import build_drafter
+from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
+from branchwise.errors import UsageError
+from branchwise.models import DEFAULT_MODEL, load_model
+from branchwise.registry import nearest
+from branchwise.sampling import Processor, SamplingParams
+from branchwise.stats import Stats
+from branchwise.target.transformers import TransformersTarget
+from branchwise.text import TextStream
+from branchwise.verify import VERIFIERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+"""{"role": "user", "content": "…"}"""
+Prompt = str | Sequence[Message]
+"""a text, which a chat model sees as one user message, or a conversation"""
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take besides the prompt; the last block is explained at `SamplingParams`."""
+
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    """texts that end the answer; they are not part of it"""
+    logprobs: bool
+    """report the log-probability of every token under the unwarped model"""
+    raw: bool
+    """take a text as it is, without the chat template"""
+    ignore_eos: bool
+    """write on where the model would end"""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    processors: tuple[Processor, ...]
+
+
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """log-probability of each token under the unwarped model, where it was asked for"""
+    finish_reason: str
+    """"stop", "length" or "cancelled\""""
+    stats: Stats
+    prompt_tokens: int
+    pieces: list[Piece]
+    """the same tokens one by one, with their origin"""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to a streamed text. Prints as its text."""
+
+    text: str
+    pieces: list[Piece]
+    completion: Completion | None = None
+    """the whole, with the last chunk"""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def load(
+    model: str = DEFAULT_MODEL,
+    *,
+    draft: str = "ngram",
+    tree: str | None = None,
+    verify: str = "match",
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    context: int | None = None,
+    max_batch: int = 8,
+    trust_remote_code: bool = False,
+    progress: bool | None = None,
+) -> LLM:
+    """Load a model by alias, hub id, folder or GGUF file, with a drafter and a verifier.
+
+    `context` limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences
+    run together, more wait their turn.
+    """
+    drafter = build_drafter(draft, tree)
+    verifier = VERIFIERS.build(verify)
+    if max_batch < 1:
+        raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
+    if threads is not None:
+        if threads < 1:
+            raise UsageError(f"threads must be at least 1, not {threads}.")
+        torch.set_num_threads(threads)
+    place = choose_device(device)
+    weights, tokenizer = load_model(
+        model, dtype=choose_dtype(dtype, place), device=place, trust_remote_code=trust_remote_code, progress=progress
+    )
+    target = TransformersTarget(weights, slots=max_batch, context=context)
+    return LLM(model, weights, tokenizer, Engine(target, drafter, verifier))
+
+
+class LLM:
+    """A model with its tokenizer, a drafter and a verifier."""
+
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> None:
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.engine = engine
+
+    def with_drafter(self, draft: str, tree: str | None = None, verify: str = "match") -> LLM:
+        """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
+        engine = Engine(self.engine.target, build_drafter(draft, tree), VERIFIERS.build(verify))
+        return LLM(self.name, self.model, self.tokenizer, engine)
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion: ...
+    @overload
+    def generate(self, prompt: list[str] | list[list[Message]], **options: Unpack[Options]) -> list[Completion]: ...
+    def generate(self, prompt: Any, **options: Unpack[Options]) -> Completion | list[Completion]:
+        """Write the answer to a prompt, or the answers to a list of prompts, which run as one batch.
+
+        See `Options` for what else can be said; the default is greedy, 256 tokens at most.
+        """
+        if _is_one(prompt):
+            return self._complete([prompt], options)[0]
+        return self._complete(prompt, options)
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
+        """Write the answer step by step. Leaving the loop early cancels the rest."""
+        [generation] = self._submit([prompt], options, streaming=True)
+        try:
+            while not generation.finished:
+                before = len(generation.pieces)
+                self.engine.step()
+                pieces = generation.pieces[before:]
+                completion = self._completion(generation) if generation.finished else None
+                yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
+        finally:
+            self.engine.cancel(generation)
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """The token ids of a prompt as the model will see it, chat template included."""
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+        )
+        if not messages or not any(message.get("content", "").strip() for message in messages):
+            raise UsageError("The prompt is empty; there is nothing to continue.")
+        if not raw and self.tokenizer.chat_template:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not isinstance(prompt, str):
+            raise UsageError(f"{self.name} has no chat template; give the prompt as one text.")
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens with which the model itself ends an answer."""
+        stated = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        ends = [stated] if isinstance(stated, int) else list(stated or ())
+        return frozenset(token for token in (*ends, self.tokenizer.eos_token_id) if token is not None)
+
+    def _complete(self, prompts: Sequence[Prompt], options: Options) -> list[Completion]:
+        generations = self._submit(prompts, options, streaming=False)
+        try:
+            while not all(generation.finished for generation in generations):
+                self.engine.step()
+        finally:
+            for generation in generations:
+                self.engine.cancel(generation)
+        return [self._completion(generation) for generation in generations]
+
+    def _submit(self, prompts: Sequence[Prompt], options: Options, *, streaming: bool) -> list[Generation]:
+        for name in options:
+            if name not in Options.__annotations__:
+                raise UsageError(f"generate has no option {name!r}.{nearest(name, list(Options.__annotations__))}")
+        sampling = SamplingParams(**{key: value for key, value in options.items() if key in SAMPLING})  # type: ignore[arg-type]
+        stop = options.get("stop") or ()
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stop:
+            raise UsageError("A stop string must not be empty.")
+        requests = [
+            Request(
+                prompt=tuple(self.encode(prompt, raw=options.get("raw", False))),
+                sampling=sampling,
+                max_new_tokens=options.get("max_new_tokens", 256),
+                stop_tokens=frozenset() if options.get("ignore_eos") else self.stop_tokens,
+                logprobs=options.get("logprobs", False),
+            )
+            for prompt in prompts
+        ]
+        follow = streaming or stop
+        generations: list[Generation] = []
+        try:
+            for request in requests:
+                text = TextStream(self.decode, stop) if follow else None
+                generations.append(self.engine.submit(request, text))
+        except BaseException:
+            for generation in generations:
+                self.engine.cancel(generation)
+            raise
+        return generations
+
+    def _completion(self, generation: Generation) -> Completion:
+        assert generation.finish_reason is not None
+        tokens = generation.token_ids
+        if generation.text is not None:
+            text = generation.text.text
+        else:
+            ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
+            text = self.decode(tokens[:-1] if ended else tokens)
+        logprobs = [piece.logprob for piece in generation.pieces if piece.logprob is not None]
+        return Completion(
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs if generation.request.logprobs else None,
+            finish_reason=generation.finish_reason.value,
+            stats=generation.stats,
+            prompt_tokens=generation.sequence.prompt_length,
+            pieces=generation.pieces,
+        )
+
+
+def _is_one(prompt: Any) -> bool:
+    """A text or a conversation, as against a list of those."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+
+
+def choose_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"Unknown device {device!r}.{nearest(kind, ['auto', 'cpu', 'cuda'])} Use auto, cpu or cuda.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("No CUDA device is available here; use --device cpu.")
+    return device
+
+
+def choose_dtype(dtype: str, device: str) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware computes in it, float32 elsewhere."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.startswith("cuda") or _cpu_computes_bfloat16() else torch.float32
+    if dtype not in DTYPES:
+        known = ["auto", *DTYPES]
+        raise UsageError(f"Unknown dtype {dtype!r}.{nearest(dtype, known)} Known: {', '.join(known)}.")
+    return DTYPES[dtype]
+
+
+def _cpu_computes_bfloat16() -> bool:
+    """AMX or AVX512-BF16; elsewhere bfloat16 is emulated and slower than float32."""
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, check, bool)() for check in checks)

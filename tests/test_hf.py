@@ -1,0 +1,176 @@
+"""Inside transformers' own `generate`: the same output, and refusals by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AttentionInterface, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
+
+import branchwise
+from branchwise.errors import UsageError
+from tests.conformance.architectures import VOCABULARY, build, served
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*generation flags.*")
+
+
+@pytest.fixture(params=["llama", "gemma3", "gpt2"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build(served()[request.param])
+
+
+def inputs(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the left with 0."""
+    width = max(map(len, rows))
+    ids = [[0] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def random_rows(lengths: list[int]) -> list[list[int]]:
+    return [torch.randint(3, VOCABULARY, (length,)).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram:max=2,min=1"])
+def test_greedy_output_equals_generate(model: PreTrainedModel, drafter: str) -> None:
+    given = inputs(random_rows([9]))
+    own = model.generate(**given, max_new_tokens=24, do_sample=False)
+    ours = model.generate(
+        **given, max_new_tokens=24, do_sample=False, custom_generate=branchwise.hf.generate, drafter=drafter
+    )
+    assert torch.equal(own, ours)
+
+
+def test_left_padded_rows_equal_their_rows_alone(model: PreTrainedModel) -> None:
+    rows = random_rows([4, 11, 7])
+    together = model.generate(
+        **inputs(rows), max_new_tokens=16, do_sample=False, custom_generate=branchwise.hf.generate, drafter="ngram"
+    )
+    for row, output in zip(rows, together, strict=True):
+        alone = model.generate(**inputs([row]), max_new_tokens=16, do_sample=False)[0, len(row) :]
+        assert output[11 : 11 + len(alone)].tolist() == alone.tolist()
+        assert (output[11 + len(alone) :] == 0).all()  # rows that ended early are padded
+
+
+def test_logits_processors_run_along_each_nodes_path(model: PreTrainedModel) -> None:
+    """A penalty on repeats and a minimum length depend on the path; a flat list of drafted tokens would differ."""
+    given = inputs(random_rows([8]))
+    options = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "repetition_penalty": 1.5,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 20,
+    }
+    own = model.generate(**given, **options)
+    ours = model.generate(
+        **given, **options, custom_generate=branchwise.hf.generate, drafter="ngram:max=1,min=1", tree="chain:4"
+    )
+    assert torch.equal(own, ours)
+
+
+def test_sampling_follows_torchs_seed_and_does_not_depend_on_the_drafter() -> None:
+    model = build(served()["llama"])
+    given = inputs(random_rows([6, 3]))
+    options = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.9, "top_k": 12}
+    outputs = []
+    for drafter in ("none", "ngram:max=2,min=1", "ngram:max=2,min=1"):
+        torch.manual_seed(7)
+        outputs.append(model.generate(**given, **options, custom_generate=branchwise.hf.generate, drafter=drafter))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
+    assert not torch.equal(
+        outputs[2], model.generate(**given, **options, custom_generate=branchwise.hf.generate, drafter="none")
+    )
+
+
+def test_the_model_is_left_as_it_was_found() -> None:
+    model = build(served()["llama"])
+    given = inputs(random_rows([6]))
+    before = model.generate(**given, max_new_tokens=8, do_sample=False)
+    implementation, config = model.config._attn_implementation, model.config.to_dict()
+    model.generate(**given, max_new_tokens=8, do_sample=False, custom_generate=branchwise.hf.generate)
+    assert model.config._attn_implementation == implementation
+    assert model.config.to_dict() == config
+    assert implementation in AttentionInterface().valid_keys()
+    assert torch.equal(model.generate(**given, max_new_tokens=8, do_sample=False), before)
+
+
+def test_tokens_are_reported_as_they_come() -> None:
+    model = build(served()["llama"])
+    rows = random_rows([5, 2])
+    told: list[tuple[int, int]] = []
+    output = model.generate(
+        **inputs(rows),
+        max_new_tokens=10,
+        do_sample=False,
+        custom_generate=branchwise.hf.generate,
+        token_callback=lambda row, token: told.append((row, token)),
+    )
+    for row in range(2):
+        tokens = [token for where, token in told if where == row]
+        assert output[row, 5 : 5 + len(tokens)].tolist() == tokens
+
+
+def test_a_dictionary_is_returned_where_it_is_asked_for() -> None:
+    model = build(served()["llama"])
+    given = inputs(random_rows([4]))
+    found = model.generate(
+        **given, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, custom_generate=branchwise.hf.generate
+    )
+    assert found.sequences.shape == (1, 8)
+
+
+class Stateful(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return scores
+
+
+class Watching(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> bool:  # type: ignore[override]
+        return False
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"num_beams": 2}, "num_beams=1"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"logits_processor": LogitsProcessorList([Stateful()])}, "Stateful"),
+        ({"stopping_criteria": [Watching()]}, "Watching"),
+        ({"drafter": "ngran"}, "Did you mean 'ngram'"),
+        ({"verifier": "math"}, "Did you mean 'match'"),
+    ],
+)
+def test_what_cannot_run_on_a_tree_is_refused_by_name(option: dict[str, object], reason: str) -> None:
+    model = build(served()["llama"])
+    with pytest.raises(branchwise.BranchwiseError, match=reason):
+        model.generate(
+            **inputs(random_rows([4])),
+            max_new_tokens=4,
+            do_sample=False,
+            custom_generate=branchwise.hf.generate,
+            **option,
+        )
+
+
+def test_a_processor_that_says_it_is_pure_is_run() -> None:
+    class Forbid(LogitsProcessor):
+        pure = True
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return scores.index_fill(1, torch.tensor([first]), -torch.inf)
+
+    model = build(served()["llama"])
+    given = inputs(random_rows([4]))
+    first = int(model.generate(**given, max_new_tokens=1, do_sample=False)[0, -1])
+    processors = LogitsProcessorList([Forbid()])
+    options = {"max_new_tokens": 12, "do_sample": False, "logits_processor": processors}
+    own = model.generate(**given, **options)
+    assert torch.equal(own, model.generate(**given, **options, custom_generate=branchwise.hf.generate))
+
+
+def test_right_padding_is_refused() -> None:
+    model = build(served()["llama"])
+    given = {"input_ids": torch.tensor([[5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])}
+    with pytest.raises(UsageError, match="left padding"):
+        model.generate(**given, max_new_tokens=4, do_sample=False, custom_generate=branchwise.hf.generate)
