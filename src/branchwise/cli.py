@@ -199,12 +199,16 @@ def main() -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader went away, as in `branchwise generate … | head`
-        sys.stderr.close()
-        raise SystemExit(141) from None
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    text = _find_prompt(prompt, file)
+    if not text.strip():
+        raise UsageError("The prompt is empty; there is nothing to continue.")
+    return text
+
+
+def _find_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
             raise UsageError("Give the prompt as an argument or with --file, not both.")
@@ -283,9 +287,12 @@ def _stream(console: Console, llm: LLM, prompt: Any, options: Options, show_draf
 
 
 def show_pieces(console: Console, pieces: list[Piece], show_draft: bool) -> None:
+    """Print text as it is; only drafted tokens, where they are to be seen, go through the console for their colour."""
     for piece in pieces:
-        style = "bold green" if show_draft and piece.drafted else None
-        console.print(piece.text, end="", style=style, markup=False)
+        if show_draft and piece.drafted:
+            console.print(piece.text, end="", style="bold green", markup=False, emoji=False)
+        else:
+            console.file.write(piece.text)
     console.file.flush()
 
 

@@ -15,7 +15,6 @@ from branchwise.models import DEFAULT_MODEL, load_model
 from branchwise.registry import nearest
 from branchwise.sampling import Processor, SamplingParams
 from branchwise.stats import Stats
-from branchwise.target.transformers import TransformersTarget
 from branchwise.text import TextStream
 from branchwise.verify import VERIFIERS
 
@@ -115,6 +114,9 @@ def load(
     weights, tokenizer = load_model(
         model, dtype=choose_dtype(dtype, place), device=place, trust_remote_code=trust_remote_code, progress=progress
     )
+    # Importing transformers takes seconds; whoever misspelt a name above should not wait for it.
+    from branchwise.target.transformers import TransformersTarget
+
     target = TransformersTarget(weights, slots=max_batch, context=context)
     return LLM(model, weights, tokenizer, Engine(target, drafter, verifier))
 
@@ -168,10 +170,10 @@ class LLM:
             raise UsageError("The prompt is empty; there is nothing to continue.")
         if not raw and self.tokenizer.chat_template:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if not isinstance(prompt, str):
             raise UsageError(f"{self.name} has no chat template; give the prompt as one text.")
-        return list(self.tokenizer(prompt)["input_ids"])
+        return list(self.tokenizer(prompt, verbose=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -179,7 +179,7 @@ def _keep_min_p(law: Tensor, ps: list[float]) -> Tensor:
 
 
 def _total(law: Tensor) -> Tensor:
-    """(rows, 1); summed in float64, since torch adds up a row alone in another order than the rows of a batch."""
+    """(rows, 1); summed in float64, since threads add up a row alone in another order than the rows of a batch."""
     return law.sum(dim=-1, keepdim=True, dtype=torch.float64).to(law.dtype)
 
 

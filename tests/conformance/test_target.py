@@ -143,7 +143,7 @@ def test_a_family_that_cannot_be_exact_is_refused_with_the_reason(family: str) -
 def test_an_encoder_decoder_is_refused() -> None:
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        TransformersTarget(T5ForConditionalGeneration(config), slots=1)
+        TransformersTarget(T5ForConditionalGeneration(config).eval(), slots=1)
 
 
 def test_a_model_that_takes_positions_from_its_cache_is_refused() -> None:
@@ -200,6 +200,11 @@ def test_the_model_is_left_as_it_was_found() -> None:
     del target
     gc.collect()
     assert set(AttentionInterface._global_mapping) == names
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"model\.eval\(\)"):
+        TransformersTarget(build(SERVED["gpt2"]).train(), slots=1)
 
 
 def test_a_prompt_longer_than_the_context_is_refused_and_leaves_no_slot_behind() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from branchwise.errors import ModelError, UsageError
+from branchwise.errors import ModelError, UnsupportedModel, UsageError
 from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
@@ -49,10 +49,14 @@ class TransformersTarget:
         max_nodes: int = 128,
         prefill_chunk: int = 512,
     ) -> None:
-        self.model = model.eval()
+        self.model = model
         self.name = type(model).__name__
         self.device = model.device
         self.dtype = model.dtype
+        if model.training:
+            raise UsageError(f"{self.name} is in training mode, where dropout blurs its law; call model.eval() first.")
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            raise UnsupportedModel(f"{self.name} is spread over several devices; load it on one.")
         self.max_nodes = max_nodes
         self.prefill_chunk = prefill_chunk
         self._forward_parameters = inspect.signature(model.forward).parameters

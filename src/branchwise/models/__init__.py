@@ -1,0 +1,164 @@
+"""Where weights come from: an alias, a GGUF file, a local folder, or a model on the Hugging Face hub.
+
+A GGUF file is dequantised once and kept in the cache as float32 safetensors with its tokenizer, so that every
+later load is an ordinary one. Code that travels with a model runs only if the caller says so; pickles are not
+read at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from branchwise.errors import ModelError, UnknownName
+from branchwise.models.aliases import ALIASES, DEFAULT_MODEL, Alias
+from branchwise.models.cache import bytes_in, cache_dir, remembered_digest, sha256_of
+from branchwise.models.convert import convert_gguf, converted_folder, intact
+from branchwise.models.fetch import gguf_of
+from branchwise.models.gguf import read_header
+from branchwise.models.load import explained, read
+from branchwise.models.show import quiet, wanted
+from branchwise.registry import nearest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "ALIASES",
+    "DEFAULT_MODEL",
+    "Alias",
+    "CachedModel",
+    "cache_dir",
+    "cached",
+    "gguf_path",
+    "load_model",
+    "resolve",
+]
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One entry of our cache."""
+
+    name: str
+    path: Path
+    bytes: int
+    source: str
+
+
+def cached() -> list[CachedModel]:
+    """What lies in our cache: converted models first, then the GGUF files they may have come from."""
+    cache = cache_dir()
+    found = []
+    for note in sorted(cache.glob("converted/*/branchwise.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            about = json.loads(note.read_text())
+            found.append(CachedModel(about["name"], note.parent, bytes_in(note.parent), about["source"]))
+    packages = {alias.member: alias.package for alias in ALIASES.values()}
+    return found + [
+        CachedModel(file.name, file, file.stat().st_size, packages.get(file.name, "unknown"))
+        for file in sorted(cache.glob("gguf/*.gguf"))
+    ]
+
+
+def resolve(name: str, *, progress: bool | None = None) -> Path | str:
+    """What `from_pretrained` should be given for `name`: a folder, or a hub id as it stands.
+
+    Fetches and converts where that is needed. `progress=None` shows progress only on a terminal.
+    """
+    if name in ALIASES:
+        return _alias_folder(ALIASES[name], progress)
+    path = os.path.expanduser(name)
+    try:
+        if name.strip() and os.path.isdir(path):
+            return _local_folder(Path(path), progress)
+        if os.path.isfile(path):
+            return _local_file(Path(path), progress)
+    except OSError as error:
+        raise ModelError(f"Cannot read {name!r}: {error.strerror or error}.") from error
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")) or os.path.isabs(path):
+        raise ModelError(f"There is no file or folder {name!r}. Check the path.")
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        return name
+    raise _unknown(name)
+
+
+def gguf_path(alias_name: str, *, progress: bool | None = None) -> Path:
+    """The GGUF file of an alias, fetched if needed, with its checksum verified."""
+    if alias_name not in ALIASES:
+        raise _unknown(alias_name)
+    return gguf_of(ALIASES[alias_name], progress)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    trust_remote_code: bool = False,
+    progress: bool | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The causal language model `name` and its tokenizer, ready for inference on `device`."""
+    source = resolve(name, progress=progress)
+    with quiet(bars=wanted(progress)), explained(name, source):
+        model, tokenizer = read(source, dtype, trust_remote_code)
+        return model.requires_grad_(False).to(device), tokenizer  # from_pretrained left it in eval mode
+
+
+def _unknown(name: str) -> UnknownName:
+    hint = nearest(name.lower(), ALIASES)
+    return UnknownName(
+        f"Unknown model {name!r}.{hint} A model is an alias ({', '.join(ALIASES)}), a hub id such as org/name, "
+        "a folder with safetensors, or a .gguf file."
+    )
+
+
+def _alias_folder(alias: Alias, progress: bool | None) -> Path:
+    folder = converted_folder(alias.sha256)
+    if folder.is_dir():
+        return intact(folder)
+    return convert_gguf(gguf_of(alias, progress), alias.sha256, alias.name, alias.package, progress)
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def _local_file(path: Path, progress: bool | None) -> Path:
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path} is a file of weights. Give the folder that holds it and its config.json.")
+    if path.suffix in _PICKLES:
+        raise ModelError(f"{path} may hold a pickle, which can run code. Only safetensors and GGUF are read.")
+    path = path.resolve()
+    digest = remembered_digest(path)
+    if digest is None:
+        read_header(path)  # refuses in a moment what would take minutes to hash
+        digest = sha256_of(path)
+    folder = converted_folder(digest)
+    return intact(folder) if folder.is_dir() else convert_gguf(path, digest, path.stem, str(path), progress)
+
+
+def _local_folder(folder: Path, progress: bool | None) -> Path:
+    if not (folder / "config.json").is_file():
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) == 1:
+            return _local_file(files[0], progress)
+        if files:
+            names = ", ".join(file.name for file in files)
+            raise ModelError(f"{folder} holds several GGUF files. Give the path of one of them: {names}.")
+        raise ModelError(f"{folder} does not hold a model: there is no config.json in it.")
+    if (folder / "branchwise.json").is_file():
+        return intact(folder)
+    if any(folder.glob("*.safetensors")):
+        return folder
+    if any(file.suffix in _PICKLES for file in folder.iterdir()):
+        raise ModelError(
+            f"{folder} holds its weights as a pickle, which can run code. Only safetensors are read: save it "
+            "again with save_pretrained, or get a copy in safetensors."
+        )
+    raise ModelError(f"{folder} does not hold a model: there are no safetensors beside its config.json.")

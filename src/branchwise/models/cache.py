@@ -1,0 +1,114 @@
+"""Our folder on the user's disk, in which a file is either whole or not there.
+
+Everything is written in a folder of its own and renamed into place when complete:
+
+    cache/
+      gguf/NAME.gguf             fetched files, checksummed
+      converted/SHA-vN/          what `from_pretrained` loads; `branchwise.json` says where it came from
+      digests.json               sha256 of local GGUF files, so that gigabytes are hashed once
+      tmp-*/                     work in progress; removed when it is done, or after a day if it was killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from branchwise.errors import ModelError
+
+
+def cache_dir() -> Path:
+    """`$BRANCHWISE_CACHE`, else `branchwise` in the user's cache folder; it need not exist yet."""
+    if own := os.environ.get("BRANCHWISE_CACHE"):
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "branchwise"
+
+
+@contextlib.contextmanager
+def workspace() -> Iterator[Path]:
+    """A temporary folder in the cache, from where finished work is renamed into place; gone afterwards."""
+    cache = cache_dir()
+    work = None
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
+        work = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache))
+        yield work
+    except OSError as error:
+        raise ModelError(
+            f"Cannot write to the cache {cache}: {error.strerror or error}. "
+            "Let BRANCHWISE_CACHE name a folder that is writable and has room."
+        ) from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed processes left behind, unless it is so fresh that one may still be at work."""
+    yesterday = time.time() - 24 * 3600
+    for left in cache.glob("tmp-*"):
+        with contextlib.suppress(OSError):
+            if max(path.stat().st_mtime for path in (left, *left.rglob("*"))) < yesterday:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def require_space(needed: int, purpose: str) -> None:
+    """Refuse work that would fill the disk, before it begins."""
+    cache = cache_dir()
+    free = shutil.disk_usage(cache).free
+    if free < needed:
+        raise ModelError(
+            f"{purpose} needs {needed / 1e9:.2f} GB in {cache}, where {free / 1e9:.2f} GB are free. "
+            "Make room there, or let BRANCHWISE_CACHE name another folder."
+        )
+
+
+def bytes_in(folder: Path) -> int:
+    """The size of all files below `folder`, which may change while they are counted."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of `path`, remembered for as long as its size and time stay the same."""
+    if known := remembered_digest(path):
+        return known
+    stat = path.stat()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    notes = {place: note for place, note in _digest_notes().items() if os.path.exists(place)}
+    notes[str(path)] = [stat.st_size, stat.st_mtime_ns, digest]
+    # A cache that cannot be written may still hold the converted model.
+    with contextlib.suppress(ModelError), workspace() as work:
+        (work / "digests.json").write_text(json.dumps(notes))
+        os.replace(work / "digests.json", cache_dir() / "digests.json")
+    return digest
+
+
+def remembered_digest(path: Path) -> str | None:
+    """The digest of `path` if it was hashed before and has not changed since."""
+    stat = path.stat()
+    match _digest_notes().get(str(path)):
+        case [stat.st_size, stat.st_mtime_ns, str(digest)]:
+            return digest
+    return None
+
+
+def _digest_notes() -> dict[str, Any]:
+    try:
+        notes = json.loads((cache_dir() / "digests.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return notes if isinstance(notes, dict) else {}

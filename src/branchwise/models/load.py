@@ -1,0 +1,159 @@
+"""Reading a model with transformers, from a folder or from the hub, and saying in one sentence why it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from branchwise.errors import ModelError, UnsupportedModel
+from branchwise.models.show import first_line
+
+if TYPE_CHECKING:
+    import torch
+
+
+def read(source: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Model and tokenizer of a folder, or of a hub id as a string."""
+    if isinstance(source, Path):
+        return _read(source, dtype, trust_remote_code)
+    try:
+        return _read(source, dtype, trust_remote_code, local_files_only=True)
+    except (OSError, ValueError):
+        # Not wholly in the hub's own cache. Asking first costs one request and is answered at once, where a
+        # download from a hub that cannot be reached is retried for half a minute.
+        _ask_hub(source)
+    return _read(source, dtype, trust_remote_code)
+
+
+def _read(source: Path | str, dtype: torch.dtype, trust_remote_code: bool, local_files_only: bool = False) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    auto: Any = AutoModelForCausalLM
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        _require_causal(str(source), config)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
+        model, info = auto.from_pretrained(
+            source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ModelError(
+            f"{source} brings its own code, which is not run unless you trust it. "
+            "If you do, allow remote code explicitly (trust_remote_code=True)."
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        # transformers fills the gaps with noise and says so only in a warning.
+        raise ModelError(f"The weights of {source} lack {len(missing)} tensors, such as {missing[0]}.")
+    return model, tokenizer
+
+
+def _require_causal(name: str, config: Any) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model. Only causal language models are served.")
+    if AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {}):
+        return
+    # A BERT could be loaded as a causal model too; what the checkpoint was saved as tells the truth.
+    classes = getattr(config, "architectures", None) or []
+    causal = set()
+    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        causal |= {value} if isinstance(value, str) else set(value)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (classes and not causal & set(classes)):
+        kind = classes[0] if classes else config.model_type
+        raise UnsupportedModel(f"{name} is a {kind}, which is not a causal language model.")
+
+
+def _ask_hub(repo: str) -> None:
+    """Refuse in a sentence what a download of `repo` would fail on."""
+    import huggingface_hub.errors as hub
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(repo, timeout=10)
+    except hub.GatedRepoError as error:
+        raise _gated(repo) from error
+    except hub.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"The hub has no model {repo!r}, or it is private. Check the name, or log in with: hf auth login"
+        ) from error
+    except hub.OfflineModeIsEnabled as error:
+        raise ModelError(
+            f"{repo!r} is not (wholly) in the local hub cache, and HF_HUB_OFFLINE forbids to fetch it. "
+            "Unset HF_HUB_OFFLINE, or give a local folder."
+        ) from error
+    except hub.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "an error"
+        raise ModelError(f"The hub answered {status} when asked for {repo!r}. Try again later.") from error
+    except Exception as error:
+        raise _unreachable(repo) from error
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    if "config.json" not in files:
+        has_gguf = any(file.endswith(".gguf") for file in files)
+        hint = " It holds GGUF files: download one and give its path." if has_gguf else ""
+        raise ModelError(f"{repo!r} on the hub is not a transformers model: it has no config.json.{hint}")
+    # transformers would otherwise ask a service to convert the pickle and wait for it.
+    if not any(file.endswith(".safetensors") for file in files):
+        raise _pickle_only(repo)
+
+
+def _gated(repo: str) -> ModelError:
+    return ModelError(f"{repo!r} is gated. Accept its terms on the hub, then log in with: hf auth login")
+
+
+def _unreachable(repo: str) -> ModelError:
+    return ModelError(
+        f"{repo!r} is not (wholly) in the local hub cache, and the hub cannot be reached. "
+        "Check the network, or give a local folder."
+    )
+
+
+def _pickle_only(name: str) -> ModelError:
+    return ModelError(f"{name!r} has no model.safetensors. Nothing else is read, since a pickle can run code.")
+
+
+@contextlib.contextmanager
+def explained(name: str, source: Path | str) -> Iterator[None]:
+    """Turn what transformers and its libraries raise into one sentence that says what to do."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _explain(error, name, source) from error
+
+
+def _explain(error: BaseException, name: str, source: Path | str) -> ModelError:
+    import huggingface_hub.errors as hub
+    from safetensors import SafetensorError
+
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+
+    def any_is(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(cause, kinds) for cause in causes)
+
+    text = str(error)
+    if any_is(hub.GatedRepoError):
+        return _gated(name)
+    if any_is(hub.LocalEntryNotFoundError):
+        return _unreachable(name)
+    if any_is(SafetensorError) or "not a valid JSON" in text or any_is(json.JSONDecodeError):
+        if isinstance(source, Path) and (source / "branchwise.json").is_file():
+            return ModelError(f"The converted copy {source} is damaged. Delete that folder and run again.")
+        return ModelError(f"The files of {name!r} are damaged ({first_line(error)}). Get the model again.")
+    if "safetensors" in text and ("named" in text or "no file" in text):
+        return _pickle_only(name)
+    if "out of memory" in text.lower() or any_is(MemoryError):
+        return ModelError(f"There is not enough memory for {name!r}. Try a smaller model or dtype.")
+    return ModelError(f"Could not load {name!r}: {first_line(error)}.")
