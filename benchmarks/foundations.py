@@ -71,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="rounds over the prompts")
     parser.add_argument("--context", type=int, default=512, help="tokens in the cache when passes are timed")
     parser.add_argument("--passes", type=int, default=40, help="timed passes for each number of nodes")
+    parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/records/foundations.jsonl"))
     return parser.parse_args()
 
@@ -189,9 +190,9 @@ def interval(values: list[float]) -> str:
 def provenance(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     device = llm.model.device
     return {
-        "commit": git("rev-parse", "HEAD"),
+        "commit": arguments.commit or git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "arguments": {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")},
         "versions": {
             "branchwise": branchwise.__version__,
             "python": platform.python_version(),

@@ -27,7 +27,7 @@ from tests.strategies import laws
 FALSE_ALARM = 1e-4
 MANY = 1 << 14
 FINE = 1 << 12
-"""tokens of a flat law: drawing from it reads the upper 12 bits of the noise"""
+"""tokens of a flat law: so many that equal draws are no accident"""
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 
@@ -93,7 +93,7 @@ def test_uniforms_are_the_upper_bits_below_one(value: int) -> None:
 @given(st.lists(st.tuples(int64s, st.integers(0, 1 << 40)), min_size=2, max_size=6), st.integers(0, 9))
 def test_a_draw_is_the_same_alone_and_in_a_batch(keys: list[tuple[int, int]], draw: int) -> None:
     seeds, roots = (list(column) for column in zip(*keys, strict=True))
-    law = flat(len(keys), 64)
+    law = flat(len(keys), 2 * BLOCK + 9)
     together = chance(seeds, roots)
     alone = [chance([seed], [root]) for seed, root in keys]
     half = torch.full((len(keys),), 0.5)
@@ -106,11 +106,11 @@ def test_a_draw_is_the_same_alone_and_in_a_batch(keys: list[tuple[int, int]], dr
         assert torch.equal(ask(together, len(keys)), torch.cat([ask(one, 1) for one in alone]))
 
 
-def uniform_by_hand(seed: int, position: int, purpose: str, draw: int) -> float:
-    """The key in whole numbers: seed, then purpose and draw, then position, mixed after each."""
+def key_by_hand(seed: int, position: int, purpose: str, draw: int) -> int:
+    """In whole numbers: seed, then purpose and draw, then position, mixed after each."""
     stream = zlib.crc32(purpose.encode()) << 31 | draw
     key = split_mix((split_mix(seed % 2**64) + stream) % 2**64)
-    return (split_mix((key + position * 0x9E3779B97F4A7C15) % 2**64) >> 11) / 2**53
+    return split_mix((key + position * 0x9E3779B97F4A7C15) % 2**64)
 
 
 @given(
@@ -120,18 +120,7 @@ def uniform_by_hand(seed: int, position: int, purpose: str, draw: int) -> float:
     st.integers(0, 1 << 30),
 )
 def test_keys_are_made_as_written(seed: int, position: int, purpose: str, draw: int) -> None:
-    assert noise([seed], [position], purpose, draw)[0] == uniform_by_hand(seed, position, purpose, draw)
-
-
-@given(int64s, st.integers(0, 1 << 40), st.integers(0, 9))
-def test_an_order_gives_every_token_its_own_noise(seed: int, root: int, draw: int) -> None:
-    # Of a flat law the tokens come in the order of their noise, which counts up from the key of the order.
-    key = round(noise([seed], [root], "order", draw)[0] * 2**53)
-    full = chance([seed], [root])._keys("order", torch.tensor([root]), draw).item() % 2**64
-    assert full >> 11 == key
-    values = [split_mix((full + token * 0x9E3779B97F4A7C15) % 2**64) for token in range(30)]
-    expected = sorted(range(30), key=lambda token: -values[token])
-    assert chance([seed], [root]).order(flat(1, 30), 30, draw)[0].tolist() == expected
+    assert noise([seed], [position], purpose, draw)[0] == (key_by_hand(seed, position, purpose, draw) >> 11) / 2**53
 
 
 def test_every_kind_of_decision_has_its_own_noise() -> None:
@@ -161,18 +150,11 @@ def unmix(y: int) -> int:
     return unshift(y, 30)
 
 
-def seed_of_zero(purpose: str) -> int:
-    """The seed whose first draw of a purpose at position 0 has a noise of exactly 0."""
-    seed = signed(unmix(-(zlib.crc32(purpose.encode()) << 31) % 2**64))
-    assert noise([seed], [0], purpose)[0] == 0
-    return seed
-
-
-def test_a_noise_of_zero_accepts_nothing_impossible_and_loses_nothing_possible() -> None:
-    # Once in 2^53 draws; catches `<=` in accept and the logarithm of zero in order.
-    assert chance([seed_of_zero("accept")], [0]).accept(torch.tensor([0.0, 1e-30]), 0).tolist() == [False, True]
-    assert chance([seed_of_zero("pick")], [0]).pick(torch.tensor([[0.0, 0.5, 0.5]]), 0).tolist() == [1]
-    assert chance([seed_of_zero("order")], [0]).order(torch.tensor([[1.0, 0.0]]), 2, 0).tolist() == [[0, -1]]
+def test_a_noise_of_zero_accepts_nothing_impossible() -> None:
+    # Once in 2^53 draws; catches `<=`.
+    seed = signed(unmix(-(zlib.crc32(b"accept") << 31) % 2**64))
+    assert noise([seed], [0], "accept")[0] == 0
+    assert chance([seed], [0]).accept(torch.tensor([0.0, 1e-30]), 0).tolist() == [False, True]
 
 
 def test_what_a_seed_draws_stays_what_it_was() -> None:
@@ -344,6 +326,15 @@ def test_the_token_that_arrives_first_wins(law: Tensor, keys: list[int]) -> None
     assert (law[found] > 0).all()
 
 
+@given(laws(), int64s, st.integers(0, 1 << 40), st.integers(0, 9))
+def test_token_and_pick_race_on_their_own_keys(law: Tensor, seed: int, root: int, number: int) -> None:
+    ask = chance([seed], [root])
+    token_key = key_by_hand(seed, root + number + 1, "token", 0)  # the position that the token will have
+    assert ask.token(law[None], depth=number).tolist() == [race_by_hand(law.tolist(), token_key)]
+    pick_key = key_by_hand(seed, root, "pick", number)
+    assert ask.pick(law[None], draw=number).tolist() == [race_by_hand(law.tolist(), pick_key)]
+
+
 @pytest.mark.parametrize("vocabulary", [BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 77])
 def test_a_vocabulary_of_several_blocks_races_block_by_block(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
@@ -367,7 +358,7 @@ def test_a_race_over_several_blocks_follows_its_law() -> None:
     law[BLOCK : 2 * BLOCK] = 0
     law[::3] = 0
     counts = torch.zeros(len(law), dtype=torch.long)
-    for start in range(0, 8 * MANY, MANY):
+    for start in range(0, 4 * MANY, MANY):
         keys = mix(torch.arange(start, start + MANY))
         counts += race(law.expand(MANY, -1), keys).bincount(minlength=len(law))
     assert counts[law == 0].sum() == 0
@@ -376,6 +367,15 @@ def test_a_race_over_several_blocks_follows_its_law() -> None:
     found = np.append(counts[~rare].numpy(), counts[rare].sum())
     goals = np.append(expected[~rare].numpy(), expected[rare].sum())
     assert stats.chisquare(found, goals / goals.sum() * found.sum()).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("bits", [0, 2**64 - 1])
+def test_the_extremes_of_noise_neither_lose_a_token_nor_make_one(bits: int) -> None:
+    # Token 0 has the least or the greatest noise there is; catches the logarithm of 0 and times of 0 / 0.
+    key = torch.tensor([signed(unmix(bits))])
+    assert race(torch.tensor([[1.0, 0.0, 0.0]]), key).tolist() == [0]
+    assert race(torch.tensor([[0.0, 1e-30, 0.0]]), key).tolist() == [1]
+    assert race(torch.tensor([[0.5, 0.5]]), key).tolist() == [0 if bits else 1]
 
 
 def test_a_law_without_mass_still_names_a_token() -> None:
@@ -432,6 +432,28 @@ def test_an_order_names_every_token_at_most_once_and_none_without_mass(law: Tens
     assert len(set(named)) == len(named)
     assert all(law[token] > 0 and token >= 0 for token in named)
     assert row[len(named) :] == [-1] * (k - len(named))
+
+
+@given(laws(), int64s, st.integers(0, 1 << 40), st.integers(0, 9))
+def test_an_order_is_a_race_for_every_place_among_those_left(law: Tensor, seed: int, root: int, draw: int) -> None:
+    key = key_by_hand(seed, root, "order", draw)
+    left, expected = law.tolist(), []
+    for place in range(int((law > 0).sum())):
+        expected.append(race_by_hand(left, split_mix((key + place) % 2**64)))
+        left[expected[-1]] = 0.0
+    assert chance([seed], [root]).order(law[None], len(expected), draw)[0].tolist() == expected
+
+
+def test_an_order_leaves_its_law_as_it_was() -> None:
+    law = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    before = law.clone()
+    chance([3], [3]).order(law, 4, 0)
+    assert torch.equal(law, before)
+
+
+def test_an_order_over_several_blocks_names_every_token_once() -> None:
+    law = flat(1, 2 * BLOCK + 3)
+    assert sorted(chance([3], [3]).order(law, law.shape[1], 0)[0].tolist()) == list(range(law.shape[1]))
 
 
 def test_an_order_need_not_be_of_a_normalised_law() -> None:

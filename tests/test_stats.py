@@ -1,0 +1,68 @@
+"""What speculation did: a run of four steps, counted by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from branchwise.stats import PHASES, Stats, Stopwatch
+
+
+def four_steps() -> Stats:
+    stats = Stats(prefill_seconds=9.0)
+    tenth = dict.fromkeys(PHASES, 0.1)
+    stats.record(nodes=3, depth=3, accepted=2, emitted=3, seconds=tenth)  # a chain of three, two of them right
+    stats.record(nodes=0, depth=0, accepted=0, emitted=1, seconds={"score": 0.4})  # nothing drafted
+    stats.record(nodes=5, depth=2, accepted=0, emitted=1, seconds=tenth)  # a tree, nothing right
+    stats.record(nodes=4, depth=4, accepted=4, emitted=4, seconds=tenth)  # all right, the last token cut by a stop
+    return stats
+
+
+def test_a_run_is_counted_as_by_hand() -> None:
+    stats = four_steps()
+    assert (stats.steps, stats.drafted_tokens, stats.accepted_tokens, stats.emitted_tokens) == (4, 12, 6, 9)
+    assert stats.drafted_per_depth == [3, 3, 2, 1]
+    assert stats.accepted_per_depth == [2, 2, 1, 1]
+    assert stats.acceptance_per_depth == pytest.approx([2 / 3, 2 / 3, 1 / 2, 1])
+    assert stats.mean_acceptance_length == pytest.approx(1 + 6 / 4)
+    assert stats.seconds == pytest.approx({"draft": 0.3, "score": 0.7, "verify": 0.3, "commit": 0.3})
+
+
+def test_speed_counts_emitted_tokens_over_steps_without_prefill() -> None:
+    assert four_steps().tokens_per_second == pytest.approx(9 / 1.6)
+
+
+def test_a_request_that_never_ran_has_no_rates() -> None:
+    stats = Stats()
+    assert stats.mean_acceptance_length == 0
+    assert stats.tokens_per_second == 0
+    assert stats.acceptance_per_depth == []
+
+
+def test_the_record_can_be_written_as_json_and_names_what_the_command_line_promises() -> None:
+    record = json.loads(json.dumps(four_steps().as_dict()))
+    promised = {"steps", "drafted_tokens", "accepted_tokens", "mean_acceptance_length", "acceptance_per_depth"}
+    assert promised | {"tokens_per_second", "seconds"} <= set(record)
+    assert set(record["seconds"]) == set(PHASES)
+    assert (record["steps"], record["drafted_tokens"], record["accepted_tokens"]) == (4, 12, 6)
+
+
+def test_a_record_is_a_copy() -> None:
+    stats = four_steps()
+    stats.as_dict()["seconds"]["draft"] = 100.0
+    assert stats.seconds["draft"] == pytest.approx(0.3)
+
+
+def test_two_requests_do_not_share_their_counts() -> None:
+    four_steps()
+    assert Stats() == Stats(steps=0, seconds=dict.fromkeys(PHASES, 0.0))
+
+
+def test_a_stopwatch_books_each_lap_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 13.0, 13.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = Stopwatch()
+    for phase in ("draft", "score", "draft"):
+        clock.lap(phase)
+    assert clock.seconds == {"draft": 1.5, "score": 2.0}
