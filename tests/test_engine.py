@@ -147,6 +147,13 @@ def test_a_prompt_that_fills_the_context_is_refused_before_it_disturbs_others() 
     assert not running.busy
 
 
+def test_a_bias_on_a_token_that_the_model_does_not_have_is_refused_before_it_disturbs_others() -> None:
+    running = engine()
+    with pytest.raises(UsageError, match="logit_bias names token 12"):
+        running.submit(Request((1,), sampling=SamplingParams(logit_bias={VOCABULARY: 1.0})))
+    assert not running.busy
+
+
 @pytest.mark.parametrize("field", [{"prompt": ()}, {"prompt": (1,), "max_new_tokens": 0}])
 def test_a_request_that_asks_for_nothing_is_refused(field: dict[str, object]) -> None:
     with pytest.raises(UsageError):

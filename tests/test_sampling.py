@@ -307,7 +307,8 @@ def test_bias_is_added_and_minus_infinity_forbids() -> None:
 def test_a_bias_beyond_the_vocabulary_gets_one_sentence(token: int) -> None:
     assert law_of(torch.zeros(4), temperature=1.0, logit_bias={3: 1.0}).argmax() == 3
     with pytest.raises(UsageError, match=rf"logit_bias names token {token}, but the vocabulary ends at 3\.$"):
-        law_of(torch.zeros(4), temperature=1.0, logit_bias={0: 1.0, token: 1.0})
+        SamplingParams(logit_bias={0: 1.0, token: 1.0}).check_vocabulary(4)
+    SamplingParams(logit_bias={0: 1.0, 3: 1.0}).check_vocabulary(4)
 
 
 def test_processors_run_first_in_order_and_see_all_tokens() -> None:

@@ -117,6 +117,7 @@ class Engine:
                 f"The prompt has {len(request.prompt)} tokens and the context holds {self.target.context}, "
                 "the answer included; shorten the prompt."
             )
+        request.sampling.check_vocabulary(self.target.vocabulary)
         generation = Generation(request, Sequence(list(request.prompt), request.sampling), text)
         self._waiting.append(generation)
         return generation

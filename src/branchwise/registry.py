@@ -61,7 +61,13 @@ class Registry:
         if not isinstance(entry, str):
             return entry
         module, _, attribute = entry.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"{self.kind.capitalize()} {name!r} needs the package {error.name}, which is not here. "
+                f"Install it with: pip install {error.name}"
+            ) from error
 
     def build(self, spec: str, **given: Any) -> Any:
         """Build the part that a spec describes. `given` are values from the caller; a part takes those it names."""

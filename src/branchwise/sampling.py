@@ -42,7 +42,7 @@ class SamplingParams:
     """subtract for every time a token was seen in the output"""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    """None draws a fresh seed for every request"""
+    """None draws a fresh seed for every request; requests with one seed share their noise, position by position"""
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,6 +60,11 @@ class SamplingParams:
                 raise UsageError(f"{name} must be {rule}, not {value}.")
         if any(token < 0 or math.isnan(bias) or bias == math.inf for token, bias in self.logit_bias.items()):
             raise UsageError("logit_bias maps token ids to finite numbers (or -inf to forbid a token).")
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse tokens that the model does not have; asked once, before a request joins a batch."""
+        if self.logit_bias and max(self.logit_bias) >= size:
+            raise UsageError(f"logit_bias names token {max(self.logit_bias)}, but the vocabulary ends at {size - 1}.")
 
     @property
     def greedy(self) -> bool:
@@ -134,8 +139,6 @@ def _penalise(row: Tensor, params: SamplingParams, context: Context) -> Tensor:
 def _bias(row: Tensor, params: SamplingParams) -> Tensor:
     if not params.logit_bias:
         return row
-    if max(params.logit_bias) >= len(row):
-        raise UsageError(f"logit_bias names token {max(params.logit_bias)}, but the vocabulary ends at {len(row) - 1}.")
     tokens = torch.tensor(list(params.logit_bias), device=row.device)
     return row.index_put((tokens,), row[tokens] + torch.tensor(list(params.logit_bias.values()), device=row.device))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
@@ -50,11 +51,8 @@ class Verdicts:
 
     def read(self) -> list[Verdict]:
         """The verdicts on the host; the one sync of a step."""
-        rows = self.paths.tolist()
-        tokens = self.tokens.tolist()
-        return [
-            Verdict(tuple(node for node in row if node >= 0), token) for row, token in zip(rows, tokens, strict=True)
-        ]
+        rows = torch.cat([self.paths, self.tokens[:, None]], dim=1).tolist()
+        return [Verdict(tuple(node for node in path if node >= 0), token) for *path, token in rows]
 
 
 class Verifier(Protocol):
