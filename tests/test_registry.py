@@ -57,7 +57,7 @@ def sentence(error: pytest.ExceptionInfo[Exception]) -> str:
 def test_a_module_is_imported_only_when_its_name_is_asked_for(parts: Registry) -> None:
     assert list(parts) == ["part", "plain", "absent"]
     assert parts.find("part") is Part
-    with pytest.raises(UsageError, match="needs the package no_such_module.*pip install no_such_module"):
+    with pytest.raises(UsageError, match=r"needs the package no_such_module.*pip install no_such_module"):
         parts.find("absent")
 
 
