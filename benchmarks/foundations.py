@@ -31,16 +31,36 @@ from branchwise.llm import LLM
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Forest
 
-PROMPTS = [
+FREE = [
     "Explain how a lock lifts a boat from one level of a canal to the next.",
     "Write a short letter that thanks a neighbour for watering the garden.",
     "List ten things to pack for a week of hiking, with a reason for each.",
     "Write a Python function that finds all prime numbers below n, and explain it.",
-    "Describe the view from a hill at sunrise.",
     "What happens in a cell when it divides?",
-    "Summarise the story of Robinson Crusoe for a child.",
     "Give advice to someone who wants to learn the violin as an adult.",
 ]
+SPELLING = """Correct the spelling and keep everything else: The old mil stands at the end of the vilage, where the \
+brook turns towards the lake. Its weel has not moved for thirty years, but the miller's grandson still oils the axle \
+every spring, because he belives that one day the water will come back to the brook and the weel will turn again."""
+RECIPE = """Repeat this recipe, but for eight people instead of four: Take 400 grams of flour, 200 grams of butter, \
+4 eggs and 100 grams of sugar. Mix the flour and the butter, add the eggs one by one, then the sugar. Knead the dough, \
+let it rest for 30 minutes in a cool place, roll it out, and bake it for 25 minutes."""
+CODE = """Rename the variable total to balance in this code and print all of it:
+
+def settle(entries):
+    total = 0
+    for entry in entries:
+        if entry.kind == "credit":
+            total = total + entry.amount
+        else:
+            total = total - entry.amount
+    return total"""
+NOTE = """Turn this note into a list, one sentence a line, and change no word: The ferry leaves at eight. Bring warm \
+clothes and something to eat. The crossing takes two hours when the sea is calm. On the island we walk to the \
+lighthouse and back. The last ferry returns at six, and there is no other way home."""
+EDITING = [SPELLING, RECIPE, CODE, NOTE]
+PROMPTS = [("free writing", prompt) for prompt in FREE] + [("editing", prompt) for prompt in EDITING]
+BASELINE = "transformers.generate"
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -68,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tokens", type=int, default=96, help="tokens to write for each prompt")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds over the prompts")
+    parser.add_argument("--repeat", type=int, default=2, help="rounds over the prompts")
     parser.add_argument("--context", type=int, default=512, help="tokens in the cache when passes are timed")
     parser.add_argument("--passes", type=int, default=40, help="timed passes for each number of nodes")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
@@ -77,56 +97,44 @@ def parse() -> argparse.Namespace:
 
 
 def decoding(llm: LLM, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Whole generations, prefill included, of a fixed number of tokens."""
+    """Whole generations, prefill included, of a fixed number of tokens: the end of text is forbidden on both sides."""
+    forbidden = dict.fromkeys(llm.stop_tokens, float("-inf"))
 
-    def own_generate(ids: list[int]) -> list[int]:
-        given = torch.tensor([ids], device=llm.model.device)
+    def own_generate(prompt: str) -> dict[str, Any]:
+        ids = torch.tensor([llm.encode(prompt)], device=llm.model.device)
         found = llm.model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+            ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=arguments.tokens,
             min_new_tokens=arguments.tokens,
             do_sample=False,
             pad_token_id=0,
         )
-        tokens: list[int] = found[0, len(ids) :].tolist()
-        return tokens
+        return {"tokens": found.shape[1] - ids.shape[1]}
 
-    def ours(drafter: str) -> Callable[[str], list[int]]:
+    def ours(drafter: str) -> Callable[[str], dict[str, Any]]:
         drafting = llm.with_drafter(drafter)
-        # The stop tokens are forbidden on both sides, so that both write the same number of tokens.
-        forbidden = dict.fromkeys(llm.stop_tokens, float("-inf"))
-        return lambda text: (
-            drafting.generate(text, max_new_tokens=arguments.tokens, ignore_eos=True, logit_bias=forbidden).token_ids
-        )
 
-    methods: dict[str, Callable[[str], list[int]]] = {
-        "transformers.generate": lambda text: own_generate(llm.encode(text)),
-        "none": ours("none"),
-        "ngram": ours("ngram"),
-    }
+        def write(prompt: str) -> dict[str, Any]:
+            done = drafting.generate(prompt, max_new_tokens=arguments.tokens, ignore_eos=True, logit_bias=forbidden)
+            return {"tokens": len(done.token_ids), "steps": done.stats.steps, "accepted": done.stats.accepted_tokens}
+
+        return write
+
+    methods = {BASELINE: own_generate, "none": ours("none"), "ngram": ours("ngram")}
     for method in methods.values():
-        method(PROMPTS[0])  # libraries choose their kernels on first use
+        method(FREE[0])  # libraries choose their kernels on first use
     records = []
     for turn in range(arguments.repeat):
-        for number, prompt in enumerate(PROMPTS):
+        for number, (kind, prompt) in enumerate(PROMPTS):
             names = list(methods)
             rotation = (turn + number) % len(names)
             for name in names[rotation:] + names[:rotation]:
-                seconds, tokens = timed(llm, methods[name], prompt)
-                assert len(tokens) == arguments.tokens
-                records.append(
-                    {
-                        "kind": "decoding",
-                        "method": name,
-                        "prompt": number,
-                        "turn": turn,
-                        "tokens": len(tokens),
-                        "seconds": seconds,
-                    }
-                )
-            print(f"\rdecoding: round {turn + 1}, prompt {number + 1} of {len(PROMPTS)} ", end="", file=sys.stderr)
-    print(file=sys.stderr)
+                seconds, found = timed(llm, methods[name], prompt)
+                assert found["tokens"] == arguments.tokens
+                about = {"kind": "decoding", "method": name, "prompts": kind, "prompt": number, "turn": turn}
+                records.append({**about, "seconds": seconds, **found})
+            progress(f"decoding: round {turn + 1} of {arguments.repeat}, prompt {number + 1} of {len(PROMPTS)}")
     return records
 
 
@@ -161,23 +169,34 @@ def timed(llm: LLM, call: Callable[..., Any], *arguments: Any) -> tuple[float, A
     return time.perf_counter() - start, result
 
 
+def progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{line}\033[K", end="", file=sys.stderr)
+
+
 def summarise(records: list[dict[str, Any]]) -> None:
     """Ratios within a turn, so that a change of the machine's speed meets both sides; medians with 95 % intervals."""
     decoding = [record for record in records if record["kind"] == "decoding"]
-    baseline = {(r["prompt"], r["turn"]): r["seconds"] for r in decoding if r["method"] == "transformers.generate"}
-    for method in ("none", "ngram"):
-        ratios = [baseline[r["prompt"], r["turn"]] / r["seconds"] for r in decoding if r["method"] == method]
-        print(f"{method}: {interval(ratios)} times the speed of transformers.generate")
-    for method in ("transformers.generate", "none", "ngram"):
-        speeds = [r["tokens"] / r["seconds"] for r in decoding if r["method"] == method]
-        print(f"{method}: {statistics.median(speeds):.1f} tokens/s, prefill included")
+    baseline = {(r["prompt"], r["turn"]): r["seconds"] for r in decoding if r["method"] == BASELINE}
+    for kind in ("free writing", "editing"):
+        for method in (BASELINE, "none", "ngram"):
+            found = [r for r in decoding if r["method"] == method and r["prompts"] == kind]
+            speed = statistics.median(r["tokens"] / r["seconds"] for r in found)
+            line = f"{kind}, {method}: {speed:.1f} tokens/s"
+            if method != BASELINE:
+                ratio = interval([baseline[r["prompt"], r["turn"]] / r["seconds"] for r in found])
+                length = 1 + sum(r["accepted"] for r in found) / sum(r["steps"] for r in found)
+                line += f", {ratio} times {BASELINE}, mean acceptance length {length:.2f}"
+            print(line)
+    plain = [baseline[r["prompt"], r["turn"]] / r["seconds"] for r in decoding if r["method"] == "none"]
+    print(f"all prompts, none: {interval(plain)} times {BASELINE}")
     scoring = [record for record in records if record["kind"] == "scoring"]
     one = {r["turn"]: r["seconds"] for r in scoring if r["nodes"] == 1}
     for nodes in NODES:
-        found = [r for r in scoring if r["nodes"] == nodes]
-        ratios = [r["seconds"] / one[r["turn"]] for r in found]
-        milliseconds = 1e3 * statistics.median(r["seconds"] for r in found)
-        print(f"scoring {nodes:2} nodes: {interval(ratios)} times one node ({milliseconds:.1f} ms)")
+        passes = [r for r in scoring if r["nodes"] == nodes]
+        milliseconds = 1e3 * statistics.median(r["seconds"] for r in passes)
+        ratio = interval([r["seconds"] / one[r["turn"]] for r in passes])
+        print(f"scoring {nodes:2} nodes: {ratio} times one node ({milliseconds:.1f} ms)")
 
 
 def interval(values: list[float]) -> str:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -204,7 +203,8 @@ def test_an_unreachable_hub_id_is_one_sentence() -> None:
     assert_one_sentence(run("generate", "Hi", "--model", "nobody/nothing", HF_HUB_OFFLINE="1"), "nobody/nothing")
 
 
-def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
+def writing() -> subprocess.Popen[str]:
+    """A process that has begun to write a long story."""
     process = subprocess.Popen(
         [*BRANCHWISE, "generate", "Write a very long story.", "-n", "2000"],
         stdout=subprocess.PIPE,
@@ -212,26 +212,23 @@ def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.read(1)  # it has begun to write
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    assert process.stdout.read(1)
+    return process
+
+
+def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
+    with writing() as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    process = subprocess.Popen(
-        [*BRANCHWISE, "generate", "Write a very long story.", "-n", "60"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.wait(timeout=60)
+def test_a_reader_that_goes_away_ends_the_writing() -> None:
+    with writing() as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
     assert "Traceback" not in errors
-    assert process.returncode != 2
+    assert process.returncode not in (0, 2)

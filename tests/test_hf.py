@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AttentionInterface, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 import branchwise
 from branchwise.errors import UsageError
@@ -91,7 +91,6 @@ def test_the_model_is_left_as_it_was_found() -> None:
     model.generate(**given, max_new_tokens=8, do_sample=False, custom_generate=branchwise.hf.generate)
     assert model.config._attn_implementation == implementation
     assert model.config.to_dict() == config
-    assert implementation in AttentionInterface().valid_keys()
     assert torch.equal(model.generate(**given, max_new_tokens=8, do_sample=False), before)
 
 
