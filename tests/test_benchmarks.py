@@ -1,0 +1,68 @@
+"""Published numbers are what the records say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECORDS = sorted((ROOT / "benchmarks" / "records").glob("foundations-*.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def foundations() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("foundations", ROOT / "benchmarks" / "foundations.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_the_benchmark_page_shows_what_the_records_say(
+    path: Path, foundations: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foundations.summarise(read(path))
+    printed = capsys.readouterr().out
+    assert printed.count("\n") > 10
+    assert printed in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_the_table_of_the_readme_shows_what_the_records_say(
+    foundations: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in RECORDS:
+        foundations.summarise(read(path))
+    printed = capsys.readouterr().out
+    table = re.findall(r"^\| SmolLM2.*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(table) == 4
+    for row in table:
+        _, _, _, prompts, baseline, ours, acceptance, _, _ = (cell.strip() for cell in row.split("|"))
+        assert f"{prompts}, transformers.generate: {baseline}\n" in printed
+        assert re.search(rf"{prompts}, ngram: {ours}, .* mean acceptance length {acceptance}\n", printed)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_every_record_says_where_it_comes_from(path: Path) -> None:
+    for record in read(path):
+        run = record["run"]
+        assert re.fullmatch(r"[0-9a-f]{40}", run["commit"])
+        assert run["dirty"] is False
+        assert run["machine"]
+        assert set(run["versions"]) == {"branchwise", "python", "torch", "transformers"}
+
+
+def test_the_interval_covers_its_median(foundations: ModuleType) -> None:
+    assert foundations.interval([1.0, 2.0, 3.0]) == "2.000 [1.000, 3.000]"
+    assert foundations.interval([1.5] * 4) == "1.500 [1.500, 1.500]"
