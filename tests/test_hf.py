@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
@@ -81,6 +83,23 @@ def test_sampling_follows_torchs_seed_and_does_not_depend_on_the_drafter() -> No
     assert not torch.equal(
         outputs[2], model.generate(**given, **options, custom_generate=branchwise.hf.generate, drafter="none")
     )
+
+
+def test_threads_that_share_a_model_do_not_disturb_each_other() -> None:
+    model = build(served()["llama"])
+    given = inputs(random_rows([4]))
+    options = {"max_new_tokens": 30, "do_sample": False, "custom_generate": branchwise.hf.generate}
+    expected = model.generate(**given, **options)
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda _: model.generate(**given, **options), range(8)))
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_short_answer_to_a_short_prompt_is_served() -> None:
+    model = build(served()["llama"])
+    output = model.generate(**inputs([[5]]), max_new_tokens=1, do_sample=False, custom_generate=branchwise.hf.generate)
+    assert output.shape == (1, 2)
 
 
 def test_the_model_is_left_as_it_was_found() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from branchwise.draft import Drafter
 from branchwise.engine import Engine
+from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.testing import RandomDrafter, TruthDrafter
 from branchwise.text import TextStream
@@ -154,6 +155,25 @@ def test_leaving_a_stream_early_frees_its_slot(smollm2: LLM) -> None:
     stream.close()  # type: ignore[attr-defined]
     assert smollm2.engine.target.free_slots == free
     assert not smollm2.engine.busy
+
+
+@pytest.mark.parametrize(
+    "prompt", [5, [{"role": "user"}], [{"role": "user", "content": None}], [{"content": "hi"}], [["hi"]]]
+)
+def test_what_is_no_prompt_gets_one_sentence(smollm2: LLM, prompt: object) -> None:
+    with pytest.raises(UsageError, match="A prompt is a text, or a list of messages"):
+        smollm2.generate(prompt, max_new_tokens=2)  # type: ignore[call-overload]
+    assert not smollm2.engine.busy
+
+
+def test_options_that_do_not_exist_or_do_not_fit_get_one_sentence(smollm2: LLM) -> None:
+    with pytest.raises(UsageError, match=r"no option 'temprature'.*'temperature'"):
+        smollm2.generate("Hi", temprature=1.0)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="temperature must be a number"):
+        smollm2.generate("Hi", temperature="hot")  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="not a conversation"):
+        smollm2.generate([{"role": "user", "content": "Hi"}], raw=True)
+    assert smollm2.generate([]) == []
 
 
 def test_conversations_and_texts_give_the_same_prompt(smollm2: LLM) -> None:

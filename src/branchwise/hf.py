@@ -26,7 +26,7 @@ from branchwise.draft import Drafter, build_drafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.sampling import SamplingParams
-from branchwise.target.transformers import TransformersTarget
+from branchwise.target.transformers import SHORTEST_CONTEXT, TransformersTarget
 from branchwise.verify import VERIFIERS
 
 PURE_PROCESSORS = {
@@ -88,7 +88,7 @@ def generate(
     new_tokens = min(limits) - width
     context = max(len(row) for row in rows) + new_tokens
     drafting = build_drafter(drafter, tree) if isinstance(drafter, str) else drafter
-    target = TransformersTarget(model, slots=len(rows), context=context)
+    target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT))
     engine = Engine(target, drafting, VERIFIERS.build(verifier))
     stop_tokens = {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id}
     others = StoppingCriteriaList([c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))])

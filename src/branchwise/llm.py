@@ -89,7 +89,7 @@ def load(
     draft: str = "ngram",
     tree: str | None = None,
     verify: str = "match",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str = "auto",
     threads: int | None = None,
     context: int | None = None,
@@ -163,11 +163,11 @@ class LLM:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The token ids of a prompt as the model will see it, chat template included."""
-        messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
-        )
-        if not messages or not any(message.get("content", "").strip() for message in messages):
+        messages = _messages(prompt)
+        if not any(message["content"].strip() for message in messages):
             raise UsageError("The prompt is empty; there is nothing to continue.")
+        if raw and not isinstance(prompt, str):
+            raise UsageError("raw takes one text, not a conversation.")
         if not raw and self.tokenizer.chat_template:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -248,9 +248,23 @@ class LLM:
         )
 
 
+def _messages(prompt: Any) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    try:
+        messages = [{**message} for message in prompt]
+        if all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages):
+            return messages
+    except (TypeError, KeyError):
+        pass
+    raise UsageError('A prompt is a text, or a list of messages like {"role": "user", "content": "a text"}.')
+
+
 def _is_one(prompt: Any) -> bool:
     """A text or a conversation, as against a list of those."""
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return True
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def choose_device(device: str) -> str:
@@ -264,8 +278,10 @@ def choose_device(device: str) -> str:
     return device
 
 
-def choose_dtype(dtype: str, device: str) -> torch.dtype:
+def choose_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
     """`auto` is bfloat16 where the hardware computes in it, float32 elsewhere."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         return torch.bfloat16 if device.startswith("cuda") or _cpu_computes_bfloat16() else torch.float32
     if dtype not in DTYPES:

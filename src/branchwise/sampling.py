@@ -46,6 +46,17 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            if not isinstance(getattr(self, name), int | float):
+                raise UsageError(f"{name} must be a number, not {getattr(self, name)!r}.")
         checks = [
             ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)"),

@@ -94,6 +94,14 @@ def refused() -> dict[str, tuple[PreTrainedConfig, str]]:
         "falcon": (hf.FalconConfig(**SMALL_GPT, **gpt), "AttentionInterface"),
         "gpt-j": (hf.GPTJConfig(**SMALL_GPT, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "AttentionInterface"),
         "mamba": (hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "state-space"),
+        "bamba": (
+            hf.BambaConfig(**COMMON, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, attn_layer_indices=[1]),
+            "state-space or linear-attention layers",
+        ),
+        "lfm2": (
+            hf.Lfm2Config(**COMMON, layer_types=["conv", "full_attention", "conv"]),
+            "state-space or linear-attention layers",
+        ),
         "gpt-oss": (hf.GptOssConfig(**COMMON, num_local_experts=4, head_dim=8), "s_aux"),
         "llama4": (
             hf.Llama4TextConfig(

@@ -202,6 +202,26 @@ def test_the_model_is_left_as_it_was_found() -> None:
     assert set(AttentionInterface._global_mapping) == names
 
 
+def test_nothing_of_a_text_stays_behind_in_its_slot() -> None:
+    """Catches an overflow in one text that turns the next one in its slot into NaN, through rows under a mask."""
+    target = TransformersTarget(build(SERVED["llama"]), slots=3, max_nodes=8)
+    first, second = Sequence(list(range(3, 40))), Sequence(list(range(3, 30)))
+    for sequence in (first, second):
+        target.open(sequence)
+    for tensor in target.store._tensors.values():
+        tensor[:, 0, :, 20:36] = torch.inf
+    target.close(first)  # the second moves into the gap
+    assert all(tensor.isfinite().all() for tensor in target.store._tensors.values())
+    target.close(second)
+    assert not any(tensor.any() for tensor in target.store._tensors.values())
+
+
+@pytest.mark.parametrize("context", [0, -3, 7])
+def test_a_context_too_short_to_be_of_use_is_refused(context: int) -> None:
+    with pytest.raises(UsageError, match="at least 8 tokens"):
+        TransformersTarget(build(SERVED["llama"]), slots=1, context=context)
+
+
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(UsageError, match=r"model\.eval\(\)"):
         TransformersTarget(build(SERVED["gpt2"]).train(), slots=1)

@@ -60,6 +60,8 @@ class Probe:
                 f"AttentionInterface and Cache (the probe pass ended with: {reason})."
             ) from error
         layers = self.config.get_text_config().num_hidden_layers
+        if self.attended == layers != len(cache.shapes):
+            raise UnsupportedModel(f"{self.name} cannot be served: some of its layers share their keys and values.")
         if self.attended != layers or len(cache.shapes) != layers:
             raise UnsupportedModel(
                 f"{self.name} cannot be served: {self.attended} of its {layers} layers attend through transformers' "
@@ -101,8 +103,9 @@ class Probe:
 class ProbeCache(Cache):
     """Keeps nothing but the shapes that pass through."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(layers=[])
+        self.name = name
         self.device = device
         self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         self.current = Pass([0], [0], torch.arange(PROBE_TOKENS, device=device)[None], None)
@@ -112,6 +115,15 @@ class ProbeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         self.shapes[layer_idx] = (_heads_and_width(key_states), _heads_and_width(value_states))
         return key_states, value_states
+
+    def _refuse_state(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModel(
+            f"{self.name} cannot be served: its state-space or linear-attention layers keep a running state, which a "
+            "tree cannot branch."
+        )
+
+    has_previous_state = get_conv_state = update_conv_state = _refuse_state
+    get_recurrent_state = update_recurrent_state = _refuse_state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

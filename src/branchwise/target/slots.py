@@ -85,6 +85,7 @@ class SlotStore(Cache):
         self._values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
         self._running: list[Sequence] = []
         self._lengths: dict[Sequence, int] = {}
+        self._touched = [0] * slots  # rows of each slot that may hold something
         self.current: Pass | None = None
 
     def _place(
@@ -112,11 +113,17 @@ class SlotStore(Cache):
         gap = self._running.index(sequence)
         last = self._running.pop()
         del self._lengths[sequence]
+        free = len(self._running)
+        used = 0 if last is sequence else self._lengths[last]
+        for tensor in self._tensors.values():
+            if last is not sequence:
+                tensor[:, gap, :, :used] = tensor[:, free, :, :used]
+            # Nothing of a text stays behind it: an overflow in it would reach whoever reads these rows under a mask.
+            tensor[:, gap, :, used : self._touched[gap]] = 0
+            tensor[:, free, :, : self._touched[free]] = 0
+        self._touched[free] = 0
         if last is not sequence:
-            self._running[gap] = last
-            used = self._lengths[last]
-            for tensor in self._tensors.values():
-                tensor[:, gap, :, :used] = tensor[:, len(self._running), :, :used]
+            self._running[gap], self._touched[gap] = last, used
 
     def length(self, sequence: Sequence) -> int:
         """How many tokens of the sequence are in the cache."""
@@ -130,6 +137,8 @@ class SlotStore(Cache):
         lengths = [self._lengths[sequence] for sequence in sequences]
         self.current = Pass(slots, lengths, depths, ancestors)
         assert self.current.keys <= self.rows, "a pass reaches beyond its slots"
+        for slot, length in zip(slots, lengths, strict=True):
+            self._touched[slot] = max(self._touched[slot], length + depths.shape[1])
         return self.current
 
     def update(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
@@ -31,8 +32,13 @@ from branchwise.target.slots import Layout, SlotStore, forest_ancestors
 from branchwise.tree import Forest
 from branchwise.verify import Verdict
 
+SHORTEST_CONTEXT = 8
+"""what the comparison at load needs"""
+
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
 """models that passed the probe, which is asked once in the life of a model"""
+
+_turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
 
 _names = (f"branchwise-{number}" for number in itertools.count())
 
@@ -67,6 +73,8 @@ class TransformersTarget:
 
         layout = _known.get(model) or self._probe()
         limit = context_limit(model.config)
+        if context is not None and context < SHORTEST_CONTEXT:
+            raise UsageError(f"A context holds at least {SHORTEST_CONTEXT} tokens, not {context}.")
         if context is not None and context > limit:
             raise UsageError(f"{self.name} has a context of {limit} tokens; {context} cannot be served.")
         self.context = self._fit(context or limit, layout.bytes_per_row(self.dtype) * slots, asked=context is not None)
@@ -120,7 +128,7 @@ class TransformersTarget:
         return logits[:, -1]
 
     def _probe(self) -> Layout:
-        probe, cache = Probe(self.name, self.model.config), ProbeCache(self.device)
+        probe, cache = Probe(self.name, self.model.config), ProbeCache(self.name, self.device)
         self._route.probe, self._route.store = probe, cache
         try:
             return probe.run(self._run, cache)
@@ -147,15 +155,19 @@ class TransformersTarget:
 
     @contextmanager
     def _attending(self, name: str) -> Iterator[None]:
-        """Let the model's attention go through a registered implementation for one pass."""
-        found = [config._attn_implementation_internal for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation_internal = name
-        try:
-            yield
-        finally:
-            for config, implementation in zip(self._configs, found, strict=True):
-                config._attn_implementation_internal = implementation
+        """Let the model's attention go through a registered implementation for one pass.
+
+        Which one it uses is a property of the model, so targets that share a model take turns.
+        """
+        with _turns.setdefault(self.model, threading.RLock()):
+            found = [config._attn_implementation_internal for config in self._configs]
+            for config in self._configs:
+                config._attn_implementation_internal = name
+            try:
+                yield
+            finally:
+                for config, implementation in zip(self._configs, found, strict=True):
+                    config._attn_implementation_internal = implementation
 
     @contextmanager
     def _tapped(self, taps: Rows[str], hidden: dict[str, Tensor]) -> Iterator[None]:
