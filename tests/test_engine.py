@@ -201,6 +201,62 @@ def test_an_interrupted_step_can_be_taken_again() -> None:
     assert generation.token_ids == write(engine(), max_new_tokens=6).token_ids
 
 
+def test_an_interrupt_while_a_drafter_learns_loses_nothing() -> None:
+    class Interrupted(RandomDrafter):
+        calls = 0
+
+        def observe(self, *args: object) -> None:
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+
+    running = engine(Interrupted(VOCABULARY))
+    generation = running.submit(Request((1, 2, 3), max_new_tokens=12))
+    running.step()
+    with pytest.raises(KeyboardInterrupt):
+        running.step()
+    finish(running)
+    assert generation.token_ids == write(engine(), max_new_tokens=12).token_ids
+
+
+def test_a_prompt_that_cannot_be_opened_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ToyTarget(VOCABULARY)
+    running = engine("none", target)
+    bad = running.submit(Request((1,), max_new_tokens=2))
+    good = running.submit(Request((2,), max_new_tokens=2))
+    open_ = target.open
+
+    def failing(sequence: Sequence) -> None:
+        if sequence is bad.sequence:
+            raise MemoryError
+        open_(sequence)
+
+    monkeypatch.setattr(target, "open", failing)
+    with pytest.raises(MemoryError):
+        running.step()
+    finish(running)
+    assert bad.finish_reason is FinishReason.CANCELLED
+    assert len(good.token_ids) == 2
+
+
+@pytest.mark.parametrize("prompt", [(1, VOCABULARY), (-1, 2)])
+def test_token_ids_outside_the_vocabulary_are_refused(prompt: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="outside the vocabulary of 12"):
+        engine().submit(Request(prompt))
+
+
+def test_waiting_for_slots_that_another_engine_holds_is_an_error_and_no_endless_loop() -> None:
+    target = ToyTarget(VOCABULARY, slots=1)
+    first, second = engine("none", target), engine("none", target)
+    held = first.submit(Request((1,), max_new_tokens=5))
+    first.step()
+    second.submit(Request((2,), max_new_tokens=5))
+    with pytest.raises(UsageError, match="Every slot is taken"):
+        second.step()
+    first.cancel(held)
+    finish(second)
+
+
 def letters(tokens: object) -> str:
     return "".join(chr(ord("a") + token) for token in tokens)  # type: ignore[attr-defined]
 
@@ -218,6 +274,17 @@ def test_a_stop_string_across_tokens_ends_the_output_in_mid_draft() -> None:
     assert len(generation.token_ids) == end + len(stop)
     assert generation.finish_reason is FinishReason.STOP
     assert "".join(piece.text for piece in generation.pieces) == generation.text.text
+
+
+def test_a_stop_token_is_no_text() -> None:
+    written = write(engine(), max_new_tokens=6).token_ids
+    running = engine()
+    generation = running.submit(
+        Request((1, 2, 3), max_new_tokens=6, stop_tokens=frozenset({written[3]})), TextStream(letters)
+    )
+    finish(running)
+    assert generation.text is not None
+    assert generation.text.text == letters(written[: written.index(written[3])])
 
 
 def test_text_held_back_for_a_stop_string_is_released_at_the_end() -> None:

@@ -155,12 +155,14 @@ class Watching(StoppingCriteria):
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         ({"logits_processor": LogitsProcessorList([Stateful()])}, "Stateful"),
         ({"stopping_criteria": [Watching()]}, "Watching"),
+        ({"token_type_ids": torch.tensor([[1, 1, 1, 1]])}, "token_type_ids would be ignored"),
+        ({"position_ids": torch.tensor([[3, 4, 5, 6]])}, "position_ids"),
         ({"drafter": "ngran"}, "Did you mean 'ngram'"),
         ({"verifier": "math"}, "Did you mean 'match'"),
     ],
 )
 def test_what_cannot_run_on_a_tree_is_refused_by_name(option: dict[str, object], reason: str) -> None:
-    model = build(served()["llama"])
+    model = build(served()["gpt2"])
     with pytest.raises(branchwise.BranchwiseError, match=reason):
         model.generate(
             **inputs(random_rows([4])),
@@ -185,6 +187,23 @@ def test_a_processor_that_says_it_is_pure_is_run() -> None:
     options = {"max_new_tokens": 12, "do_sample": False, "logits_processor": processors}
     own = model.generate(**given, **options)
     assert torch.equal(own, model.generate(**given, **options, custom_generate=branchwise.hf.generate))
+
+
+def test_rows_that_end_early_are_padded_as_generate_pads_them() -> None:
+    """Without a padding token, with the first of several tokens that end a text."""
+    model = build(served()["llama"])
+    model.config.pad_token_id = model.generation_config.pad_token_id = None
+    given = inputs([[5, 6, 7, 8], [9, 30, 31, 32]])
+    end = int(model.generate(**given, max_new_tokens=2, do_sample=False, pad_token_id=0)[0, -1])
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [end, 3]}
+    own = model.generate(**given, **options)
+    assert torch.equal(own, model.generate(**given, **options, custom_generate=branchwise.hf.generate))
+
+
+def test_autocast_is_refused() -> None:
+    model = build(served()["llama"])
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UsageError, match="autocast"):
+        model.generate(**inputs([[5, 6]]), max_new_tokens=2, do_sample=False, custom_generate=branchwise.hf.generate)
 
 
 def test_right_padding_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -145,6 +146,18 @@ def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(smollm2: LLM) -
         completion = smollm2.with_drafter(draft).generate(prompt, max_new_tokens=LENGTH, stop=stop)
         assert completion.text == full[: full.index(stop)]
         assert completion.finish_reason == "stop"
+
+
+def test_two_streams_at_once_both_get_their_whole_text(smollm2: LLM) -> None:
+    """A step moves every running text along, also the one whose stream did not ask for it."""
+    prompts = PROMPTS[:2]
+    expected = [smollm2.generate(prompt, max_new_tokens=12).text for prompt in prompts]
+    streams = [smollm2.stream(prompt, max_new_tokens=12) for prompt in prompts]
+    texts = ["", ""]
+    for chunks in zip_longest(*streams):
+        for i, chunk in enumerate(chunks):
+            texts[i] += "" if chunk is None else chunk.text
+    assert texts == expected
 
 
 def test_leaving_a_stream_early_frees_its_slot(smollm2: LLM) -> None:

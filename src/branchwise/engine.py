@@ -117,6 +117,8 @@ class Engine:
                 f"The prompt has {len(request.prompt)} tokens and the context holds {self.target.context}, "
                 "the answer included; shorten the prompt."
             )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.target.vocabulary:
+            raise UsageError(f"The prompt holds token ids outside the vocabulary of {self.target.vocabulary}.")
         request.sampling.check_vocabulary(self.target.vocabulary)
         generation = Generation(request, Sequence(list(request.prompt), request.sampling), text)
         self._waiting.append(generation)
@@ -137,6 +139,10 @@ class Engine:
         self._admit()
         generations = list(self._running)
         if not generations:
+            if self._waiting:
+                raise UsageError(
+                    "Every slot is taken by texts of another engine; finish those, or load with more slots."
+                )
             return []
         sequences = [generation.sequence for generation in generations]
         budgets = [generation.budget(self.target.max_nodes, self.target.context) for generation in generations]
@@ -149,8 +155,8 @@ class Engine:
         laws = Laws(scored.logits, forest, sequences)
         verdicts = self.verifier(forest, laws, self._chance(sequences)).read()
         clock.lap("verify")
-        self.target.commit(sequences, verdicts)
         self.drafter.observe(sequences, scored, verdicts)
+        self.target.commit(sequences, verdicts)
         clock.lap("commit")
 
         for row, generation in enumerate(generations):
@@ -159,11 +165,14 @@ class Engine:
 
     def _admit(self) -> None:
         while self._waiting and self.target.free_slots:
-            generation = self._waiting[0]
+            generation = self._waiting.popleft()
             start = time.perf_counter()
-            self.target.open(generation.sequence)
+            try:
+                self.target.open(generation.sequence)
+            except BaseException:
+                generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
+                raise
             generation.stats.prefill_seconds = time.perf_counter() - start
-            self._waiting.popleft()
             self._running.append(generation)
 
     def _chance(self, sequences: Rows[Sequence]) -> SeededChance:
@@ -213,5 +222,8 @@ class Engine:
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         generation.finish_reason = reason
-        self._running.remove(generation)
+        # The last takes the free place, as its slot does: a pass over sequences in slot order copies no cache rows.
+        place, last = self._running.index(generation), self._running.pop()
+        if last is not generation:
+            self._running[place] = last
         self.target.close(generation.sequence)

@@ -54,6 +54,10 @@ PURE_PROCESSORS = {
 }
 """processors whose result depends on the tokens before and the scores alone, so they can run along any path"""
 
+UNDERSTOOD = {"attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "past_key_values", "position_ids"}
+UNDERSTOOD |= {"output_attentions", "output_hidden_states", "use_cache"}
+"""what `generate` itself hands on and what is refused with a reason of its own"""
+
 PURE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 
@@ -77,7 +81,7 @@ def generate(
     config = generation_config if generation_config is not None else model.generation_config
     processors = list(logits_processor or ())
     criteria = list(stopping_criteria or ())
-    _refuse_what_cannot_run(config, processors, criteria, model_kwargs)
+    _refuse_what_cannot_run(config, processors, criteria, model_kwargs, model.device)
 
     mask = model_kwargs.get("attention_mask")
     rows = [_strip(row, None if mask is None else mask[i]) for i, row in enumerate(input_ids)]
@@ -116,7 +120,7 @@ def generate(
             told[row] = len(generation.pieces)
 
     longest = max(len(generation.token_ids) for generation in generations)
-    filler = config.pad_token_id if config.pad_token_id is not None else min(stop_tokens, default=0)
+    filler = config.pad_token_id if config.pad_token_id is not None else _first(config.eos_token_id)
     output = torch.full((len(rows), width + longest), filler, device=input_ids.device)
     output[:, :width] = input_ids
     for row, generation in enumerate(generations):
@@ -150,6 +154,11 @@ class StopWhen:
         return bool(self.criteria(ids[None], None).all())
 
 
+def _first(token: int | list[int] | None) -> int:
+    """What `generate` pads with where no padding token is set: the first of the tokens that end a text."""
+    return token if isinstance(token, int) else (token or [0])[0]
+
+
 def _strip(row: Tensor, mask: Tensor | None) -> list[int]:
     """The tokens of a row without its left padding."""
     if mask is None:
@@ -161,7 +170,11 @@ def _strip(row: Tensor, mask: Tensor | None) -> list[int]:
 
 
 def _refuse_what_cannot_run(
-    config: GenerationConfig, processors: list[Any], criteria: list[Any], model_kwargs: dict[str, Any]
+    config: GenerationConfig,
+    processors: list[Any],
+    criteria: list[Any],
+    model_kwargs: dict[str, Any],
+    device: torch.device,
 ) -> None:
     if (config.num_beams or 1) > 1:
         raise UsageError("Beam search is not sampling from the model's law; use num_beams=1.")
@@ -170,6 +183,16 @@ def _refuse_what_cannot_run(
             raise UsageError(f"{wish} is not available with branchwise.hf.generate; leave it out.")
     if model_kwargs.get("inputs_embeds") is not None:
         raise UsageError("branchwise.hf.generate drafts token ids; give input_ids, not inputs_embeds.")
+    if torch.is_autocast_enabled(device.type):
+        raise UsageError("Under autocast the law depends on what is computed together; load the model in that dtype.")
+    for name, value in model_kwargs.items():
+        if name not in UNDERSTOOD and value is not None:
+            raise UsageError(f"{name} would be ignored by branchwise.hf.generate; leave it out.")
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is not None:
+        steps = torch.ones_like(positions) if mask is None else mask.long()
+        if not torch.equal(positions * steps, (steps.cumsum(-1) - 1) * steps):
+            raise UsageError("branchwise.hf.generate counts positions from 0; leave out position_ids.")
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UsageError("branchwise.hf.generate keeps a cache of its own; leave out past_key_values.")

@@ -151,11 +151,13 @@ class LLM:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Write the answer step by step. Leaving the loop early cancels the rest."""
         [generation] = self._submit([prompt], options, streaming=True)
+        told = 0
         try:
-            while not generation.finished:
-                before = len(generation.pieces)
-                self.engine.step()
-                pieces = generation.pieces[before:]
+            while told < len(generation.pieces) or not generation.finished:
+                if told == len(generation.pieces):  # another stream may have moved this one along already
+                    self.engine.step()
+                pieces = generation.pieces[told:]
+                told += len(pieces)
                 completion = self._completion(generation) if generation.finished else None
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
         finally:

@@ -33,6 +33,7 @@ def served() -> dict[str, PreTrainedConfig]:
         "qwen2-window": hf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=8, layer_types=MIXED),
         "qwen3": hf.Qwen3Config(**COMMON, head_dim=8),
         "mistral": hf.MistralConfig(**COMMON, sliding_window=8),
+        "mistral-narrow": hf.MistralConfig(**COMMON, sliding_window=3),
         "gemma2": hf.Gemma2Config(
             **COMMON, head_dim=8, sliding_window=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=8
         ),

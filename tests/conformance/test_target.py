@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from branchwise.errors import UnsupportedModel, UsageError
+from branchwise.draft import build_drafter
+from branchwise.engine import Engine, Request
+from branchwise.errors import ModelError, UnsupportedModel, UsageError
 from branchwise.sequence import Sequence
 from branchwise.target.probe import context_limit
 from branchwise.target.transformers import TransformersTarget
 from branchwise.tree import DraftTree, Forest
-from branchwise.verify import Verdict
+from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import COMMON, VOCABULARY, build, refused, served
 
 SERVED = served()
@@ -87,6 +89,30 @@ def test_a_batch_scores_like_its_sequences_alone(family: str) -> None:
     for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
         alone = target.score([sequence], Forest([tree])).logits[0]
         torch.testing.assert_close(together[row, : len(tree)], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_reads_views_also_after_a_sequence_has_left() -> None:
+    """Catches an engine whose order drifts from the slots, so that every pass would copy the whole cache."""
+    target = TransformersTarget(build(SERVED["llama"]), slots=4)
+    engine = Engine(target, build_drafter("none"), VERIFIERS.build("match"))
+    for length in (2, 9, 5, 9):
+        engine.submit(Request((5, 6, 7), max_new_tokens=length))
+    while engine.busy:
+        engine.step()
+        assert target.store.current is not None
+        assert isinstance(target.store.current.slots, slice)
+
+
+def test_a_context_that_memory_cannot_hold_is_shortened_or_refused_with_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = LlamaConfig(**(COMMON | {"max_position_embeddings": 1 << 17}))
+    model = build(config)
+    monkeypatch.setattr("branchwise.target.transformers._free_memory", lambda device: 1 << 22)
+    shortened = TransformersTarget(model, slots=2).context
+    assert 512 <= shortened < 1 << 17
+    with pytest.raises(ModelError, match=rf"GiB are free; ask for a context of at most {shortened}"):
+        TransformersTarget(model, slots=2, context=shortened + 1)
 
 
 def test_a_subset_in_any_order_reads_its_own_slots() -> None:

@@ -38,7 +38,7 @@ class Drafter(Protocol):
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]: ...
 
     def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
-        """Learn from a step; called after the commit and before the accepted tokens join the sequences."""
+        """Learn from a step; called before its verdicts are committed and their tokens join the sequences."""
 
 
 DRAFTERS = Registry(

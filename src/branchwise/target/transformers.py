@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -106,6 +107,8 @@ class TransformersTarget:
 
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
         assert forest.nodes <= self.max_nodes, "a tree is larger than the target allows"
+        for sequence in sequences:
+            assert self.store.length(sequence) == len(sequence.tokens) - 1, "the cache is out of step with its sequence"
         current = self.store.begin(sequences, forest.depths, forest_ancestors(forest, self.device))
         hidden: dict[str, Tensor] = {}
         with self._tapped(taps, hidden):
@@ -195,9 +198,7 @@ class TransformersTarget:
 
     def _fit(self, context: int, bytes_per_token: int, *, asked: bool) -> int:
         """Shorten the context to what the device can hold, or say with numbers why it cannot."""
-        if self.device.type != "cuda":
-            return context
-        free, _ = torch.cuda.mem_get_info(self.device)
+        free = _free_memory(self.device)
         room = int(free * 0.8) // bytes_per_token - self.max_nodes
         if context <= room:
             return context
@@ -207,6 +208,17 @@ class TransformersTarget:
                 f"{free / 2**30:.1f} GiB are free; ask for a context of at most {max(room, 0)} or for fewer slots."
             )
         return room
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that a store may think of; on the CPU half the machine, since rows cost nothing until they are used."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):  # not every system tells
+        return 1 << 34
 
 
 class Route:
