@@ -208,9 +208,10 @@ def interval(values: list[float]) -> str:
 
 def provenance(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     device = llm.model.device
+    changes = git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": arguments.commit or git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": None if changes is None else bool(changes),
         "arguments": {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")},
         "versions": {
             "branchwise": branchwise.__version__,

@@ -203,6 +203,41 @@ def test_an_unreachable_hub_id_is_one_sentence() -> None:
     assert_one_sentence(run("generate", "Hi", "--model", "nobody/nothing", HF_HUB_OFFLINE="1"), "nobody/nothing")
 
 
+@pytest.mark.parametrize("where", ["stdin", "file"])
+def test_bytes_that_are_no_text_are_one_sentence(where: str, tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 au lait")
+    with (tmp_path / "latin1.txt").open("rb") as stdin:
+        done = subprocess.run(
+            [*BRANCHWISE, "generate", *(["--file", stdin.name] if where == "file" else [])],
+            stdin=stdin,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert b"UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation() -> None:
+    with subprocess.Popen(
+        [*BRANCHWISE, "chat", "-n", "2000"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("Write a very long story.\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate("/exit\n", timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+
+
 def writing() -> subprocess.Popen[str]:
     """A process that has begun to write a long story."""
     process = subprocess.Popen(

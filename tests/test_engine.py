@@ -370,6 +370,45 @@ def test_a_drafter_and_verifier_that_do_not_fit_are_refused_with_those_that_woul
         Engine(ToyTarget(), Paths(8), FixedOnly())  # type: ignore[arg-type]
 
 
+def test_a_drafter_that_starts_at_the_wrong_root_cannot_change_the_text() -> None:
+    class Lost(RandomDrafter):
+        def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+            tree = super()._draft(sequence, budget)
+            tokens = tree.tokens.clone()
+            tokens[0] = (tokens[0] + 1) % VOCABULARY
+            return DraftTree(tokens, tree.parents)
+
+    plain = write(engine(), max_new_tokens=20).token_ids
+    assert write(engine(Lost(VOCABULARY)), max_new_tokens=20).token_ids == plain
+
+
+def test_a_drafter_beyond_its_budget_or_short_of_trees_is_named() -> None:
+    class Greedy(RandomDrafter):
+        def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+            return DraftTree.chain([sequence.root] * (budget.depth + 2))
+
+    class Lazy(RandomDrafter):
+        def draft(self, sequences: object, budgets: object) -> list[DraftTree]:
+            return []
+
+    with pytest.raises(UsageError, match=r"'random' gave a tree beyond its budget: 4 nodes, 3 deep"):
+        write(engine(Greedy(VOCABULARY)), max_new_tokens=3)
+    with pytest.raises(UsageError, match="'random' gave 0 trees for 1 sequences"):
+        write(engine(Lazy(VOCABULARY)), max_new_tokens=3)
+
+
+def test_a_cancelled_text_keeps_what_was_held_back() -> None:
+    written = letters(write(engine(), max_new_tokens=3).token_ids)
+    running = engine()
+    generation = running.submit(Request((1, 2, 3), max_new_tokens=9), TextStream(letters, [written + "!"]))
+    for _ in range(3):
+        running.step()
+    assert generation.text is not None
+    assert generation.text.text == ""
+    running.cancel(generation)
+    assert generation.text.text == written
+
+
 def test_a_drafter_learns_from_every_step_before_tokens_join_the_sequence() -> None:
     lengths = []
 

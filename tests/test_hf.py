@@ -70,6 +70,22 @@ def test_logits_processors_run_along_each_nodes_path(model: PreTrainedModel) -> 
     assert torch.equal(own, ours)
 
 
+def test_processors_see_the_padding_of_their_row_as_in_generate() -> None:
+    """A minimum length counts it, and a penalty on repeats finds the padding token in it."""
+    model = build(served()["llama"])
+    given = inputs(random_rows([3, 9]))
+    options = {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "repetition_penalty": 1.5,
+        "min_length": 20,
+        "eos_token_id": [2, 40],
+    }
+    own = model.generate(**given, **options)
+    ours = model.generate(**given, **options, custom_generate=branchwise.hf.generate, drafter="ngram:max=1,min=1")
+    assert torch.equal(own, ours)
+
+
 def test_sampling_follows_torchs_seed_and_does_not_depend_on_the_drafter() -> None:
     model = build(served()["llama"])
     given = inputs(random_rows([6, 3]))
@@ -186,6 +202,21 @@ def test_a_processor_that_says_it_is_pure_is_run() -> None:
     processors = LogitsProcessorList([Forbid()])
     options = {"max_new_tokens": 12, "do_sample": False, "logits_processor": processors}
     own = model.generate(**given, **options)
+    assert torch.equal(own, model.generate(**given, **options, custom_generate=branchwise.hf.generate))
+
+
+def test_stopping_criteria_are_asked_about_every_row_with_its_padding() -> None:
+    class Width(StoppingCriteria):
+        pure = True
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 13)
+
+    model = build(served()["llama"])
+    given = inputs(random_rows([4, 9]))
+    options = {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": [Width()], "eos_token_id": None}
+    own = model.generate(**given, **options)
+    assert own.shape == (2, 13)
     assert torch.equal(own, model.generate(**given, **options, custom_generate=branchwise.hf.generate))
 
 

@@ -86,8 +86,7 @@ def generate(
         print(json.dumps(_as_json(llm.generate(text, **options))))
         return
     console = _console()
-    completion = _stream(console, llm, text, options, show_draft)
-    _summarise(completion, show_draft)
+    _summarise(write(console, llm, text, options, show_draft), show_draft)
 
 
 @app.command()
@@ -126,15 +125,19 @@ def chat(
         if line == "/reset":
             messages = list(start)
         elif line:
-            messages.append({"role": "user", "content": line})
+            shown: list[Piece] = []
+            before = len(messages)
             try:
-                completion = _stream(console, llm, messages, options, show_draft)
+                messages.append({"role": "user", "content": _checked(line)})
+                completion = write(console, llm, messages, options, show_draft, shown)
+                _summarise(completion, show_draft)
             except UsageError as error:
-                messages.pop()
+                messages = messages[:before]
                 print(f"branchwise: {error} /reset starts over.", file=sys.stderr)
                 continue
-            messages.append({"role": "assistant", "content": completion.text})
-            _summarise(completion, show_draft)
+            except KeyboardInterrupt:
+                console.print()
+            messages.append({"role": "assistant", "content": "".join(piece.text for piece in shown)})
 
 
 @app.command()
@@ -205,6 +208,15 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     text = _find_prompt(prompt, file)
     if not text.strip():
         raise UsageError("The prompt is empty; there is nothing to continue.")
+    return _checked(text)
+
+
+def _checked(text: str) -> str:
+    """Bytes that are no UTF-8 arrive from the shell as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("The prompt is not UTF-8 text.") from None
     return text
 
 
@@ -213,7 +225,7 @@ def _find_prompt(prompt: str | None, file: Path | None) -> str:
         if prompt is not None:
             raise UsageError("Give the prompt as an argument or with --file, not both.")
         try:
-            return file.read_text()
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"The prompt file {file} cannot be read: {_reason(error)}.") from None
     if prompt is not None and prompt != "-":
@@ -269,20 +281,17 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
-def _stream(console: Console, llm: LLM, prompt: Any, options: Options, show_draft: bool) -> Completion:
-    """Print the answer as it comes; Ctrl-C ends it and keeps what is there."""
-    pieces: list[Piece] = []
-    chunks = llm.stream(prompt, **options)
-    try:
-        for chunk in chunks:
-            pieces += chunk.pieces
-            show_pieces(console, chunk.pieces, show_draft)
-            if chunk.completion is not None:
-                console.print()
-                return chunk.completion
-    except KeyboardInterrupt:
-        console.print()
-        raise
+def write(
+    console: Console, llm: LLM, prompt: Any, options: Options, show_draft: bool, shown: list[Piece] | None = None
+) -> Completion:
+    """Print the answer as it comes; `shown` collects what was printed, also where Ctrl-C ends it."""
+    for chunk in llm.stream(prompt, **options):
+        show_pieces(console, chunk.pieces, show_draft)
+        if shown is not None:
+            shown += chunk.pieces
+        if chunk.completion is not None:
+            console.print()
+            return chunk.completion
     raise AssertionError("a stream ends with its completion")
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from branchwise.cli import show_pieces
+from branchwise.cli import write
 from branchwise.errors import BranchwiseError
 from branchwise.llm import LLM, Completion, load
 
@@ -35,9 +35,10 @@ def run(console: Console, *, model: str, max_new_tokens: int, threads: int | Non
 def _prove_equality(console: Console, model: str, max_new_tokens: int, threads: int | None) -> None:
     llm = load(model, draft="none", dtype="float32", threads=threads, max_batch=1)
     console.print("\n[bold]float32, plain decoding[/bold]")
-    plain = _write(console, llm, max_new_tokens, show_draft=False)
+    plain = write(console, llm, PROMPT, {"max_new_tokens": max_new_tokens}, show_draft=False)
     console.print("\n[bold]float32, speculative[/bold] (green: drafted and accepted)")
-    speculative = _write(console, llm.with_drafter("ngram"), max_new_tokens, show_draft=True)
+    drafting = llm.with_drafter("ngram")
+    speculative = write(console, drafting, PROMPT, {"max_new_tokens": max_new_tokens}, show_draft=True)
     if plain.token_ids != speculative.token_ids:
         raise BranchwiseError("The tokens differ in float32. This is a bug in Branchwise; please report it.")
     console.print(f"\nfloat32: all {len(plain.token_ids)} tokens are equal.", style="green")
@@ -64,15 +65,6 @@ def _measure_speed(console: Console, model: str, max_new_tokens: int, threads: i
     console.print()
     console.print(table)
     console.print(_first_difference(plain_llm, runs["plain"][0], runs["ngram"][0]))
-
-
-def _write(console: Console, llm: LLM, max_new_tokens: int, *, show_draft: bool) -> Completion:
-    for chunk in llm.stream(PROMPT, max_new_tokens=max_new_tokens):
-        show_pieces(console, chunk.pieces, show_draft)
-        if chunk.completion is not None:
-            console.print()
-            return chunk.completion
-    raise AssertionError("a stream ends with its completion")
 
 
 def _first_difference(llm: LLM, plain: Completion, speculative: Completion) -> str:

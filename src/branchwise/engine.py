@@ -148,7 +148,7 @@ class Engine:
         budgets = [generation.budget(self.target.max_nodes, self.target.context) for generation in generations]
         clock = Stopwatch()
 
-        forest = Forest(self.drafter.draft(sequences, budgets), self.target.device)
+        forest = self._forest(self.drafter.draft(sequences, budgets), sequences, budgets)
         clock.lap("draft")
         scored = self.target.score(sequences, forest)
         clock.lap("score")
@@ -174,6 +174,20 @@ class Engine:
                 raise
             generation.stats.prefill_seconds = time.perf_counter() - start
             self._running.append(generation)
+
+    def _forest(self, trees: Rows[DraftTree], sequences: Rows[Sequence], budgets: Rows[Budget]) -> Forest:
+        """The drafted trees as one batch; what a drafter got wrong must not reach the text."""
+        if len(trees) != len(sequences):
+            raise UsageError(f"Drafter {self.drafter.name!r} gave {len(trees)} trees for {len(sequences)} sequences.")
+        for tree, budget in zip(trees, budgets, strict=True):
+            if len(tree) > budget.nodes or tree.depth > budget.depth:
+                raise UsageError(
+                    f"Drafter {self.drafter.name!r} gave a tree beyond its budget: {len(tree)} nodes, "
+                    f"{tree.depth} deep, where {budget.nodes} and {budget.depth} are allowed."
+                )
+        forest = Forest(trees, self.target.device)
+        forest.tokens[:, 0] = torch.tensor([sequence.root for sequence in sequences], device=self.target.device)
+        return forest
 
     def _chance(self, sequences: Rows[Sequence]) -> SeededChance:
         seeds = torch.tensor([sequence.seed for sequence in sequences], device=self.target.device)

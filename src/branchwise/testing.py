@@ -30,7 +30,7 @@ class ToyTarget:
         self.seed = seed
         self.passes = 0
         self._cached: dict[Sequence, list[int]] = {}
-        self._forest: dict[Sequence, DraftTree] = {}
+        self._forest: dict[Sequence, tuple[DraftTree, Tensor]] = {}
 
     @property
     def free_slots(self) -> int:
@@ -50,18 +50,19 @@ class ToyTarget:
         logits = torch.zeros(len(forest), forest.nodes, self.vocabulary)
         for row, (sequence, tree) in enumerate(zip(sequences, forest.trees, strict=True)):
             assert self._cached[sequence] == sequence.tokens[:-1], "the cache is out of step with its sequence"
-            assert int(tree.tokens[0]) == sequence.root, "a tree does not start at the root"
-            self._forest[sequence] = tree
+            tokens = forest.tokens[row]
+            assert int(tokens[0]) == sequence.root, "a tree does not start at the root"
+            self._forest[sequence] = (tree, tokens)
             for node in range(len(tree)):
-                path = tree.tokens[tree.topology.path(node)].tolist()
+                path = tokens[tree.topology.path(node)].tolist()
                 logits[row, node] = self.logits(self._cached[sequence] + path)
         return Scored(logits)
 
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
         for sequence, verdict in zip(sequences, verdicts, strict=True):
-            tree = self._forest.pop(sequence)
+            tree, tokens = self._forest.pop(sequence)
             assert tuple(tree.topology.path(verdict.path[-1])) == verdict.path, "an accepted path has a gap"
-            self._cached[sequence] += tree.tokens[list(verdict.path)].tolist()
+            self._cached[sequence] += tokens[list(verdict.path)].tolist()
 
     def close(self, sequence: Sequence) -> None:
         del self._cached[sequence]

@@ -103,6 +103,19 @@ def refused() -> dict[str, tuple[PreTrainedConfig, str]]:
             hf.Lfm2Config(**COMMON, layer_types=["conv", "full_attention", "conv"]),
             "state-space or linear-attention layers",
         ),
+        "gemma3n": (
+            hf.Gemma3nTextConfig(
+                **(COMMON | {"num_hidden_layers": 4}),
+                head_dim=8,
+                num_kv_shared_layers=2,
+                hidden_size_per_layer_input=8,
+                vocab_size_per_layer_input=VOCABULARY,
+                laurel_rank=8,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                activation_sparsity_pattern=[0.0] * 4,
+            ),
+            "share their keys and values",
+        ),
         "gpt-oss": (hf.GptOssConfig(**COMMON, num_local_experts=4, head_dim=8), "s_aux"),
         "llama4": (
             hf.Llama4TextConfig(

@@ -83,7 +83,8 @@ class TransformersTarget:
         self._route.store = self.store
         if model not in _known:
             check_against_own_forward(self)
-            _known[model] = layout
+            if slots > 1:  # with one slot nothing was seen of a batch
+                _known[model] = layout
 
     @property
     def vocabulary(self) -> int:
@@ -122,13 +123,13 @@ class TransformersTarget:
         self.store.close(sequence)
 
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """(batch, vocabulary): what the model itself finds after tokens (batch, length), without anything of ours.
+        """(batch, length, vocabulary): what the model itself finds after every token, without anything of ours.
 
         Its eager attention is the reference, because faster ones of transformers have dropped soft caps in silence.
         """
         with torch.inference_mode(), self._attending("eager"):
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits[:, -1]
+        return logits
 
     def _probe(self) -> Layout:
         probe, cache = Probe(self.name, self.model.config), ProbeCache(self.name, self.device)
