@@ -154,6 +154,7 @@ def test_version() -> None:
         (["generate", "Hi", "--dtype", "float8"], ["'float8'", "bfloat16"]),
         (["generate", "Hi", "--device", "tpu"], ["'tpu'", "cpu or cuda"]),
         (["generate", "Hi", "--threads", "0"], ["threads"]),
+        (["generate", "Hi", "--threads", "1000000"], ["threads", "at most"]),
         (["generate", "Hi", "--model", "./nowhere.gguf"], ["nowhere.gguf"]),
         (["generate", "--file", "/nonexistent/prompt.txt"], ["prompt.txt", "No such file"]),
         (["generate", "Hi", "--file", "prompt.txt"], ["not both"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 
 import pytest
@@ -158,6 +159,18 @@ def test_two_streams_at_once_both_get_their_whole_text(smollm2: LLM) -> None:
         for i, chunk in enumerate(chunks):
             texts[i] += "" if chunk is None else chunk.text
     assert texts == expected
+
+
+def test_threads_may_share_a_model(smollm2: LLM) -> None:
+    expected = [smollm2.generate(prompt, max_new_tokens=8).token_ids for prompt in PROMPTS[:4]]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda prompt: smollm2.generate(prompt, max_new_tokens=8).token_ids, PROMPTS[:4])
+        assert list(found) == expected
+
+
+def test_an_answer_carries_the_seed_that_writes_it_again(smollm2: LLM) -> None:
+    first = smollm2.generate("Hi", max_new_tokens=8, temperature=1.0)
+    assert smollm2.generate("Hi", max_new_tokens=8, temperature=1.0, seed=first.seed).token_ids == first.token_ids
 
 
 def test_leaving_a_stream_early_frees_its_slot(smollm2: LLM) -> None:

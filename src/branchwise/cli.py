@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def generate(
 
     branchwise generate "Write a haiku about rivers."
     """
-    text = _read_prompt(prompt, file)
+    text = _read_prompt(prompt, file, raw)
     options = _options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, raw=raw
     )
@@ -110,10 +111,14 @@ def chat(
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     options = _options(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     llm = _load(model, draft, tree, verify, dtype, device, threads, trust_remote_code)
+    if not llm.tokenizer.chat_template:
+        raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
     console = _console()
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # arrows and history in input(), where the system has them
+            import readline  # noqa: F401
         console.print(f"{llm.name}, drafting with {draft}. /reset starts over, /exit ends.", style="dim")
     while True:
         try:
@@ -124,6 +129,9 @@ def chat(
             break
         if line == "/reset":
             messages = list(start)
+            console.print("A new conversation.", style="dim")
+        elif line.startswith("/") and " " not in line:
+            console.print("There is /reset and /exit.", style="dim")
         elif line:
             shown: list[Piece] = []
             before = len(messages)
@@ -204,8 +212,9 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
+def _read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
     text = _find_prompt(prompt, file)
+    text = text if raw else text.removesuffix("\n")  # the newline that ends a file is no part of a message
     if not text.strip():
         raise UsageError("The prompt is empty; there is nothing to continue.")
     return _checked(text)
@@ -225,7 +234,7 @@ def _find_prompt(prompt: str | None, file: Path | None) -> str:
         if prompt is not None:
             raise UsageError("Give the prompt as an argument or with --file, not both.")
         try:
-            return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"The prompt file {file} cannot be read: {_reason(error)}.") from None
     if prompt is not None and prompt != "-":
@@ -315,7 +324,7 @@ def _summarise(completion: Completion, show_draft: bool) -> None:
     legend = "green: drafted and accepted · " if show_draft else ""
     Console(stderr=True, highlight=False).print(
         f"{legend}{len(completion.token_ids)} tokens in {stats.steps} steps, "
-        f"{stats.mean_acceptance_length:.2f} a step, {stats.tokens_per_second:.1f} tokens/s",
+        f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.tokens_per_second:.1f} tokens/s",
         style="dim",
     )
 

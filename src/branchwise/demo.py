@@ -16,7 +16,7 @@ from branchwise.cli import write
 from branchwise.errors import BranchwiseError
 from branchwise.llm import LLM, Completion, load
 
-PROMPT = """Rewrite this note so that it is about Friday instead of Thursday. Keep every other word.
+PROMPT = """Repeat this note word for word.
 
 The committee meets on Thursday at nine in the small hall behind the library. Please bring the printed plans of the \
 new footbridge, the letter from the water board, and the list of families who offered to help with the planting along \

@@ -6,6 +6,7 @@ no batch of one. Plain decoding is this loop with a drafter that proposes nothin
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -105,6 +106,7 @@ class Engine:
         self.verifier = verifier
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
+        self._turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
 
     @property
     def busy(self) -> bool:
@@ -121,21 +123,27 @@ class Engine:
             raise UsageError(f"The prompt holds token ids outside the vocabulary of {self.target.vocabulary}.")
         request.sampling.check_vocabulary(self.target.vocabulary)
         generation = Generation(request, Sequence(list(request.prompt), request.sampling), text)
-        self._waiting.append(generation)
+        with self._turn:
+            self._waiting.append(generation)
         return generation
 
     def cancel(self, generation: Generation) -> None:
         """End a generation where it stands; what it has emitted stays."""
-        if generation in self._waiting:
-            self._waiting.remove(generation)
-            generation.finish_reason = FinishReason.CANCELLED
-        elif generation in self._running:
-            self._finish(generation, FinishReason.CANCELLED)
-            if generation.text is not None:
-                generation.text.finish()
+        with self._turn:
+            if generation in self._waiting:
+                self._waiting.remove(generation)
+                generation.finish_reason = FinishReason.CANCELLED
+            elif generation in self._running:
+                self._finish(generation, FinishReason.CANCELLED)
+                if generation.text is not None:
+                    generation.text.finish()
 
     def step(self) -> list[Generation]:
         """Advance every running sequence by at least one token; returns the generations that moved."""
+        with self._turn:
+            return self._step()
+
+    def _step(self) -> list[Generation]:
         self._admit()
         generations = list(self._running)
         if not generations:

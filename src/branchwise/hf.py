@@ -3,7 +3,8 @@
     model.generate(**inputs, custom_generate=branchwise.hf.generate, drafter="ngram")
 
 Everything else stays as `generate` has it: generation config, logits processors, stopping criteria, padding. The
-model is left as it was found.
+model is left as it was found. Two arguments never reach a function like this one, because transformers keeps them:
+`streamer` (use `token_callback`) and `assistant_model` (use `drafter`).
 """
 
 from __future__ import annotations

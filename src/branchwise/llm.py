@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from os import PathLike, cpu_count, fspath
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
-from branchwise.draft import build_drafter
+from branchwise.draft import Drafter, build_drafter
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL, load_model
@@ -66,6 +67,8 @@ class Completion:
     """"stop", "length" or "cancelled\""""
     stats: Stats
     prompt_tokens: int
+    seed: int
+    """what to give as `seed` to get the same text again"""
     pieces: list[Piece]
     """the same tokens one by one, with their origin"""
 
@@ -84,9 +87,9 @@ class Chunk:
 
 
 def load(
-    model: str = DEFAULT_MODEL,
+    model: str | PathLike[str] = DEFAULT_MODEL,
     *,
-    draft: str = "ngram",
+    draft: str | Drafter = "ngram",
     tree: str | None = None,
     verify: str = "match",
     dtype: str | torch.dtype = "auto",
@@ -102,13 +105,15 @@ def load(
     `context` limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences
     run together, more wait their turn.
     """
-    drafter = build_drafter(draft, tree)
+    model = fspath(model)
+    drafter = build_drafter(draft, tree) if isinstance(draft, str) else draft
     verifier = VERIFIERS.build(verify)
     if max_batch < 1:
         raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
     if threads is not None:
-        if threads < 1:
-            raise UsageError(f"threads must be at least 1, not {threads}.")
+        most = 8 * (cpu_count() or 1)
+        if not 1 <= threads <= most:
+            raise UsageError(f"threads must be at least 1 and at most {most} on this machine, not {threads}.")
         torch.set_num_threads(threads)
     place = choose_device(device)
     weights, tokenizer = load_model(
@@ -130,9 +135,10 @@ class LLM:
         self.tokenizer = tokenizer
         self.engine = engine
 
-    def with_drafter(self, draft: str, tree: str | None = None, verify: str = "match") -> LLM:
+    def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
-        engine = Engine(self.engine.target, build_drafter(draft, tree), VERIFIERS.build(verify))
+        drafter = build_drafter(draft, tree) if isinstance(draft, str) else draft
+        engine = Engine(self.engine.target, drafter, VERIFIERS.build(verify))
         return LLM(self.name, self.model, self.tokenizer, engine)
 
     @overload
@@ -246,6 +252,7 @@ class LLM:
             finish_reason=generation.finish_reason.value,
             stats=generation.stats,
             prompt_tokens=generation.sequence.prompt_length,
+            seed=generation.sequence.seed,
             pieces=generation.pieces,
         )
 
