@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedConfig
 from branchwise.errors import UnsupportedModel
 from branchwise.sequence import Sequence
 from branchwise.target.attention import Window
-from branchwise.target.slots import Layout, Pass
+from branchwise.target.slots import BlankCache, Layout, Pass
 from branchwise.tree import DraftTree, Forest
 
 if TYPE_CHECKING:
@@ -101,11 +101,11 @@ class Probe:
             )
 
 
-class ProbeCache(Cache):
+class ProbeCache(BlankCache):
     """Keeps nothing but the shapes that pass through."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.name = name
         self.device = device
         self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
@@ -125,15 +125,6 @@ class ProbeCache(Cache):
 
     has_previous_state = get_conv_state = update_conv_state = _refuse_state
     get_recurrent_state = update_recurrent_state = _refuse_state
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 def _heads_and_width(states: Tensor) -> tuple[int, int]:

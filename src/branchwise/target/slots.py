@@ -73,11 +73,31 @@ class Pass:
         return self._masks[window], False
 
 
-class SlotStore(Cache):
+class BlankCache(Cache):
+    """A cache that knows of no positions.
+
+    transformers asks a cache for them before it builds positions and masks. Positions are always given and masks are
+    made here, so the answers decide nothing; a model that uses them all the same fails the probe at load.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class SlotStore(BlankCache):
     """Keys and values in slots. During a pass it is the `Cache` that the model writes to and reads from."""
 
     def __init__(self, layout: Layout, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.slots = slots
         self.rows = rows
         self._tensors: dict[tuple[str, Shape], Tensor] = {}
@@ -169,18 +189,6 @@ class SlotStore(Cache):
     def advance(self, sequence: Sequence, rows: int) -> None:
         """Count the first rows of the last pass as committed, as after a chunk of prefill."""
         self._lengths[sequence] += rows
-
-    # What transformers asks of a cache before it builds positions and masks. Positions are always given and masks are
-    # made here, so the answers decide nothing; a model that uses them all the same fails the probe at load.
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.rows
