@@ -58,7 +58,7 @@ def test_every_record_says_where_it_comes_from(path: Path) -> None:
     for record in read(path):
         run = record["run"]
         assert re.fullmatch(r"[0-9a-f]{40}", run["commit"])
-        assert not run["dirty"]
+        assert run["dirty"] is False
         assert run["machine"]
         assert set(run["versions"]) == {"branchwise", "python", "torch", "transformers"}
 
