@@ -42,7 +42,14 @@ def flat(batch: int, vocabulary: int = FINE) -> Tensor:
 
 def noise(seeds: list[int] | Tensor, roots: list[int] | Tensor, purpose: str = "pick", draw: int = 0) -> np.ndarray:
     """(batch,) the uniforms behind draws of one purpose."""
+    if purpose == "coin":
+        return chance(seeds, roots)._tossed(draw + 1)[:, draw].numpy()
     return to_uniform(chance(seeds, roots)._keys(purpose, torch.as_tensor(roots), draw)).numpy()
+
+
+def toss(ask: SeededChance, odds: Tensor, draw: int) -> Tensor:
+    """(batch,) bool: one coin."""
+    return ask.first(odds[:, None], draw) == 0
 
 
 # The generator
@@ -99,7 +106,7 @@ def test_a_draw_is_the_same_alone_and_in_a_batch(keys: list[tuple[int, int]], dr
     half = torch.full((len(keys),), 0.5)
     for ask in (
         lambda c, n: c.token(law[:n], 3),
-        lambda c, n: c.accept(half[:n], draw),
+        lambda c, n: toss(c, half[:n], draw),
         lambda c, n: c.pick(law[:n], draw),
         lambda c, n: c.order(law[:n], 5, draw),
     ):
@@ -108,18 +115,21 @@ def test_a_draw_is_the_same_alone_and_in_a_batch(keys: list[tuple[int, int]], dr
 
 def key_by_hand(seed: int, position: int, purpose: str, draw: int) -> int:
     """In whole numbers: seed, then purpose and draw, then position, mixed after each."""
-    stream = zlib.crc32(purpose.encode()) << 31 | draw
+    number, draw = (draw, 0) if purpose == "coin" else (0, draw)
+    stream = zlib.crc32(f"verify {purpose}".encode()) << 31 | draw
     key = split_mix((split_mix(seed % 2**64) + stream) % 2**64)
-    return split_mix((key + position * 0x9E3779B97F4A7C15) % 2**64)
+    key = split_mix((key + position * 0x9E3779B97F4A7C15) % 2**64)
+    return split_mix((key + number * 0x9E3779B97F4A7C15) % 2**64) if purpose == "coin" else key
 
 
 @given(
     int64s,
     st.integers(0, 1 << 40),
-    st.sampled_from(["token", "accept", "pick", "order"]),
+    st.sampled_from(["token", "coin", "pick", "order"]),
     st.integers(0, 1 << 30),
 )
 def test_keys_are_made_as_written(seed: int, position: int, purpose: str, draw: int) -> None:
+    draw %= 200 if purpose == "coin" else 1 << 31
     assert noise([seed], [position], purpose, draw)[0] == (key_by_hand(seed, position, purpose, draw) >> 11) / 2**53
 
 
@@ -128,7 +138,7 @@ def test_every_kind_of_decision_has_its_own_noise() -> None:
     ask, even = chance(seeds, roots), flat(MANY, 2)
     heads = {
         "token": chance(seeds, roots - 1).token(even, 0) == 0,  # the position that the others have as their root
-        "accept": ask.accept(torch.full((MANY,), 0.5), 0),
+        "coin": toss(ask, torch.full((MANY,), 0.5), 0),
         "pick": ask.pick(even, 0) == 0,
         "order": ask.order(even, 1, 0)[:, 0] == 0,
     }
@@ -152,25 +162,25 @@ def unmix(y: int) -> int:
 
 def test_a_noise_of_zero_accepts_nothing_impossible() -> None:
     # Once in 2^53 draws; catches `<=`.
-    seed = signed(unmix(-(zlib.crc32(b"accept") << 31) % 2**64))
-    assert noise([seed], [0], "accept")[0] == 0
-    assert chance([seed], [0]).accept(torch.tensor([0.0, 1e-30]), 0).tolist() == [False, True]
+    seed = signed(unmix(-(zlib.crc32(b"verify coin") << 31) % 2**64))
+    assert noise([seed], [0], "coin")[0] == 0
+    assert toss(chance([seed], [0]), torch.tensor([0.0, 1e-30]), 0).tolist() == [False, True]
 
 
 def test_what_a_seed_draws_stays_what_it_was() -> None:
     # A change of these numbers changes what every seed writes; it belongs in the log.
-    keys = [("token", 0), ("accept", 0), ("accept", 1), ("pick", 0), ("order", 0)]
+    keys = [("token", 0), ("coin", 0), ("coin", 1), ("pick", 0), ("order", 0)]
     assert [noise([7], [11], purpose, draw)[0] for purpose, draw in keys] == [
-        0.47489020356429945,
-        0.025018837098472635,
-        0.11667145240314891,
-        0.6134799243637772,
-        0.34514509197682475,
+        6.25009338330873e-05,
+        0.9373531410048274,
+        0.03782120929549715,
+        0.2234541776196941,
+        0.05698566550687967,
     ]
 
 
 def test_every_part_of_the_key_changes_the_draw() -> None:
-    keys = itertools.product(range(12), range(12), ["token", "accept", "pick", "order"], range(12))
+    keys = itertools.product(range(12), range(12), ["token", "coin", "pick", "order"], range(12))
     seen = {noise([seed], [root], purpose, draw)[0] for seed, root, purpose, draw in keys}
     assert len(seen) == 12 * 12 * 4 * 12
 
@@ -178,7 +188,7 @@ def test_every_part_of_the_key_changes_the_draw() -> None:
 def test_counting_up_seeds_does_not_repeat_the_draws_of_another_seed() -> None:
     # Catches keys that join seed and draw before mixing: there seed 0, draw 1 was seed 1, draw 0.
     seeds = torch.arange(256)
-    seen = {u for draw in range(64) for u in noise(seeds, torch.zeros(256, dtype=torch.long), "accept", draw)}
+    seen = {u for draw in range(64) for u in noise(seeds, torch.zeros(256, dtype=torch.long), "coin", draw)}
     assert len(seen) == 256 * 64
 
 
@@ -196,7 +206,7 @@ def test_other_draws_belong_to_the_step() -> None:
     here, there = chance(seeds, torch.full((64,), 5)), chance(seeds, torch.full((64,), 6))
     half = torch.full((64,), 0.5)
     for draw in range(3):
-        assert not torch.equal(here.accept(half, draw), there.accept(half, draw))
+        assert not torch.equal(toss(here, half, draw), toss(there, half, draw))
         assert not torch.equal(here.pick(law, draw), there.pick(law, draw))
         assert not torch.equal(here.order(law, 2, draw), there.order(law, 2, draw))
 
@@ -220,7 +230,7 @@ ALONG: dict[str, Callable[[], np.ndarray]] = {
     "seeds counted up": lambda: noise(torch.arange(MANY), torch.zeros(MANY, dtype=torch.long)),
     "seeds far apart": lambda: noise(torch.arange(MANY) << 40, torch.full((MANY,), 9)),
     "positions": lambda: noise(torch.full((MANY,), 3), torch.arange(MANY), "token"),
-    "draws": lambda: np.array([noise([5], [17], "accept", draw)[0] for draw in range(MANY // 4)]),
+    "draws": lambda: np.array([noise([5], [17], "coin", draw)[0] for draw in range(MANY // 4)]),
 }
 
 
@@ -240,10 +250,10 @@ def test_neighbours_are_independent(along: str) -> None:
     ("one", "other"),
     [
         (("token", 0), ("pick", 0)),
-        (("token", 0), ("accept", 0)),
-        (("accept", 0), ("pick", 0)),
-        (("accept", 0), ("order", 0)),
-        (("accept", 0), ("accept", 1)),
+        (("token", 0), ("coin", 0)),
+        (("coin", 0), ("pick", 0)),
+        (("coin", 0), ("order", 0)),
+        (("coin", 0), ("coin", 1)),
         (("pick", 1), ("pick", 2)),
     ],
 )
@@ -276,17 +286,41 @@ def test_the_noise_of_an_order_is_independent_between_tokens() -> None:
 # Decisions
 
 
-def test_accept_is_true_as_often_as_its_probability() -> None:
+def test_a_coin_succeeds_as_often_as_its_odds() -> None:
     draws = chance(torch.arange(MANY), torch.zeros(MANY, dtype=torch.long))
     for draw, probability in enumerate((0.01, 0.3, 0.5, 0.97)):
-        accepted = int(draws.accept(torch.full((MANY,), probability), draw).sum())
+        accepted = int(toss(draws, torch.full((MANY,), probability), draw).sum())
         assert stats.binomtest(accepted, MANY, probability).pvalue > FALSE_ALARM
 
 
-def test_accept_never_errs_on_what_is_certain() -> None:
+def test_a_coin_never_errs_on_what_is_certain() -> None:
     draws = chance(torch.arange(MANY), torch.zeros(MANY, dtype=torch.long))
-    assert draws.accept(torch.ones(MANY), 0).all()
-    assert not draws.accept(torch.zeros(MANY), 0).any()
+    assert toss(draws, torch.ones(MANY), 0).all()
+    assert not toss(draws, torch.zeros(MANY), 0).any()
+
+
+@given(st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]), min_size=1, max_size=9), st.integers(0, 80), st.data())
+def test_the_first_success_of_several_coins_is_found_in_one_call_or_in_many(
+    odds: list[float], draw: int, data: st.DataObject
+) -> None:
+    ask = chance(torch.arange(64), torch.full((64,), 3))
+    rows = torch.tensor(odds).expand(64, -1)
+    found = ask.first(rows, draw)
+    tossed = torch.stack([toss(ask, rows[:, i], draw + i) for i in range(len(odds))], dim=1)
+    for row, first in zip(tossed.tolist(), found.tolist(), strict=True):
+        assert first == (row.index(True) if any(row) else len(odds))
+    cut = data.draw(st.integers(1, len(odds)))
+    head, tail = ask.first(rows[:, :cut], draw), ask.first(rows[:, cut:], draw + cut)
+    assert torch.equal(found, torch.where(head < cut, head, cut + tail))
+
+
+def test_a_drafter_s_noise_is_not_the_verifier_s() -> None:
+    seeds, roots = torch.arange(MANY), torch.zeros(MANY, dtype=torch.long)
+    even = flat(MANY, 2)
+    verifier, drafter = SeededChance(seeds, roots), SeededChance(seeds, roots, role="draft")
+    for ask in (lambda c: c.pick(even) == 0, lambda c: toss(c, torch.full((MANY,), 0.5), 0), lambda c: c.token(even, 0)):
+        same = int((ask(verifier) == ask(drafter)).sum())
+        assert stats.binomtest(same, MANY).pvalue > FALSE_ALARM
 
 
 def test_token_and_pick_follow_their_law() -> None:

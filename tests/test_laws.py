@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.laws import Laws
+from branchwise.laws import ModelLaws, settled
 from branchwise.sampling import Context, SamplingParams, adjust, warp
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Forest
@@ -51,7 +51,7 @@ def test_a_row_is_the_law_after_its_node_and_that_node_s_path(
     sequences = sequences_for(drafted, params)
     forest = Forest(drafted)
     logits = random_logits(forest)
-    laws = Laws(logits, forest, sequences)
+    laws = ModelLaws(logits, forest, sequences)
     nodes = [data.draw(st.integers(0, len(tree) - 1)) for tree in drafted]
     rows, best = laws.rows(torch.tensor(nodes)), laws.best(torch.tensor(nodes))
     for row, (tree, node, sequence) in enumerate(zip(drafted, nodes, sequences, strict=True)):
@@ -70,7 +70,7 @@ def test_siblings_do_not_see_each_other() -> None:
     tree = DraftTree(torch.tensor([0, 1, 2, 3]), (-1, 0, 0, 2))
     sequence = Sequence([0], SamplingParams(presence_penalty=1.0))
     logits = torch.zeros(1, 4, VOCABULARY)
-    laws = Laws(logits, Forest([tree]), [sequence])
+    laws = ModelLaws(logits, Forest([tree]), [sequence])
     seen: list[list[float]] = []
     for node in range(4):
         context = laws._contexts(torch.tensor([node]))
@@ -81,9 +81,9 @@ def test_siblings_do_not_see_each_other() -> None:
 def test_the_root_is_penalised_once_it_is_output() -> None:
     sequence = Sequence([3, 0], SamplingParams(frequency_penalty=1.0))
     logits = torch.tensor([[[0.5, 0.4, 0.0, 0.0]]])
-    assert Laws(logits, Forest([DraftTree.root(0)]), [sequence]).best(torch.tensor([0])).tolist() == [0]
+    assert ModelLaws(logits, Forest([DraftTree.root(0)]), [sequence]).best(torch.tensor([0])).tolist() == [0]
     sequence.tokens.append(0)
-    assert Laws(logits, Forest([DraftTree.root(0)]), [sequence]).best(torch.tensor([0])).tolist() == [1]
+    assert ModelLaws(logits, Forest([DraftTree.root(0)]), [sequence]).best(torch.tensor([0])).tolist() == [1]
 
 
 def test_processors_run_only_for_the_rows_that_are_read() -> None:
@@ -95,7 +95,7 @@ def test_processors_run_only_for_the_rows_that_are_read() -> None:
 
     tree = DraftTree.chain([7, 8, 9])
     sequence = Sequence([5, 7], SamplingParams(processors=(watch,)))
-    laws = Laws(torch.zeros(1, 3, VOCABULARY), Forest([tree]), [sequence])
+    laws = ModelLaws(torch.zeros(1, 3, VOCABULARY), Forest([tree]), [sequence])
     assert calls == []
     laws.rows(torch.tensor([1]))
     assert calls == [[5, 7, 8]]
@@ -108,7 +108,7 @@ def test_padding_rows_do_not_leak_into_shorter_trees() -> None:
     forest = Forest(batch)
     logits = random_logits(forest)
     logits[0, 1:] = float("nan")  # what a pass leaves in padding means nothing
-    laws = Laws(logits, forest, sequences_for(batch, PARAMS[1:3]))
+    laws = ModelLaws(logits, forest, sequences_for(batch, PARAMS[1:3]))
     assert laws.rows(torch.tensor([0, 2])).isfinite().all()
 
 
@@ -116,13 +116,25 @@ def test_laws_are_greedy_only_if_all_are() -> None:
     batch = [DraftTree.root(1)] * 2
     forest = Forest(batch)
     greedy, sampled = SamplingParams(), SamplingParams(temperature=1.0)
-    assert Laws(random_logits(forest), forest, sequences_for(batch, [greedy, greedy])).greedy
-    assert not Laws(random_logits(forest), forest, sequences_for(batch, [greedy, sampled])).greedy
+    assert ModelLaws(random_logits(forest), forest, sequences_for(batch, [greedy, greedy])).greedy
+    assert not ModelLaws(random_logits(forest), forest, sequences_for(batch, [greedy, sampled])).greedy
 
 
 def test_a_walk_is_settled_when_every_tree_is_done_and_never_waits_for_a_device() -> None:
     forest = Forest([DraftTree.root(1)] * 2)
-    laws = Laws(random_logits(forest), forest, sequences_for(forest.trees, PARAMS[:2]))
-    assert laws.settled(torch.tensor([True, True]))
-    assert not laws.settled(torch.tensor([True, False]))
-    assert not laws.settled(torch.ones(2, dtype=torch.bool, device="meta"))
+    laws = ModelLaws(random_logits(forest), forest, sequences_for(forest.trees, PARAMS[:2]))
+    assert settled(laws, torch.tensor([True, True]))
+    assert not settled(laws, torch.tensor([True, False]))
+    away = ModelLaws(random_logits(forest).to("meta"), forest, sequences_for(forest.trees, PARAMS[:2]))
+    assert not settled(away, torch.ones(2, dtype=torch.bool, device="meta"))
+
+
+@given(st.lists(trees(), min_size=5, max_size=5), st.integers(0, 2**32 - 1))
+def test_several_rows_of_a_tree_are_the_rows_one_by_one(batch: list[DraftTree], seed: int) -> None:
+    forest = Forest(batch)
+    laws = ModelLaws(random_logits(forest), forest, sequences_for(batch, PARAMS))
+    nodes = torch.randint(min(map(len, batch)), (len(batch), 3), generator=torch.Generator().manual_seed(seed))
+    together = laws.rows(nodes)
+    assert together.shape == (len(batch), 3, VOCABULARY)
+    for column in range(3):
+        assert torch.equal(together[:, column], laws.rows(nodes[:, column]))

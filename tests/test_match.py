@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.chance import SeededChance
-from branchwise.laws import Laws
+from branchwise.laws import ModelLaws
 from branchwise.sampling import Context, SamplingParams, warp
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw, Forest
@@ -33,13 +33,13 @@ def toy_logits(prefix: Tokens) -> Tensor:
     return torch.randn(VOCABULARY, generator=generator).mul(6).round().div(4)
 
 
-def score(sequences: Rows[Sequence], forest: Forest) -> Laws:
+def score(sequences: Rows[Sequence], forest: Forest) -> ModelLaws:
     """What a target would find: row i is what follows the path to node i. Padding holds nonsense."""
     logits = torch.full((len(forest), forest.nodes, VOCABULARY), float("nan"))
     for row, (sequence, tree) in enumerate(zip(sequences, forest.trees, strict=True)):
         for node in range(len(tree)):
             logits[row, node] = toy_logits((*sequence.tokens[:-1], *tree.tokens[tree.topology.path(node)].tolist()))
-    return Laws(logits, forest, sequences)
+    return ModelLaws(logits, forest, sequences)
 
 
 def chance_for(sequences: Rows[Sequence]) -> SeededChance:
@@ -229,7 +229,7 @@ def test_a_batch_that_is_drawn_to_the_end_gives_the_same_verdicts(monkeypatch: p
     drafted = [no_skill(sequence, []) for sequence in sequences[:4]]
     drafted += [DraftTree.chain([2, *plain_output(sequence, 3)]) for sequence in sequences[4:]]
     early = verify(sequences, drafted)
-    monkeypatch.setattr(Laws, "settled", lambda self, done: False)
+    monkeypatch.setattr("branchwise.verify.match.settled", lambda laws, done: False)
     assert verify(sequences, drafted) == early
     assert {len(verdict.path) for verdict in early} >= {1, 4}
 

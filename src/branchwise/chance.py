@@ -30,11 +30,14 @@ class Chance(Protocol):
         """
         ...
 
-    def accept(self, probability: Tensor, draw: int) -> Tensor:
-        """(batch,) bool, each true with its probability."""
+    def first(self, odds: Tensor, draw: int) -> Tensor:
+        """(batch,) int64: toss n coins with these odds (batch, n) in order and say which is the first success.
+
+        n where all fail. The coins are numbered draw, draw + 1, …: tossing them in several calls changes nothing.
+        """
         ...
 
-    def pick(self, law: Tensor, draw: int) -> Tensor:
+    def pick(self, law: Tensor, draw: int = 0) -> Tensor:
         """(batch,) int64: one token from each law (batch, vocabulary), which need not be normalised."""
         ...
 
@@ -49,22 +52,26 @@ class Chance(Protocol):
 class SeededChance:
     """Counter-based chance: a draw is a hash of its key, the same on every device and in every batch."""
 
-    def __init__(self, seeds: Tensor, roots: Tensor) -> None:
+    def __init__(self, seeds: Tensor, roots: Tensor, role: str = "verify") -> None:
         """`seeds` (batch,) int64, and `roots` (batch,) int64, the position of each root in its sequence.
 
         Every step emits at least one token, so no two steps of a sequence have the same root position: it is the
-        step's own key.
+        step's own key. `role` keeps a drafter's noise apart from a verifier's: a draft made with the noise that judges
+        it would be no draw at all.
         """
         self.seeds = seeds
         self.roots = roots
+        self.role = role
+        self._coins = torch.empty(len(seeds), 0)
 
     def token(self, law: Tensor, depth: int) -> Tensor:
         return race(law, self._keys("token", self.roots + (depth + 1), 0))
 
-    def accept(self, probability: Tensor, draw: int) -> Tensor:
-        return to_uniform(self._keys("accept", self.roots, draw)) < probability
+    def first(self, odds: Tensor, draw: int) -> Tensor:
+        failed = self._tossed(draw + odds.shape[1])[:, draw : draw + odds.shape[1]] >= odds
+        return failed.long().cumprod(dim=1).sum(dim=1)
 
-    def pick(self, law: Tensor, draw: int) -> Tensor:
+    def pick(self, law: Tensor, draw: int = 0) -> Tensor:
         return race(law, self._keys("pick", self.roots, draw))
 
     def order(self, law: Tensor, k: int, draw: int) -> Tensor:
@@ -77,12 +84,20 @@ class SeededChance:
             left.scatter_(1, token, 0.0)
         return torch.cat(drawn, dim=1)
 
+    def _tossed(self, count: int) -> Tensor:
+        """(batch, at least count) float64: the coins of this step, all tossed at once since tossing one costs as much."""
+        if self._coins.shape[1] < count:
+            names = torch.arange(max(COINS, 2 * count), device=self.seeds.device)
+            self._coins = to_uniform(mix(self._keys("coin", self.roots, 0)[:, None] + names * GAMMA))
+        return self._coins
+
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
         # The seed is mixed before anything joins it: users count seeds up from 0 just as verifiers count draws.
-        stream = zlib.crc32(purpose.encode()) << 31 | draw
+        stream = zlib.crc32(f"{self.role} {purpose}".encode()) << 31 | draw
         return mix(mix(mix(self.seeds) + stream) + positions * GAMMA)
 
 
+COINS = 64
 BLOCK = 256
 
 

@@ -19,7 +19,7 @@ import torch
 from branchwise.chance import SeededChance
 from branchwise.draft import Budget, Drafter
 from branchwise.errors import UsageError
-from branchwise.laws import Laws
+from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.stats import Stats, Stopwatch
@@ -77,6 +77,8 @@ class Generation:
     sequence: Sequence
     text: TextStream | None = None
     """follows the output where someone reads it as it comes, or where stop strings end it"""
+    like: Sequence | None = None
+    """an open sequence of the same tokens, from which its cache rows are copied"""
     pieces: list[Piece] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     finish_reason: FinishReason | None = None
@@ -112,8 +114,14 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def submit(self, request: Request, text: TextStream | None = None) -> Generation:
-        """Queue a request; it runs with the others from the next step on, as soon as a slot is free."""
+    def submit(
+        self, request: Request, text: TextStream | None = None, *, like: Sequence | None = None
+    ) -> Generation:
+        """Queue a request; it runs with the others from the next step on, as soon as a slot is free.
+
+        `like` is a sequence of the same tokens that the caller opened on the target, and that stays open until the
+        request runs: its cache rows are copied in place of a prefill, so many texts from one prompt are cheap.
+        """
         if len(request.prompt) >= self.target.context:
             raise UsageError(
                 f"The prompt has {len(request.prompt)} tokens and the context holds {self.target.context}, "
@@ -122,7 +130,7 @@ class Engine:
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.target.vocabulary:
             raise UsageError(f"The prompt holds token ids outside the vocabulary of {self.target.vocabulary}.")
         request.sampling.check_vocabulary(self.target.vocabulary)
-        generation = Generation(request, Sequence(list(request.prompt), request.sampling), text)
+        generation = Generation(request, Sequence(list(request.prompt), request.sampling), text, like)
         with self._turn:
             self._waiting.append(generation)
         return generation
@@ -160,7 +168,7 @@ class Engine:
         clock.lap("draft")
         scored = self.target.score(sequences, forest)
         clock.lap("score")
-        laws = Laws(scored.logits, forest, sequences)
+        laws = ModelLaws(scored.logits, forest, sequences)
         verdicts = self.verifier(forest, laws, self._chance(sequences)).read()
         clock.lap("verify")
         self.drafter.observe(sequences, scored, verdicts)
@@ -176,7 +184,10 @@ class Engine:
             generation = self._waiting.popleft()
             start = time.perf_counter()
             try:
-                self.target.open(generation.sequence)
+                if generation.like is None:
+                    self.target.open(generation.sequence)
+                else:
+                    self.target.fork(generation.like, generation.sequence)
             except BaseException:
                 generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
                 raise
@@ -188,6 +199,11 @@ class Engine:
         if len(trees) != len(sequences):
             raise UsageError(f"Drafter {self.drafter.name!r} gave {len(trees)} trees for {len(sequences)} sequences.")
         for tree, budget in zip(trees, budgets, strict=True):
+            if tree.draw is not self.drafter.draw and len(tree) > 1:
+                raise UsageError(
+                    f"Drafter {self.drafter.name!r} says that it draws {self.drafter.draw.value} and gave a tree drawn "
+                    f"{tree.draw.value}."
+                )
             if len(tree) > budget.nodes or tree.depth > budget.depth:
                 raise UsageError(
                     f"Drafter {self.drafter.name!r} gave a tree beyond its budget: {len(tree)} nodes, "

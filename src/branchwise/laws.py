@@ -6,57 +6,70 @@ Warping a row costs more than scoring it on a small model, and a verifier reads 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from branchwise.sampling import Context, adjust, warp
+from branchwise.sampling import Context, Warp
 from branchwise.sequence import Sequence
+from branchwise.rows import rows_at
 from branchwise.tree import Forest
 
 
-class Laws:
-    """Row (b, i) is the law after node i of tree b, which knows the path that leads to it."""
+class Laws(Protocol):
+    """Row (b, i) is the law after node i of tree b."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every law is certain of one token, so that nothing needs to be drawn."""
+
+    @property
+    def lazy(self) -> bool:
+        """Whether to work row by row and end early: so on the host, where rows cost and a look at a value is free.
+
+        On a device launches cost and a look would be a sync; there a verifier works on whole levels, to the end.
+        """
+
+    def rows(self, nodes: Tensor) -> Tensor:
+        """(…, vocabulary) float32 for nodes (batch,) or (batch, n): in each tree the laws after the given nodes."""
+
+    def best(self, nodes: Tensor) -> Tensor:
+        """(batch,) int64: the tokens that greedy decoding emits after the given nodes."""
+
+
+def settled(laws: Laws, done: Tensor) -> bool:
+    """Whether a walk may end early because every tree is done."""
+    return laws.lazy and bool(done.all())
+
+
+class ModelLaws:
+    """The laws that a pass of the target found. Each node knows the path that leads to it."""
 
     def __init__(self, logits: Tensor, forest: Forest, sequences: Rows[Sequence]) -> None:
         """`logits` (batch, nodes, vocabulary) of the unwarped model."""
         self.logits = logits
         self.forest = forest
+        self.lazy = logits.device.type == "cpu"
         self._sequences = sequences
-        self._sampling = [sequence.sampling for sequence in sequences]
+        self._warp = Warp([sequence.sampling for sequence in sequences], logits.device)
 
     @property
     def greedy(self) -> bool:
-        """Whether every law is certain of one token, so that nothing needs to be drawn."""
-        return all(params.greedy for params in self._sampling)
+        return self._warp.greedy
 
     def rows(self, nodes: Tensor) -> Tensor:
-        """(batch, vocabulary) float32: in each tree the law after the given node, nodes (batch,)."""
-        return warp(self._logits_at(nodes), self._sampling, self._contexts(nodes))
+        return self._warp(rows_at(self.logits, nodes), self._contexts(nodes))
 
     def best(self, nodes: Tensor) -> Tensor:
-        """(batch,) int64: the tokens that greedy decoding emits after the given nodes."""
-        return adjust(self._logits_at(nodes), self._sampling, self._contexts(nodes)).argmax(dim=-1)
+        return self._warp.adjust(rows_at(self.logits, nodes), self._contexts(nodes)).argmax(dim=-1)
 
-    def settled(self, done: Tensor) -> bool:
-        """Whether a walk may end early because every tree is done.
-
-        Asking costs nothing on the host and would be a sync on a device, where the answer is therefore always no.
-        """
-        return done.device.type == "cpu" and bool(done.all())
-
-    def _logits_at(self, nodes: Tensor) -> Tensor:
-        return self.logits[torch.arange(len(nodes), device=nodes.device), nodes]
-
-    def _contexts(self, nodes: Tensor) -> list[Context]:
-        if not any(params.looks_back for params in self._sampling):
-            return [NOTHING] * len(nodes)
+    def _contexts(self, nodes: Tensor) -> list[Context] | None:
+        """What stands before each row, in the order of the flattened nodes; None where no law depends on it."""
+        if not self._warp.looks_back:
+            return None
         contexts = []
-        for sequence, tree, node in zip(self._sequences, self.forest.trees, nodes.tolist(), strict=True):
-            path = tree.topology.path(node)[1:]
-            drafted = tree.tokens[path].tolist()
-            contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
+        for sequence, tree, row in zip(self._sequences, self.forest.trees, nodes.tolist(), strict=True):
+            for node in row if nodes.ndim == 2 else [row]:
+                drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()
+                contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
         return contexts
-
-
-NOTHING = Context((), 0)

@@ -10,11 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from branchwise.errors import UsageError
+from branchwise.rows import total
 
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(all tokens up to and including the node, logits (vocabulary,)) -> logits; must depend on nothing else"""
@@ -96,41 +98,116 @@ class Context:
     prompt_length: int
 
 
+class Warp:
+    """From the logits of a batch to its laws; row b of every call follows sampling[b].
+
+    What the parameters say goes to the device once, so that laws can be asked for without waiting for the host.
+    """
+
+    def __init__(self, sampling: Sequence[SamplingParams], device: torch.device | str) -> None:
+        self.sampling = sampling
+        self.greedy = all(params.greedy for params in sampling)
+        self.looks_back = any(params.looks_back for params in sampling)
+
+        def column(values: list[Any]) -> Tensor:
+            return torch.tensor(values, device=device)[:, None, None]
+
+        self._certain = column([params.greedy for params in sampling])
+        self._some_certain = any(params.greedy for params in sampling)
+        # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
+        self._temperature = column([max(float(params.temperature), COLDEST) for params in sampling])
+        self._plain = all(params.temperature == 1 for params in sampling)
+        ks = [params.top_k for params in sampling]
+        self._largest_k = max(ks)
+        self._k, self._all_k = column([max(k, 1) for k in ks]), column([k == 0 for k in ks])
+        ps = [float(params.top_p) for params in sampling]
+        self._cuts_p = min(ps) < 1
+        self._p = column(ps)
+        mins = [float(params.min_p) for params in sampling]
+        self._cuts_min_p = max(mins) > 0
+        self._min_p = column(mins)
+
+    def __call__(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
+        """The laws (…, vocabulary) float32 of logits (batch, vocabulary) or (batch, n, vocabulary).
+
+        `contexts` has an entry for each row, in order; None will do where no law looks back.
+        """
+        if logits.ndim == 2:
+            return self(logits[:, None], contexts)[:, 0]
+        logits = self.adjust(logits, contexts)
+        if self.greedy:
+            return one_hot(logits.argmax(dim=-1), logits.shape[-1])
+        law = torch.softmax(logits if self._plain else logits / self._temperature, dim=-1)
+        if self._largest_k or self._cuts_p or self._cuts_min_p:
+            law = self._keep_min_p(self._keep_top_p(self._keep_top_k(law)))
+            law = law / total(law)[..., None].to(law.dtype)
+        if self._some_certain:
+            law = torch.where(self._certain, one_hot(logits.argmax(dim=-1), logits.shape[-1]), law)
+        return law
+
+    def adjust(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
+        """The stages before temperature, same shape, float32; greedy decoding takes the argmax of these."""
+        logits = logits.float()
+        if not self.looks_back and not any(params.logit_bias for params in self.sampling):
+            return logits
+        flat = logits.view(-1, logits.shape[-1])
+        each = len(flat) // len(self.sampling)
+        rows = []
+        for index, row in enumerate(flat.unbind()):
+            params = self.sampling[index // each]
+            if contexts is not None:
+                for process in params.processors:
+                    row = process(contexts[index].tokens, row)
+                row = _penalise(row, params, contexts[index])
+            rows.append(_bias(row, params))
+        return torch.stack(rows).view(logits.shape)
+
+    def _keep_top_k(self, law: Tensor) -> Tensor:
+        if not self._largest_k:
+            return law
+        top = law.topk(min(self._largest_k, law.shape[-1]), dim=-1).values
+        index = (self._k - 1).clamp_max(top.shape[-1] - 1).expand(-1, law.shape[1], -1)
+        floor = top.gather(-1, index).masked_fill(self._all_k, 0.0)
+        # Tokens that tie with the k-th stay, so the cut does not depend on the order of a sort.
+        return law.where(law >= floor, 0.0)
+
+    def _keep_top_p(self, law: Tensor) -> Tensor:
+        if not self._cuts_p:
+            return law
+        share = self._p
+        wanted = share * total(law)[..., None].to(law.dtype)
+        # Sorting a whole vocabulary costs more than a pass of a small model; the mass nearly always lies in few tokens.
+        size = law.shape[-1] if law.is_cuda else min(256, law.shape[-1])
+        while True:
+            top = law.topk(size, dim=-1).values
+            before = top.cumsum(dim=-1) - top  # mass of the more probable tokens
+            if size == law.shape[-1] or bool(((before[..., -1:] >= wanted) | (share >= 1)).all()):
+                break
+            size = min(size * 8, law.shape[-1])
+        kept = (before < wanted).sum(dim=-1, keepdim=True)
+        floor = top.gather(-1, (kept - 1).clamp_min(0))
+        return law.where((law >= floor) | (share >= 1), 0.0)
+
+    def _keep_min_p(self, law: Tensor) -> Tensor:
+        if not self._cuts_min_p:
+            return law
+        return law.where(law >= self._min_p * law.amax(dim=-1, keepdim=True), 0.0)
+
+
 def adjust(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[Context]) -> Tensor:
-    """The stages before temperature, (rows, vocabulary) float32; greedy decoding takes the argmax of these."""
-    logits = logits.float()
-    if not any(params.looks_back or params.logit_bias for params in sampling):
-        return logits
-    rows = []
-    for row, params, context in zip(logits.unbind(), sampling, contexts, strict=True):
-        for process in params.processors:
-            row = process(context.tokens, row)
-        rows.append(_bias(_penalise(row, params, context), params))
-    return torch.stack(rows)
+    """The stages before temperature for rows (rows, vocabulary); row i follows sampling[i] after contexts[i]."""
+    return Warp(sampling, logits.device).adjust(logits, contexts)
 
 
 def warp(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[Context]) -> Tensor:
     """The law of each row, (rows, vocabulary) float32; row i follows sampling[i] after contexts[i]."""
-    logits = adjust(logits, sampling, contexts)
-    greedy = [params.greedy for params in sampling]
-    if all(greedy):
-        return one_hot(logits.argmax(dim=-1), logits.shape[-1])
-    # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
-    law = torch.softmax(logits / _column(logits, [max(p.temperature, COLDEST) for p in sampling]), dim=-1)
-    law = _keep_top_k(law, [params.top_k for params in sampling])
-    law = _keep_top_p(law, [params.top_p for params in sampling])
-    law = _keep_min_p(law, [params.min_p for params in sampling])
-    law = law / _total(law)
-    if any(greedy):
-        certain = one_hot(logits.argmax(dim=-1), logits.shape[-1])
-        law = torch.where(torch.tensor(greedy, device=law.device)[:, None], certain, law)
-    return law
+    return Warp(sampling, logits.device)(logits, contexts)
 
 
 def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
-    """(rows, vocabulary) float32: the law that is certain of each token."""
-    law = torch.zeros(len(tokens), vocabulary, device=tokens.device)
-    return law.scatter_(1, tokens[:, None], 1.0)
+    """(…, vocabulary) float32: the law that is certain of each token."""
+    law = torch.zeros(*tokens.shape, vocabulary, device=tokens.device)
+    return law.scatter_(-1, tokens[..., None], 1.0)
 
 
 def _penalise(row: Tensor, params: SamplingParams, context: Context) -> Tensor:
@@ -152,50 +229,3 @@ def _bias(row: Tensor, params: SamplingParams) -> Tensor:
         return row
     tokens = torch.tensor(list(params.logit_bias), device=row.device)
     return row.index_put((tokens,), row[tokens] + torch.tensor(list(params.logit_bias.values()), device=row.device))
-
-
-def _keep_top_k(law: Tensor, ks: list[int]) -> Tensor:
-    vocabulary = law.shape[-1]
-    limits = [k if 0 < k < vocabulary else vocabulary for k in ks]
-    largest = max((k for k in limits if k < vocabulary), default=0)
-    if not largest:
-        return law
-    top = law.topk(largest, dim=-1).values
-    index = torch.tensor([min(k, largest) - 1 for k in limits], device=law.device)[:, None]
-    floor = top.gather(1, index)
-    floor = torch.where(torch.tensor([k < vocabulary for k in limits], device=law.device)[:, None], floor, 0.0)
-    # Tokens that tie with the k-th stay, so the cut does not depend on the order of a sort.
-    return law.where(law >= floor, 0.0)
-
-
-def _keep_top_p(law: Tensor, ps: list[float]) -> Tensor:
-    if all(p >= 1 for p in ps):
-        return law
-    share = _column(law, ps)
-    wanted = share * _total(law)
-    # Sorting a whole vocabulary costs more than a pass of a small model; the mass nearly always lies in few tokens.
-    size = law.shape[-1] if law.is_cuda else min(256, law.shape[-1])
-    while True:
-        top = law.topk(size, dim=-1).values
-        before = top.cumsum(dim=-1) - top  # mass of the more probable tokens
-        if size == law.shape[-1] or bool(((before[:, -1:] >= wanted) | (share >= 1)).all()):
-            break
-        size = min(size * 8, law.shape[-1])
-    kept = (before < wanted).sum(dim=-1, keepdim=True)
-    floor = top.gather(1, (kept - 1).clamp_min(0))
-    return law.where((law >= floor) | (share >= 1), 0.0)
-
-
-def _keep_min_p(law: Tensor, ps: list[float]) -> Tensor:
-    if not any(ps):
-        return law
-    return law.where(law >= _column(law, ps) * law.amax(dim=-1, keepdim=True), 0.0)
-
-
-def _total(law: Tensor) -> Tensor:
-    """(rows, 1); summed in float64, since threads add up a row alone in another order than the rows of a batch."""
-    return law.sum(dim=-1, keepdim=True, dtype=torch.float64).to(law.dtype)
-
-
-def _column(like: Tensor, values: list[float]) -> Tensor:
-    return torch.tensor(values, device=like.device, dtype=like.dtype)[:, None]

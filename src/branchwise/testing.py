@@ -45,6 +45,11 @@ class ToyTarget:
         assert self.free_slots > 0
         self._cached[sequence] = sequence.tokens[:-1]
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        assert self.free_slots > 0
+        assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
+        self._cached[sequence] = list(self._cached[source])
+
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
         self.passes += 1
         logits = torch.zeros(len(forest), forest.nodes, self.vocabulary)

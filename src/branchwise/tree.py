@@ -6,15 +6,20 @@ plain decoding. Nodes stand in level order, so the mask of the first levels is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.errors import UsageError
+from branchwise.rows import rows_at
 
 
 class Draw(Enum):
@@ -54,10 +59,26 @@ class Topology:
     @cached_property
     def ancestors(self) -> Tensor:
         """(nodes, nodes) bool: row i marks the nodes on the path from the root to node i, node i included."""
-        mask = torch.eye(len(self), dtype=torch.bool)
+        mask = np.eye(len(self), dtype=np.bool_)  # torch would take ten times as long, and paths rarely repeat a shape
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
-        return mask
+        return torch.from_numpy(mask)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The children of every node, in node order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(map(tuple, children))
+
+    @cached_property
+    def levels(self) -> list[list[int]]:
+        """The nodes of every level, root first."""
+        levels: list[list[int]] = [[] for _ in range(self.depth + 1)]
+        for node, depth in enumerate(self.depths):
+            levels[depth].append(node)
+        return levels
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""
@@ -90,7 +111,8 @@ class DraftTree:
     parents: tuple[int, ...]
     draw: Draw = Draw.FIXED
     q: Tensor | None = field(default=None, repr=False)
-    """(nodes, vocabulary) float32; row i is the law that the children of node i were drawn from"""
+    """(rows, vocabulary) float32; row i is the law that the children of node i were drawn from. Nodes behind the last
+    one that has children need no row."""
     leaves: tuple[int, ...] = ()
     """for PATHS: the last node of each drawn path, in draw order, repeats kept"""
 
@@ -102,8 +124,8 @@ class DraftTree:
             raise UsageError("A fixed tree has no q: nothing was drawn.")
         if self.draw is not Draw.FIXED and len(shape) > 1 and self.q is None:
             raise UsageError(f"A tree drawn {self.draw.value} must carry q, the laws it was drawn from.")
-        if self.q is not None and (self.q.ndim != 2 or self.q.shape[0] != len(shape)):
-            raise UsageError(f"q must have one row for each of the {len(shape)} nodes, not {tuple(self.q.shape)}.")
+        if self.q is not None and (self.q.ndim != 2 or not max(self.parents) < self.q.shape[0] <= len(shape)):
+            raise UsageError(f"q must have one row for every node with children, not the shape {tuple(self.q.shape)}.")
         if (self.draw is Draw.PATHS) != bool(self.leaves):
             raise UsageError("Leaves belong to a tree of paths, and a tree of paths has at least one.")
         if any(not 0 <= leaf < len(shape) or shape.depths[leaf] != shape.depth for leaf in self.leaves):
@@ -132,6 +154,31 @@ class DraftTree:
         """One fixed path; tokens[0] is the root."""
         return cls(torch.tensor(tokens), chain_topology(len(tokens)).parents)
 
+    @property
+    def paths(self) -> list[list[int]]:
+        """The nodes of every drawn path, root first, in draw order; a tree that drafts nothing is one path."""
+        return [self.topology.path(leaf) for leaf in self.leaves or (0,)]
+
+    @property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The children of every node in draw order; for paths, in the order in which paths first reach them."""
+        if not self.leaves:
+            return self.topology.children
+        first: dict[int, int] = {}
+        for turn, path in enumerate(self.paths):
+            for node in path:
+                first.setdefault(node, turn)
+        return tuple(tuple(sorted(below, key=first.__getitem__)) for below in self.topology.children)
+
+    @property
+    def postorder(self) -> list[int]:
+        """Every node behind its children, which come in draw order."""
+        order, waiting, children = [], [0], self.children
+        while waiting:  # from the root backwards: a node, then its children from the last to the first
+            order.append(node := waiting.pop())
+            waiting += children[node]
+        return order[::-1]
+
     def cut(self, *, nodes: int, depth: int) -> DraftTree:
         """The leading part with at most `nodes` nodes (the root counts) and at most `depth` levels below the root.
 
@@ -154,6 +201,7 @@ class Forest:
     def __init__(self, trees: Sequence[DraftTree], device: torch.device | str = "cpu") -> None:
         assert trees, "a forest has at least one tree"
         self.trees = tuple(trees)
+        self.device = torch.device(device)
         self.nodes = max(map(len, trees))
         self.depth = max(tree.depth for tree in trees)
         shapes = [tree.topology for tree in trees]
@@ -169,10 +217,112 @@ class Forest:
         )
         """(batch, nodes) int64"""
 
+        self._source: tuple[Forest, Tensor] | None = None
+
     def __len__(self) -> int:
-        return len(self.trees)
+        return len(self.tokens)
 
     def children_of(self, nodes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """For each tree the child of nodes[b] that carries tokens[b], and whether there is one; both (batch,)."""
         hits = (self.parents == nodes[:, None]) & (self.tokens == tokens[:, None])
         return hits.int().argmax(dim=1), hits.any(dim=1)
+
+    # What verifiers look up, made when one asks for it. All are int64 and padded with -1.
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(batch,): how deep each tree is."""
+        return self._table("lengths", lambda tree: tree.depth)
+
+    @cached_property
+    def paths(self) -> Tensor:
+        """(batch, paths, depth + 1): the nodes of every drawn path, root first, in draw order."""
+        return self._table("paths", lambda tree: tree.paths)
+
+    @cached_property
+    def children(self) -> Tensor:
+        """(batch, nodes, most children): the children of every node in draw order."""
+        return self._table("children", lambda tree: tree.children)
+
+    @cached_property
+    def levels(self) -> Tensor:
+        """(batch, depth + 1, widest level): the nodes of every level."""
+        return self._table("levels", lambda tree: tree.topology.levels)
+
+    @cached_property
+    def postorder(self) -> Tensor:
+        """(batch, nodes): every node behind its children, which come in draw order."""
+        return self._table("postorder", lambda tree: tree.postorder)
+
+    @cached_property
+    def forks(self) -> Tensor:
+        """(batch, most forks): the nodes with more than one child, where drawn paths part."""
+        return self._table("forks", lambda tree: [node for node, below in enumerate(tree.children) if len(below) > 1])
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """The most children that a node has, level by level; how long the loops over siblings must be."""
+        widths = [0] * self.depth
+        for tree in self.trees:
+            for depth, below in zip(tree.topology.depths, tree.topology.children, strict=True):
+                if below:
+                    widths[depth] = max(widths[depth], len(below))
+        return widths
+
+    @cached_property
+    def q(self) -> Tensor | None:
+        """(batch, rows, vocabulary): what the children of every node were drawn from; None where nothing was drawn."""
+        if self._source is not None:
+            source, rows = self._source
+            return None if source.q is None else source.q[rows]
+        drawn = [tree.q for tree in self.trees if tree.q is not None]
+        if not drawn:
+            return None
+        if len(self.trees) == 1:
+            return drawn[0].to(self.device)[None]  # a view: the rows of a large vocabulary are worth not copying
+        nothing = drawn[0].new_zeros(1, drawn[0].shape[1])
+        return torch.nn.utils.rnn.pad_sequence(
+            [(nothing if tree.q is None else tree.q).to(self.device) for tree in self.trees], batch_first=True
+        )
+
+    def q_rows(self, nodes: Tensor) -> Tensor:
+        """(…, vocabulary) for nodes (batch,) or (batch, n); a row without meaning where a node has no children."""
+        assert self.q is not None
+        return rows_at(self.q, nodes.clamp(0, self.q.shape[1] - 1))
+
+    def take(self, rows: Tensor) -> Forest:
+        """The forest of the given trees, which may repeat; nothing is looked up again on the host."""
+        taken: Forest = copy.copy(self)
+        for name in ("q", "lengths", "paths", "children", "levels", "postorder", "forks"):
+            taken.__dict__.pop(name, None)
+        taken.tokens, taken.parents, taken.depths = self.tokens[rows], self.parents[rows], self.depths[rows]
+        taken._source = (self, rows)
+        return taken
+
+    def _table(self, name: str, build: Callable[[DraftTree], Any]) -> Tensor:
+        if self._source is not None:
+            source, rows = self._source
+            table: Tensor = getattr(source, name)[rows]
+            return table
+        return torch.from_numpy(padded([build(tree) for tree in self.trees])).to(self.device)
+
+
+def padded(lists: Sequence[Any]) -> NDArray[np.int64]:
+    """Numbers, lists of numbers or lists of such lists as one array, filled up with -1."""
+
+    def shape(item: Any) -> tuple[int, ...]:
+        if isinstance(item, int):
+            return ()
+        inner = [shape(part) for part in item]
+        return (len(item), *(max(sizes) for sizes in zip(*inner, strict=True)))
+
+    def fill(place: Any, item: Any) -> None:
+        if item and isinstance(item[0], int):
+            place[: len(item)] = item
+        else:
+            for inside, part in zip(place, item, strict=False):
+                fill(inside, part)
+
+    array = np.full(shape(lists), -1, dtype=np.int64)
+    fill(array, lists)
+    return array

@@ -1,6 +1,7 @@
-"""The target: the model whose law is kept, behind four verbs.
+"""The target: the model whose law is kept, behind five verbs.
 
     open(sequence)             take a slot and write keys and values of all tokens but the last, the first root
+    fork(source, sequence)     the same for a sequence of the same tokens as an open one, by a copy of its rows
     score(sequences, forest)   one forward pass over every node of every tree; row i is what follows node i
     commit(sequences, verdicts) keep the cache rows of the accepted paths
     close(sequence)            give the slot back
@@ -47,6 +48,7 @@ class Target(Protocol):
         """how many more sequences can be opened"""
 
     def open(self, sequence: Sequence) -> None: ...
+    def fork(self, source: Sequence, sequence: Sequence) -> None: ...
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored: ...
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None: ...
     def close(self, sequence: Sequence) -> None: ...

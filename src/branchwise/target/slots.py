@@ -129,6 +129,16 @@ class SlotStore(BlankCache):
         self._running.append(sequence)
         self._lengths[sequence] = 0
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        """Open a sequence with a copy of the committed rows of another."""
+        assert self.free_slots > 0, "opened more sequences than there are slots"
+        origin, slot, rows = self._running.index(source), len(self._running), self._lengths[source]
+        self._touched[slot] = max(self._touched[slot], rows)
+        for tensor in self._tensors.values():
+            tensor[:, slot, :, :rows] = tensor[:, origin, :, :rows]
+        self.open(sequence)
+        self._lengths[sequence] = rows
+
     def close(self, sequence: Sequence) -> None:
         gap = self._running.index(sequence)
         last = self._running.pop()

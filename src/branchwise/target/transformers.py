@@ -106,6 +106,11 @@ class TransformersTarget:
             self.store.close(sequence)
             raise
 
+    def fork(self, source: Sequence, sequence: Sequence) -> None:
+        assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
+        assert self.store.length(source) == len(source.tokens) - 1, "the cache is out of step with its sequence"
+        self.store.fork(source, sequence)
+
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
         assert forest.nodes <= self.max_nodes, "a tree is larger than the target allows"
         for sequence in sequences:

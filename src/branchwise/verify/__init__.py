@@ -67,7 +67,17 @@ class Verifier(Protocol):
 VERIFIERS = Registry(
     "verifier",
     {
+        "auto": "branchwise.verify.auto:Auto",
         "match": "branchwise.verify.match:Match",
+        "token": "branchwise.verify.token:Token",
+        "block": "branchwise.verify.block:Block",
+        "gbv": "branchwise.verify.gbv:GBV",
+        "lambda-gbv": "branchwise.verify.gbv:LambdaGBV",
+        "cascade": "branchwise.verify.cascade:Cascade",
+        "mss": "branchwise.verify.recursive:MSS",
+        "rrs": "branchwise.verify.recursive:RRS",
+        "traversal": "branchwise.verify.traversal:Traversal",
+        "k-seq": "branchwise.verify.spectr:KSeq",
     },
 )
 

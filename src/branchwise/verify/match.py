@@ -7,10 +7,14 @@ keyed by position, so with the same seed the output equals plain decoding token 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeVar
+
 import torch
 
 from branchwise.chance import Chance
-from branchwise.laws import Laws
+from branchwise.laws import Laws, settled
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts
 
@@ -29,7 +33,7 @@ class Match:
         for depth in range(1, forest.depth + 1):
             child, found = forest.children_of(node, token)
             done = done | ~found
-            if laws.settled(done):
+            if settled(laws, done):
                 break
             node = torch.where(done, node, child)
             paths[:, depth] = torch.where(done, -1, child)
@@ -42,3 +46,19 @@ class Match:
         if laws.greedy:
             return laws.best(node)
         return chance.token(laws.rows(node), depth)
+
+
+Self = TypeVar("Self")
+Rule = Callable[[Self, Forest, Laws, Chance], Verdicts]
+
+
+def or_match(rule: Rule[Self]) -> Rule[Self]:
+    """Leave to `match` what needs no other rule: greedy laws, where all of them agree, and batches without a draw."""
+
+    @wraps(rule)
+    def verify(self: Self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        if laws.greedy or forest.q is None:
+            return Match()(forest, laws, chance)
+        return rule(self, forest, laws, chance)
+
+    return verify

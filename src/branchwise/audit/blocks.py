@@ -1,0 +1,404 @@
+"""Sampled blocks against their exact probabilities: the statistics behind the audits of models and servers.
+
+    block        the first tokens of a text, at most `length` of them
+    cell         a set of blocks; the cells of a `Partition` cover every block once, with known probabilities
+    distance     total variation between two laws over the cells: the mass that would have to move
+    false alarm  a correct decoder found NOT LOSSLESS; its rate holds for all tests of an audit together
+
+The partition depends on the exact law and on the number of samples, never on the samples, so that the counts of its
+cells are multinomial with the stated probabilities if, and only if, the decoder keeps the law over those cells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cached_property
+from heapq import heappop, heappush
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchwise.errors import UsageError
+
+Token = int | str
+Block = tuple[Token, ...]
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+NextLaw = Callable[[Block], Floats | Mapping[str, float] | None]
+"""What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, where the rest of
+the mass belongs to any other token. None where nothing follows or where it is not known."""
+
+EXPECTED = 5.0
+"""the fewest counts that a cell should expect, so that the statistic has nearly the law that its table says"""
+SAMPLES_PER_CELL = 40
+"""more cells would see finer differences and find large ones less surely"""
+FEWEST_CELLS = 8
+POWER = 0.9
+SUSPICIOUS = 10.0
+"""a p-value within this factor of a false alarm leaves an audit undecided: a correct decoder meets it that much more
+often, and a decoder with a small bias meets it first"""
+
+
+class Partition:
+    """Cells for blocks of `length` tokens, as fine as `samples` of them can bear.
+
+    Every cell belongs to a prefix: the blocks that start with it and go on with no longer prefix of the partition.
+    Prefixes join in the order of their probability, whatever their length.
+    """
+
+    IMPOSSIBLE = 0
+    """the cell of blocks with a token that cannot follow; its probability is 0"""
+
+    def __init__(self, law: NextLaw, *, length: int, samples: int) -> None:
+        if length < 1 or samples < 1:
+            raise UsageError(f"An audit needs at least 1 token a block and 1 sample, not {length} and {samples}.")
+        self.length = length
+        self.prefixes: list[Block] = []
+        """the prefix of cell i + 1"""
+        self._cells: dict[Block, int] = {}
+        self._possible: dict[Block, NDArray[np.bool_]] = {}
+        least = EXPECTED / samples
+        most = max(FEWEST_CELLS, samples // SAMPLES_PER_CELL)
+        masses = [0.0]
+        queue: list[tuple[float, Block]] = [(-1.0, ())]
+        while queue and len(self.prefixes) < most:
+            negative, prefix = heappop(queue)
+            mass = -negative
+            self.prefixes.append(prefix)
+            self._cells[prefix] = len(self.prefixes)
+            masses.append(mass)
+            # Below this mass no two cells could be made of it.
+            following = law(prefix) if len(prefix) < length and mass >= 2 * least else None
+            if following is None:
+                continue
+            heavy, rest, possible = _split(following, least / mass)
+            if possible is not None:
+                self._possible[prefix] = possible
+            masses[-1] = mass * rest
+            for token, share in heavy:
+                heappush(queue, (-mass * share, (*prefix, token)))
+        for negative, (*start, _) in queue:  # prefixes that found no place stay with what they continue
+            masses[self._cells[tuple(start)]] -= negative
+        self.probabilities: Floats = np.array(masses)
+
+    def __len__(self) -> int:
+        return len(self.probabilities)
+
+    def cell_of(self, block: Block) -> int:
+        """The cell of a block. A text that ended before a cell was settled lies with "any other token"."""
+        for depth, token in enumerate(block[: self.length]):
+            prefix = block[:depth]
+            possible = self._possible.get(prefix)
+            if possible is not None and not possible[token]:
+                return self.IMPOSSIBLE
+            if (*prefix, token) not in self._cells:
+                return self._cells[prefix]
+        return self._cells[block[: self.length]]
+
+    def count(self, blocks: Iterable[Block]) -> Counts:
+        """(cells,): how many of the blocks lie in each cell."""
+        return np.bincount(np.array([self.cell_of(block) for block in blocks], dtype=np.int64), minlength=len(self))
+
+
+LEAST_REST = 1e-6
+"""Stated probabilities are rounded, so that what they leave to other tokens is never known to be nothing."""
+
+
+def _split(
+    following: Floats | Mapping[str, float], least: float
+) -> tuple[list[tuple[Token, float]], float, NDArray[np.bool_] | None]:
+    """Tokens with at least this probability, the mass of all others, and which tokens are possible where not all are."""
+    if isinstance(following, np.ndarray):
+        law = following.astype(np.float64)
+        law = law / law.sum()
+        chosen = law >= least
+        heavy: list[tuple[Token, float]] = [(int(token), float(law[token])) for token in np.flatnonzero(chosen)]
+        return heavy, float(law[~chosen].sum()), None if law.all() else law > 0
+    total = max(sum(following.values()), 0.0)
+    scale = min(1.0, (1 - LEAST_REST) / total) if total else 1.0
+    known = {token: share * scale for token, share in following.items()}
+    heavy = [(token, share) for token, share in known.items() if share >= least]
+    return heavy, 1 - sum(share for _, share in heavy), None
+
+
+@dataclass(frozen=True)
+class BlockTest:
+    """A G test of counts against the probabilities of their cells."""
+
+    context: str
+    samples: int
+    cells: int
+    """after pooling those that expect fewer than 5 counts"""
+    statistic: float
+    """G with Williams' correction, chi-square distributed with `freedom` degrees where the law is kept"""
+    freedom: int
+    impossible: int
+    """blocks in cells of probability 0, one of which is proof enough"""
+    distance: float
+    """between frequencies and probabilities, over the cells"""
+    expected_distance: float
+    """what chance alone would put there"""
+
+    @property
+    def p_value(self) -> float:
+        """How often a correct decoder would do as badly."""
+        if self.impossible:
+            return 0.0
+        return float(_stats().chi2.sf(self.statistic, self.freedom)) if self.freedom else 1.0
+
+    @property
+    def says_something(self) -> bool:
+        return self.freedom > 0 or self.impossible > 0
+
+    def detectable(self, level: float) -> float:
+        """The distance that a test at this level finds with probability 0.9, wherever it lies.
+
+        The counts of another law give G a noncentral chi-square law, off by samples times the chi-square distance of
+        that law. Of all laws at a total-variation distance d the hardest to find raises one half of the mass in
+        proportion and lowers the other half; its chi-square distance is 4 d², and no other has a smaller one.
+        """
+        if not self.freedom:
+            return 1.0
+        stats = _stats()
+        bar = stats.chi2.isf(level, self.freedom)
+        low, high = 0.0, 1.0
+        while stats.ncx2.sf(bar, self.freedom, high) < POWER:
+            low, high = high, 2 * high
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if stats.ncx2.sf(bar, self.freedom, middle) < POWER else (low, middle)
+        return min(1.0, math.sqrt(high / (4 * self.samples)))
+
+
+def g_test(counts: Counts, probabilities: Floats, context: str = "") -> BlockTest:
+    """Compare the counts of cells with their probabilities.
+
+    Cells that expect fewer than 5 counts are pooled, by their probabilities alone. Sokal and Rohlf, "Biometry" (1981)
+    for the test; Williams, "Improved likelihood ratio tests for complete contingency tables" (1976) for the correction,
+    without which a sum of many tests would drift away from its chi-square law.
+    """
+    samples = int(counts.sum())
+    possible = probabilities > 0
+    impossible = int(counts[~possible].sum())
+    observed, law = _pool(counts[possible].astype(np.float64), probabilities[possible], samples)
+    freedom = max(len(law) - 1, 0)
+    if not freedom:
+        return BlockTest(context, samples, len(law), 0.0, 0, impossible, impossible / max(samples, 1), 0.0)
+    expected = law * samples
+    seen = observed > 0
+    g = 2 * float((observed[seen] * np.log(observed[seen] / expected[seen])).sum())
+    correction = 1 + (float((1 / law).sum()) - 1) / (6 * samples * freedom)
+    return BlockTest(
+        context=context,
+        samples=samples,
+        cells=len(law),
+        statistic=max(g, 0.0) / correction,
+        freedom=freedom,
+        impossible=impossible,
+        distance=(float(np.abs(observed / samples - law).sum()) + impossible / samples) / 2,
+        expected_distance=float(np.sqrt(law * (1 - law) / (2 * math.pi * samples)).sum()),
+    )
+
+
+def _pool(observed: Floats, law: Floats, samples: int) -> tuple[Floats, Floats]:
+    """Put the least probable cells into one until every cell expects enough."""
+    order = np.argsort(law, kind="stable")
+    observed, law = observed[order], law[order]
+    total = np.cumsum(law)
+    few = int((law * samples < EXPECTED).sum())
+    if few:
+        enough = total * samples >= EXPECTED
+        few = max(few, int(np.argmax(enough)) + 1 if enough.any() else len(law))
+    else:
+        few = 1
+    return np.append(observed[:few].sum(), observed[few:]), np.append(total[few - 1], law[few:])
+
+
+@dataclass(frozen=True)
+class BlockTests:
+    """The tests of all contexts, judged as one family by Holm's procedure.
+
+    With more than one context there is one test more, of all contexts together: it finds a bias that is too small in
+    each of them and points everywhere.
+    """
+
+    contexts: tuple[BlockTest, ...]
+    false_alarm: float = 1e-3
+    """for the whole family"""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.false_alarm < 0.5:
+            raise UsageError(f"The false-alarm rate must be above 0 and below 0.5, not {self.false_alarm}.")
+
+    @cached_property
+    def family(self) -> tuple[BlockTest, ...]:
+        """The tests that say something; the one of all contexts is the last."""
+        telling = tuple(test for test in self.contexts if test.says_something)
+        return (*telling, self._together(telling)) if len(telling) > 1 else telling
+
+    @property
+    def samples(self) -> int:
+        return sum(test.samples for test in self.contexts)
+
+    @property
+    def level(self) -> float:
+        """What the first of the tests is held to."""
+        return self.false_alarm / max(len(self.family), 1)
+
+    @cached_property
+    def adjusted(self) -> tuple[float, ...]:
+        """For each test of the family the false-alarm rate at which it would just have been rejected."""
+        values = [test.p_value for test in self.family]
+        found, highest = [0.0] * len(values), 0.0
+        for turn, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+            highest = max(highest, min(1.0, (len(values) - turn) * values[index]))
+            found[index] = highest
+        return tuple(found)
+
+    @cached_property
+    def detectable(self) -> float:
+        """The distance that would have been found with probability 0.9, if it is in every context."""
+        return self.family[-1].detectable(self.level) if self.family else 1.0
+
+    @staticmethod
+    def _together(tests: Sequence[BlockTest]) -> BlockTest:
+        tested = [test for test in tests if test.freedom]
+        samples = sum(test.samples for test in tested)
+        return BlockTest(
+            context="all contexts together",
+            samples=samples,
+            cells=sum(test.cells for test in tested),
+            statistic=sum(test.statistic for test in tested),
+            freedom=sum(test.freedom for test in tested),
+            impossible=sum(test.impossible for test in tests),
+            distance=sum(test.distance * test.samples for test in tested) / max(samples, 1),
+            expected_distance=sum(test.expected_distance * test.samples for test in tested) / max(samples, 1),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "false_alarm": self.false_alarm,
+            "samples": self.samples,
+            "detectable_distance": self.detectable,
+            "tests": [
+                {
+                    **asdict(test),
+                    "p_value": test.p_value,
+                    "adjusted_p_value": adjusted,
+                    "detectable_distance": test.detectable(self.level),
+                }
+                for test, adjusted in zip(self.family, self.adjusted, strict=True)
+            ],
+            "contexts_without_a_test": [test.context for test in self.contexts if not test.says_something],
+        }
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What speculation did while the blocks were sampled."""
+
+    drafted: int
+    """levels of trees, which for a chain are its tokens"""
+    accepted: int
+    """levels of which a node was accepted"""
+
+    @property
+    def rejected(self) -> int:
+        return self.drafted - self.accepted
+
+
+class Word(StrEnum):
+    LOSSLESS = "LOSSLESS"
+    NOT_LOSSLESS = "NOT LOSSLESS"
+    UNDECIDED = "UNDECIDED"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an audit says, and the sentences that say why."""
+
+    word: Word
+    evidence: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return {Word.LOSSLESS: 0, Word.NOT_LOSSLESS: 1, Word.UNDECIDED: 3}[self.word]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"finding": self.word.value, "evidence": list(self.evidence)}
+
+
+def judge(
+    tests: BlockTests,
+    *,
+    activity: Activity | None,
+    limit: float = 0.1,
+    proofs: Sequence[str] = (),
+    doubts: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Finding:
+    """The finding of an audit.
+
+    `proofs` are differences found by other means than the tests, `doubts` reasons why nothing can be decided, `notes`
+    what a reader should know. `activity` is None where nobody counted. UNDECIDED is said where there is a doubt, where
+    the tests could not have found a distance of `limit`, where a p-value is suspicious without being decisive, and
+    where nothing was accepted or nothing rejected, since then the rule was not put to the test.
+    """
+    failed = [
+        _accuse(test, adjusted)
+        for test, adjusted in zip(tests.family, tests.adjusted, strict=True)
+        if adjusted <= tests.false_alarm
+    ]
+    if not doubts and (failed or proofs):
+        return Finding(Word.NOT_LOSSLESS, (*proofs, *failed, *notes))
+    reasons = [*doubts, *proofs, *failed]
+    if tests.detectable > limit:
+        reasons.append(
+            f"With {tests.samples:,} blocks a distance of {tests.detectable:.2f} would have been found with probability "
+            f"{POWER}, and {limit} is asked for; take more samples."
+            if tests.family
+            else "No context could be tested: no block is expected often enough; take more samples."
+        )
+    lowest = min(tests.adjusted, default=1.0)
+    if tests.false_alarm < lowest <= SUSPICIOUS * tests.false_alarm:
+        reasons.append(
+            f"The smallest p-value, {lowest:.2g}, is suspicious and not decisive at a false-alarm rate of "
+            f"{tests.false_alarm:g}; run again with more samples and another seed."
+        )
+    if activity is not None and not (activity.accepted and activity.rejected):
+        missing = "accepted" if not activity.accepted else "rejected"
+        reasons.append(
+            f"Of {activity.drafted:,} drafted levels none was {missing}, so the rule that decides was not put to the test."
+        )
+    if reasons:
+        return Finding(Word.UNDECIDED, (*reasons, *notes))
+    evidence = [
+        f"{len(tests.family)} tests on {tests.samples:,} blocks found no difference, at a false-alarm rate of "
+        f"{tests.false_alarm:g} for all of them; the smallest p-value is {lowest:.2g}.",
+        f"A distance of {tests.detectable:.3f} in every context would have been found with probability {POWER}.",
+    ]
+    if activity is not None:
+        evidence.append(f"Of {activity.drafted:,} drafted levels {activity.accepted:,} were accepted.")
+    return Finding(Word.LOSSLESS, (*evidence, *notes))
+
+
+def _accuse(test: BlockTest, adjusted: float) -> str:
+    if test.impossible:
+        return f"{test.context}: {test.impossible:,} of {test.samples:,} blocks hold a token that cannot stand there."
+    return (
+        f"{test.context}: G = {test.statistic:.1f} with {test.freedom} degrees of freedom, p = {adjusted:.1g} after "
+        f"Holm; the frequencies are {test.distance:.3f} away where chance explains {test.expected_distance:.3f}."
+    )
+
+
+def _stats() -> Any:
+    """scipy.stats takes long to import, and only the audits need it."""
+    try:
+        return import_module("scipy.stats")
+    except ModuleNotFoundError:
+        raise UsageError("The audits need scipy, which is not here. Install it with: pip install scipy") from None

@@ -1,0 +1,121 @@
+"""Chance that follows every outcome, each with its exact probability.
+
+A verifier is run on a batch. Wherever it asks for a decision, the enumerator lets each row go one way and notes the
+others. Then it replays the verifier with those prescribed, and so on until no way is left. The code that runs is the
+one that serves users; it cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from branchwise.verify import Verdicts
+
+Key = tuple[str, int]
+"""what a decision is known by: its kind and number, which a verifier uses once in a step"""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """Verdicts with the probability of all decisions that led to them."""
+
+    rows: Tensor
+    """(outcomes,): which row of the batch each belongs to"""
+    weights: Tensor
+    """(outcomes,) float64; those of one row sum to 1"""
+    verdicts: Verdicts
+
+
+def outcomes(verify: Callable[[Tensor, Enumerator], Verdicts], rows: int, most: int = 1 << 17) -> Iterator[Outcomes]:
+    """Every outcome of a verifier for `rows` rows.
+
+    `verify` runs it on the given rows (which may repeat) with the given chance; `most` bounds the rows of one run.
+    """
+    scripts: list[tuple[Tensor, dict[Key, Tensor]]] = [(torch.arange(rows), {})]
+    while scripts:
+        batch, script = scripts.pop()
+        if len(batch) > most:
+            scripts += [
+                (batch[i : i + most], {key: column[i : i + most] for key, column in script.items()})
+                for i in range(0, len(batch), most)
+            ]
+            continue
+        chance = Enumerator(script, len(batch))
+        verdicts = verify(batch, chance)
+        yield Outcomes(batch, chance.weights, verdicts)
+        if chance.forks:
+            scripts.append(_join(chance, batch))
+
+
+class Enumerator:
+    """Follows a script of prescribed decisions, goes any one way where it says nothing, and notes the other ways."""
+
+    def __init__(self, script: dict[Key, Tensor], rows: int) -> None:
+        """`script` prescribes an outcome for each row, or nothing (-1)."""
+        self._script = script
+        self._free = torch.full((rows,), -1)
+        self.weights = torch.ones(rows, dtype=torch.float64)
+        self.made: dict[Key, Tensor] = {}
+        """decisions in the order in which they were made"""
+        self.forks: list[Fork] = []
+
+    def first(self, odds: Tensor, draw: int) -> Tensor:
+        odds = odds.double()
+        failed = torch.nn.functional.pad((1 - odds).cumprod(dim=1), (1, 0), value=1.0)
+        return self._decide("first", draw, torch.cat([failed[:, :-1] * odds, failed[:, -1:]], dim=1))
+
+    def pick(self, law: Tensor, draw: int = 0) -> Tensor:
+        law = law.double()
+        return self._decide("pick", draw, law / law.sum(dim=1, keepdim=True))
+
+    def token(self, law: Tensor, depth: int) -> Tensor:
+        return self._decide("token", depth, law.double())
+
+    def order(self, law: Tensor, k: int, draw: int) -> Tensor:
+        raise NotImplementedError("no verifier draws an order; drafts are enumerated as drafts")
+
+    def _decide(self, kind: str, draw: int, weights: Tensor) -> Tensor:
+        """One way for each row, (batch,), out of outcomes with these weights (batch, ways)."""
+        key = (kind, draw)
+        assert key not in self.made, f"the verifier asked twice for {kind} {draw}"
+        prescribed = self._script.get(key, self._free)
+        decided = torch.where(prescribed >= 0, prescribed, weights.argmax(dim=1))
+        others = (weights > 0) & (prescribed < 0)[:, None]
+        others.scatter_(1, decided[:, None], False)
+        rows, ways = others.nonzero(as_tuple=True)
+        if len(rows):
+            self.forks.append(Fork(len(self.made), key, rows, ways))
+        self.made[key] = decided
+        self.weights = self.weights * weights.gather(1, decided[:, None])[:, 0]
+        return decided
+
+
+@dataclass(frozen=True, eq=False)
+class Fork:
+    """Ways that were not taken."""
+
+    before: int
+    """how many decisions had been made"""
+    key: Key
+    rows: Tensor
+    ways: Tensor
+
+
+
+
+def _join(chance: Enumerator, batch: Tensor) -> tuple[Tensor, dict[Key, Tensor]]:
+    """The rows and the script of the next run: up to the fork as before, there the other way, then free."""
+    keys = list(chance.made)
+    columns: dict[Key, list[Tensor]] = {key: [] for key in keys}
+    for fork in chance.forks:
+        for number, key in enumerate(keys):
+            if number < fork.before:
+                columns[key].append(chance.made[key][fork.rows])
+            else:
+                columns[key].append(fork.ways if key == fork.key else torch.full_like(fork.ways, -1))
+    rows = torch.cat([fork.rows for fork in chance.forks])
+    return batch[rows], {key: torch.cat(parts) for key, parts in columns.items()}

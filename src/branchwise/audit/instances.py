@@ -1,0 +1,200 @@
+"""Small worlds in which everything can be enumerated: a target and a drafter over a few tokens and levels.
+
+A prefix of tokens is coded as a number in base V, so the laws of a level are one table (V^level, V).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from branchwise.errors import UsageError
+from branchwise.rows import rows_at
+from branchwise.tree import DraftTree, Draw, Forest
+
+Table = NDArray[np.float64]
+SIMILARITIES = {"close": 0.3, "medium": 1.0, "far": 2.0}
+"""how much noise separates log q from log p"""
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """Target laws p at levels 0..L and draft laws q at levels 0..L-1, and how many paths are drafted."""
+
+    p: tuple[Table, ...]
+    q: tuple[Table, ...]
+    paths: int
+
+    @property
+    def vocabulary(self) -> int:
+        return self.p[0].shape[1]
+
+    @property
+    def depth(self) -> int:
+        return len(self.q)
+
+    @classmethod
+    def random(cls, vocabulary: int, depth: int, paths: int, sigma: float, seed: Sequence[int]) -> Instance:
+        """Laws p from a flat Dirichlet law, and q = softmax(log p + sigma noise)."""
+        noise = np.random.default_rng(seed)
+        p = tuple(noise.dirichlet(np.ones(vocabulary), size=vocabulary**level) for level in range(depth + 1))
+        blurred = [np.log(table) + sigma * noise.standard_normal(table.shape) for table in p[:-1]]
+        weights = [np.exp(table - table.max(axis=1, keepdims=True)) for table in blurred]
+        return cls(p, tuple(table / table.sum(axis=1, keepdims=True) for table in weights), paths)
+
+    @classmethod
+    def from_case(cls, case: dict[str, Any]) -> Instance:
+        """Laws by prefix: {"V", "L", "K", "p": {"": row, "0": row, "0,1": row, …}, "q": …}."""
+        vocabulary, depth = int(case["V"]), int(case["L"])
+
+        def table(laws: dict[str, list[float]], level: int) -> Table:
+            prefixes = itertools.product(range(vocabulary), repeat=level)
+            return np.array([laws[",".join(map(str, prefix))] for prefix in prefixes], dtype=np.float64)
+
+        p = tuple(table(case["p"], level) for level in range(depth + 1))
+        q = tuple(table(case["q"], level) for level in range(depth))
+        instance = cls(p, q, int(case["K"]))
+        for law in (*p, *q):
+            if law.shape[1] != vocabulary or (law < 0).any() or not np.allclose(law.sum(axis=1), 1, atol=1e-9):
+                raise ValueError("a row is not a law over the vocabulary")
+        return instance
+
+
+def read_cases(file: Path) -> list[Instance]:
+    """The instances of a JSON file {"cases": […]}."""
+    try:
+        cases = json.loads(file.read_text())["cases"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f'{file} cannot be read as {{"cases": […]}}: {error}.') from None
+    instances = []
+    for number, case in enumerate(cases):
+        try:
+            instances.append(Instance.from_case(case))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"Case {number} of {file} is not complete: {error}.") from None
+    return instances
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """All trees that a drafter can draw, with their probabilities."""
+
+    kind: str
+    instance: Instance
+    trees: list[DraftTree]
+    weights: Tensor
+    """(trees,) float64"""
+    forest: Forest
+    codes: Tensor
+    """(trees, nodes): the prefix of each node as a number"""
+
+    @classmethod
+    def of(cls, kind: str, instance: Instance) -> Drafts:
+        drawn = list(DRAFTS[kind](instance))
+        trees = [_tree(prefixes, leaves, instance) for _, prefixes, leaves in drawn]
+        forest = Forest(trees)
+        codes = torch.zeros_like(forest.tokens)
+        for row, (_, prefixes, _) in enumerate(drawn):
+            codes[row, : len(prefixes)] = torch.tensor([_code(prefix, instance.vocabulary) for prefix in prefixes])
+        weights = torch.tensor([weight for weight, _, _ in drawn], dtype=torch.float64)
+        return cls(kind, instance, trees, weights, forest, codes)
+
+    @property
+    def p(self) -> Tensor:
+        """(trees, nodes, vocabulary): the target's law after every node."""
+        tables = [torch.from_numpy(table) for table in self.instance.p]
+        starts = torch.tensor([0, *itertools.accumulate(len(table) for table in tables)])
+        return torch.cat(tables)[starts[self.forest.depths] + self.codes]
+
+
+class ExactLaws:
+    """Laws of known rows, in float64."""
+
+    greedy = False
+
+    def __init__(self, p: Tensor, *, lazy: bool = True) -> None:
+        """`p` (batch, nodes, vocabulary); `lazy` as on the host, or not, as on a device."""
+        self.p = p
+        self.lazy = lazy
+
+    def rows(self, nodes: Tensor) -> Tensor:
+        return rows_at(self.p, nodes)
+
+    def best(self, nodes: Tensor) -> Tensor:
+        return self.rows(nodes).argmax(dim=-1)
+
+
+Prefix = tuple[int, ...]
+Drawn = tuple[float, list[Prefix], list[Prefix]]
+"""probability, the prefixes of the nodes in level order and draw order, and the ends of the paths, if paths they are"""
+
+
+def _iid_paths(instance: Instance) -> Iterator[Drawn]:
+    """K independent paths, merged where they agree."""
+    paths = [
+        (_mass(instance, path), path) for path in itertools.product(range(instance.vocabulary), repeat=instance.depth)
+    ]
+    paths = [(mass, path) for mass, path in paths if mass > 0]
+    for drawn in itertools.product(paths, repeat=instance.paths):
+        leaves = [path for _, path in drawn]
+        prefixes = {path[:level]: None for level in range(instance.depth + 1) for path in leaves}
+        yield math.prod(mass for mass, _ in drawn), list(prefixes), leaves
+
+
+def _rsd_c(instance: Instance) -> Iterator[Drawn]:
+    """Branching K, 1, …, 1: distinct first tokens drawn without replacement, and one path below each."""
+    root = instance.q[0][0]
+    support = [token for token in range(instance.vocabulary) if root[token] > 0]
+    tails = list(itertools.product(range(instance.vocabulary), repeat=instance.depth - 1))
+    for firsts in itertools.permutations(support, min(instance.paths, len(support))):
+        mass, left = 1.0, list(support)
+        for token in firsts:
+            mass *= root[token] / math.fsum(root[other] for other in left)
+            left.remove(token)
+        for below in itertools.product(tails, repeat=len(firsts)):
+            leaves = [(first, *tail) for first, tail in zip(firsts, below, strict=True)]
+            weight = mass * math.prod(_mass(instance, leaf, start=1) for leaf in leaves)
+            if weight > 0:
+                yield weight, [leaf[:level] for level in range(1, instance.depth + 1) for leaf in leaves], []
+
+
+DRAFTS = {"paths": _iid_paths, "rsd-c": _rsd_c}
+DRAWS = {"paths": Draw.PATHS, "rsd-c": Draw.WITHOUT_REPLACEMENT}
+
+
+def _mass(instance: Instance, path: Prefix, start: int = 0) -> float:
+    return math.prod(
+        float(instance.q[level][_code(path[:level], instance.vocabulary), path[level]])
+        for level in range(start, len(path))
+    )
+
+
+def _tree(prefixes: list[Prefix], leaves: list[Prefix], instance: Instance) -> DraftTree:
+    if () not in prefixes:
+        prefixes.insert(0, ())
+    index = {prefix: node for node, prefix in enumerate(prefixes)}
+    q = [instance.q[len(prefix)][_code(prefix, instance.vocabulary)] for prefix in prefixes if len(prefix) < instance.depth]
+    return DraftTree(
+        tokens=torch.tensor([prefix[-1] if prefix else 0 for prefix in prefixes]),
+        parents=tuple(index[prefix[:-1]] if prefix else -1 for prefix in prefixes),
+        draw=Draw.PATHS if leaves else Draw.WITHOUT_REPLACEMENT,
+        q=torch.from_numpy(np.array(q)),
+        leaves=tuple(index[leaf] for leaf in leaves),
+    )
+
+
+def _code(prefix: Prefix, vocabulary: int) -> int:
+    code = 0
+    for token in prefix:
+        code = code * vocabulary + token
+    return code

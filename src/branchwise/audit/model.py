@@ -1,0 +1,417 @@
+"""The audit of a loaded model: what its engine writes against what the model says.
+
+Blocks are sampled through the production engine, every one with a seed of its own. Their exact probabilities come from
+the model's own forward pass over plain text, which shares nothing with the scoring of trees. Greedy texts are compared
+with plain decoding token by token: in float32 they must be equal up to numerical ties; in bfloat16 a tree rounds
+otherwise than a single token, so differences there are near-ties to be shown and decide nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from branchwise.audit.blocks import Activity, Block, BlockTest, BlockTests, Finding, Floats, Partition, g_test, judge
+from branchwise.draft import Drafter, build_drafter
+from branchwise.engine import Engine, Generation, Request
+from branchwise.errors import UsageError
+from branchwise.llm import LLM
+from branchwise.sampling import Context, SamplingParams, warp
+from branchwise.sequence import Sequence as Text
+from branchwise.stats import Stats
+from branchwise.target.transformers import TransformersTarget
+from branchwise.verify import VERIFIERS
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, steps done, steps in all)"""
+
+AHEAD = 64
+"""Texts are allowed this much more than a block, so that trees grow as deep as in real use; the rest is cut off."""
+
+TIE = 1e-3
+"""logits closer than this are equal as far as float32 can tell"""
+ROUGH_TIE = 0.05
+"""the same for lower precision, where the order of sums shows"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much an audit does and what it is held to."""
+
+    samples: int = 1000
+    """blocks for each prompt"""
+    length: int = 3
+    """tokens of a block"""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    greedy_tokens: int = 48
+    """tokens of each greedy text; 0 compares none"""
+    near_ties: bool = True
+    """compare greedy texts in bfloat16 too, on a copy of the model"""
+    false_alarm: float = 1e-3
+    """how often a correct decoder may be found NOT LOSSLESS, all tests together"""
+    limit: float = 0.1
+    """the distance that must have been detectable before LOSSLESS is said"""
+    seed: int | None = None
+    raw: bool = False
+    """take prompts as they are, without the chat template"""
+
+    def __post_init__(self) -> None:
+        if self.sampling.greedy:
+            raise UsageError("Sampled blocks need a temperature above 0; greedy texts are compared in any case.")
+        if self.samples < 1 or self.length < 1 or self.greedy_tokens < 0:
+            raise UsageError("samples and length must be at least 1, and greedy tokens at least 0.")
+        BlockTests((), self.false_alarm)  # checks the rate
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a greedy text first leaves the text of plain decoding."""
+
+    prompt: str
+    position: int
+    """tokens of the answer before it"""
+    plain: str
+    speculative: str
+    gap: float
+    """between the logits of the two tokens in the model's own forward pass"""
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy texts with and without speculation."""
+
+    dtype: str
+    prompts: int
+    tokens: int
+    """of plain decoding"""
+    differences: tuple[Difference, ...]
+
+    @property
+    def decisive(self) -> list[Difference]:
+        """Differences that rounding does not explain; only float32 promises equality."""
+        return [d for d in self.differences if self.dtype == "float32" and not d.gap < TIE]
+
+
+@dataclass(frozen=True)
+class ModelAudit:
+    """What the audit of one drafter and one verifier found."""
+
+    model: str
+    dtype: str
+    draft: str
+    tree: str | None
+    verify: str
+    plan: Plan
+    seed: int
+    tests: BlockTests
+    activity: Activity
+    stats: Stats
+    greedy: Greedy | None
+    near_ties: Greedy | None
+    finding: Finding
+
+    def as_dict(self) -> dict[str, Any]:
+        sampling = self.plan.sampling
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "draft": self.draft,
+            "tree": self.tree,
+            "verify": self.verify,
+            **self.finding.as_dict(),
+            "samples_per_context": self.plan.samples,
+            "length": self.plan.length,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "seed": self.seed,
+            "limit": self.plan.limit,
+            "blocks": self.tests.as_dict(),
+            "mean_acceptance_length": self.stats.mean_acceptance_length,
+            "drafted_levels": self.activity.drafted,
+            "accepted_levels": self.activity.accepted,
+            "greedy": None if self.greedy is None else asdict(self.greedy),
+            "near_ties": None if self.near_ties is None else asdict(self.near_ties),
+        }
+
+
+class ModelAuditor:
+    """Audits drafters and verifiers on one loaded model. What does not depend on them is computed once."""
+
+    def __init__(
+        self, llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress | None = None
+    ) -> None:
+        if not prompts:
+            raise UsageError("There are no prompts to audit with.")
+        if llm.engine.target.free_slots < 2:
+            raise UsageError("An audit needs two free slots, one of them for the prompt; load with max_batch=2 or more.")
+        self.llm = llm
+        self.prompts = list(prompts)
+        self.plan = plan or Plan()
+        self.seed = secrets.randbits(32) if self.plan.seed is None else self.plan.seed
+        self._progress = progress or (lambda what, done, of: None)
+        self._tokens = [llm.encode(prompt, raw=self.plan.raw) for prompt in self.prompts]
+        longest, room = max(map(len, self._tokens)), llm.engine.target.context - self.plan.length
+        if longest > room:
+            raise UsageError(f"A prompt has {longest} tokens and the context leaves room for {room}; shorten it.")
+        self._partitions: list[Partition] = []
+        self._plain: dict[str, list[list[int]]] = {}
+        self._rounded: LLM | None = None
+
+    def audit(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> ModelAudit:
+        """Ask whether this drafter with this verifier keeps the law. Ctrl-C ends it with what was gathered."""
+        llm = self.llm.with_drafter(draft, tree, verify)
+        gathered: list[BlockTest] = []
+        stats = Stats()
+        greedy = near_ties = None
+        doubts: list[str] = []
+        try:
+            for number, prompt in enumerate(self.prompts):
+                self._sample(llm, number, f"{verify}: {_short(prompt)}", gathered, stats)
+            if self.plan.greedy_tokens:
+                greedy = self._compare(self.llm, draft, tree, verify)
+                if self.plan.near_ties and greedy.dtype == "float32":
+                    self._rounded = self._rounded or _in_bfloat16(self.llm)
+                    near_ties = self._compare(self._rounded, draft, tree, verify)
+        except KeyboardInterrupt:
+            doubts.append("The audit was interrupted; what it had gathered is shown and decides nothing.")
+        if greedy is not None and greedy.dtype != "float32":
+            greedy, near_ties = None, greedy
+        tests = BlockTests(tuple(gathered), self.plan.false_alarm)
+        activity = Activity(sum(stats.drafted_per_depth), sum(stats.accepted_per_depth))
+        return ModelAudit(
+            model=self.llm.name,
+            dtype=_dtype(self.llm),
+            draft=draft if isinstance(draft, str) else draft.name,
+            tree=tree,
+            verify=verify,
+            plan=self.plan,
+            seed=self.seed,
+            tests=tests,
+            activity=activity,
+            stats=stats,
+            greedy=greedy,
+            near_ties=near_ties,
+            finding=judge(
+                tests,
+                activity=activity,
+                limit=self.plan.limit,
+                proofs=[_accuse(difference) for difference in greedy.decisive] if greedy else [],
+                doubts=doubts,
+                notes=_notes(greedy, near_ties),
+            ),
+        )
+
+    def _sample(self, llm: LLM, number: int, what: str, gathered: list[BlockTest], stats: Stats) -> None:
+        """Sample the blocks of one prompt and test them; also those that were ready before Ctrl-C."""
+        partition = self._partition(number)
+        generations: list[Generation] = []
+        try:
+            self._run(llm, number, what, generations)
+        finally:
+            # In the order of their seeds up to the first that is missing: whoever finishes early drew other tokens.
+            ready = list(takewhile(self._ready, generations))
+            for generation in ready:
+                _add(stats, generation.stats)
+            blocks: list[Block] = [tuple(generation.token_ids[: self.plan.length]) for generation in ready]
+            gathered.append(
+                g_test(partition.count(blocks), partition.probabilities, context=_short(self.prompts[number]))
+            )
+
+    def _run(self, llm: LLM, number: int, what: str, generations: list[Generation]) -> None:
+        """Write the texts of one prompt side by side; the prompt is read once and copied for each of them."""
+        engine, plan = llm.engine, self.plan
+        seeds = random.Random(f"{self.seed} {number}")
+        source = Text(list(self._tokens[number]))
+        engine.target.open(source)
+        running: list[Generation] = []
+        try:
+            room = engine.target.free_slots
+            while len(generations) < plan.samples or running:
+                while len(running) < room and len(generations) < plan.samples:
+                    request = Request(
+                        prompt=tuple(source.tokens),
+                        sampling=replace(plan.sampling, seed=seeds.getrandbits(63)),
+                        max_new_tokens=plan.length + AHEAD,
+                        stop_tokens=llm.stop_tokens,
+                    )
+                    running.append(engine.submit(request, like=source))
+                    generations.append(running[-1])
+                engine.step()
+                for generation in [generation for generation in running if self._ready(generation)]:
+                    engine.cancel(generation)
+                    running.remove(generation)
+                self._progress(what, len(generations) - len(running), plan.samples)
+        finally:
+            for generation in running:
+                engine.cancel(generation)
+            engine.target.close(source)
+
+    def _ready(self, generation: Generation) -> bool:
+        """Whether its block is complete: long enough, or ended by the text itself."""
+        length = len(generation.token_ids)
+        return length >= self.plan.length or bool(length and generation.token_ids[-1] in generation.request.stop_tokens)
+
+    def _partition(self, number: int) -> Partition:
+        while len(self._partitions) <= number:
+            law = OwnLaw(self.llm, self._tokens[len(self._partitions)], self.plan.sampling)
+            what = f"exact law: {_short(self.prompts[len(self._partitions)])}"
+            self._progress(what, 0, 1)
+            self._partitions.append(Partition(law, length=self.plan.length, samples=self.plan.samples))
+            self._progress(what, 1, 1)
+        return self._partitions[number]
+
+    def _compare(self, llm: LLM, draft: str | Drafter, tree: str | None, verify: str) -> Greedy:
+        """Greedy texts of plain decoding and of speculation, all prompts in one batch each."""
+        dtype = _dtype(llm)
+        if dtype not in self._plain:
+            self._plain[dtype] = self._write(llm.with_drafter("none"), f"plain greedy, {dtype}")
+        plain = self._plain[dtype]
+        speculative = self._write(llm.with_drafter(draft, tree, verify), f"{verify}: greedy, {dtype}")
+        differences = [
+            self._difference(llm, number, *pair)
+            for number, pair in enumerate(zip(plain, speculative, strict=True))
+            if pair[0] != pair[1]
+        ]
+        return Greedy(dtype, len(plain), sum(map(len, plain)), tuple(differences))
+
+    def _write(self, llm: LLM, what: str) -> list[list[int]]:
+        self._progress(what, 0, len(self.prompts))
+        completions = llm.generate(self.prompts, max_new_tokens=self.plan.greedy_tokens, raw=self.plan.raw)
+        self._progress(what, len(self.prompts), len(self.prompts))
+        return [completion.token_ids for completion in completions]
+
+    def _difference(self, llm: LLM, number: int, plain: list[int], speculative: list[int]) -> Difference:
+        position = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(plain, speculative, strict=False))))
+        gap = float("inf")  # one text ends where the other goes on after the same tokens
+        if position < min(len(plain), len(speculative)):
+            before = self._tokens[number] + plain[:position]
+            logits = _own_logits(llm, before)
+            gap = abs(float(logits[plain[position]] - logits[speculative[position]]))
+        return Difference(
+            prompt=self.prompts[number],
+            position=position,
+            plain=llm.decode(plain[position : position + 1]),
+            speculative=llm.decode(speculative[position : position + 1]),
+            gap=gap,
+        )
+
+
+def audit_model(
+    llm: LLM,
+    prompts: Sequence[str],
+    *,
+    draft: str | Drafter,
+    tree: str | None = None,
+    verify: str = "match",
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+) -> ModelAudit:
+    """Ask of one drafter and one verifier on a loaded model whether they keep its law."""
+    return ModelAuditor(llm, prompts, plan, progress).audit(draft, tree, verify)
+
+
+class OwnLaw:
+    """What follows a prompt and the first tokens of an answer, by the model's own forward pass."""
+
+    def __init__(self, llm: LLM, prompt: list[int], sampling: SamplingParams) -> None:
+        self.llm = llm
+        self.prompt = prompt
+        self.sampling = sampling
+        self.tie = TIE if _dtype(llm) == "float32" else ROUGH_TIE
+
+    def __call__(self, prefix: Block) -> Floats | None:
+        """(vocabulary,), or None after the end of a text and where a cut runs between two equal tokens."""
+        if prefix and prefix[-1] in self.llm.stop_tokens:
+            return None
+        tokens = [*self.prompt, *map(int, prefix)]
+        logits = _own_logits(self.llm, tokens)[None]
+        context = [Context(tokens, len(self.prompt))]
+        law = warp(logits, [self.sampling], context)[0]
+        kept = law > 0
+        # Rounding decides which of two near-equal tokens a cut keeps, and the engine may round the other way.
+        if not kept.all() and logits[0][kept].min() - logits[0][~kept].max() < self.tie:
+            return None
+        if self.sampling.top_p < 1:
+            for factor in (1 - self.tie / 100, 1 + self.tie / 100):
+                nearby = replace(self.sampling, top_p=min(1.0, self.sampling.top_p * factor))
+                if not torch.equal(warp(logits, [nearby], context)[0] > 0, kept):
+                    return None
+        found: Floats = law.double().cpu().numpy()
+        return found
+
+
+def _own_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
+    """(vocabulary,) float32: what follows these tokens."""
+    target = llm.engine.target
+    assert isinstance(target, TransformersTarget), "an LLM runs on a model of transformers"
+    return target.own_logits(torch.tensor([tokens], device=target.device))[0, -1].float()
+
+
+def _in_bfloat16(llm: LLM) -> LLM:
+    """A copy in bfloat16 as it would have been loaded: weights are rounded, tables of positions are not."""
+    model = copy.deepcopy(llm.model)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    target = llm.engine.target
+    slots = target.free_slots
+    rounded = TransformersTarget(model, slots=slots, context=target.context, max_nodes=target.max_nodes)
+    return LLM(llm.name, model, llm.tokenizer, Engine(rounded, build_drafter("none"), VERIFIERS.build("match")))
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.model.dtype).removeprefix("torch.")
+
+
+def _add(total: Stats, stats: Stats) -> None:
+    """Count the steps of one text among those of all."""
+    total.steps += stats.steps
+    total.drafted_tokens += stats.drafted_tokens
+    total.accepted_tokens += stats.accepted_tokens
+    total.emitted_tokens += stats.emitted_tokens
+    for all_counts, counts in (
+        (total.drafted_per_depth, stats.drafted_per_depth),
+        (total.accepted_per_depth, stats.accepted_per_depth),
+    ):
+        all_counts.extend([0] * (len(counts) - len(all_counts)))
+        for depth, count in enumerate(counts):
+            all_counts[depth] += count
+
+
+def _short(prompt: str, most: int = 40) -> str:
+    line = " ".join(prompt.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def _accuse(difference: Difference) -> str:
+    return (
+        f"{_short(difference.prompt)}: greedy float32 text leaves plain decoding after {difference.position} tokens, "
+        f"{difference.speculative!r} in place of {difference.plain!r} with logits {difference.gap:.3g} apart."
+    )
+
+
+def _notes(greedy: Greedy | None, near_ties: Greedy | None) -> list[str]:
+    notes = []
+    if greedy is not None:
+        ties = len(greedy.differences) - len(greedy.decisive)
+        equal = greedy.prompts - len(greedy.differences)
+        tied = f"; {ties} left it at a numerical tie" if ties else ""
+        notes.append(
+            f"Greedy in float32: {equal} of {greedy.prompts} texts ({greedy.tokens:,} tokens) equal plain decoding{tied}."
+        )
+    if near_ties is not None:
+        gaps = [difference.gap for difference in near_ties.differences]
+        widest = f", at near-ties with logits at most {max(gaps):.2g} apart" if gaps else ""
+        notes.append(
+            f"Greedy in {near_ties.dtype}: {len(gaps)} of {near_ties.prompts} texts leave plain decoding{widest}; "
+            "this decides nothing."
+        )
+    return notes

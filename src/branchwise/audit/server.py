@@ -1,0 +1,456 @@
+"""The audit of a server: blocks that it samples against the probabilities that a reference server states.
+
+Both are asked through `/v1/completions` with logprobs, which OpenAI, vLLM, SGLang, llama.cpp and others serve. The
+audited one writes many short texts; the reference, the same model without speculation, is asked for one token at a
+time and says how probable it and its rivals are. Tokens are compared as the strings that logprobs report.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+
+from branchwise.audit.blocks import Activity, Block, BlockTest, BlockTests, Finding, Partition, g_test, judge
+from branchwise.errors import UsageError
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, steps done, steps in all)"""
+
+NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Many servers cut or penalise unless told otherwise. These are no part of OpenAI's protocol, and left out where a
+server refuses them."""
+
+TOP_LOGPROBS = (20, 5)
+"""how many rivals the reference is asked for; the second where the first is refused"""
+
+PAUSES = (0.5, 2.0)
+"""seconds before a request is sent again that a busy server turned away"""
+
+OTHER = "\0"
+"""stands for tokens that cannot be told apart by their strings; no server reports it"""
+
+_SPECIAL = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|")
+_COUNTER = re.compile(r"^\S*spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE)
+
+
+class Refused(UsageError):
+    """The server answered that it does not take such a request; another form of it may do."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One text as a server reported it."""
+
+    tokens: tuple[str, ...]
+    text: str
+    tops: tuple[dict[str, float], ...]
+    """for each token the most probable ones in its place, with their probabilities"""
+    prompt_tokens: int | None
+    """how many tokens the server found in the prompt, where it says so"""
+
+
+class Server:
+    """An OpenAI-compatible server. Whatever goes wrong is a `UsageError` with one sentence."""
+
+    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 60.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"{url!r} is not the address of a server; it looks like http://127.0.0.1:8000.")
+        root = url.rstrip("/").removesuffix("/completions").rstrip("/").removesuffix("/v1")
+        self.url = root.rstrip("/")
+        self.timeout = timeout
+        self._model = model
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if key or os.environ.get("OPENAI_API_KEY"):
+            self._headers["Authorization"] = f"Bearer {key or os.environ['OPENAI_API_KEY']}"
+        # A proxy of the system does not know this machine's own servers.
+        here = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        handlers = [urllib.request.ProxyHandler({})] if here else []
+        self._opener = urllib.request.build_opener(*handlers)
+
+    @cached_property
+    def model(self) -> str:
+        """The name to ask for: the given one, or the first that the server lists."""
+        if self._model is not None:
+            return self._model
+        found = self._ask("/v1/models")
+        try:
+            return str(found["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise UsageError(f"The server at {self.url} lists no model; name one with --model.") from None
+
+    def complete(self, prompt: str, **options: Any) -> list[Completion]:
+        """Texts that continue a prompt, with the tokens and logprobs that the server reports."""
+        answer = self._ask("/v1/completions", {"model": self.model, "prompt": prompt, **options})
+        try:
+            choices = list(answer["choices"])
+            prompt_tokens = (answer.get("usage") or {}).get("prompt_tokens")
+        except (KeyError, TypeError, AttributeError):
+            raise UsageError(f"The server at {self.url} answered a completion without choices.") from None
+        if not choices:
+            raise UsageError(f"The server at {self.url} answered a completion without choices.")
+        return [self._read(choice, prompt_tokens) for choice in choices]
+
+    def counters(self) -> tuple[int, int] | None:
+        """Tokens drafted and accepted since the server started, where it counts them as vLLM does."""
+        try:
+            with self._opener.open(f"{self.url}/metrics", timeout=self.timeout) as answer:
+                page = answer.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
+        counts: dict[str, float] = {}
+        for kind, value in _COUNTER.findall(page):
+            counts[kind] = counts.get(kind, 0.0) + float(value)
+        return (int(counts["draft"]), int(counts["accepted"])) if len(counts) == 2 else None
+
+    def _read(self, choice: Any, prompt_tokens: Any) -> Completion:
+        try:
+            text = str(choice["text"])
+            logprobs = choice.get("logprobs")
+            if logprobs is None:
+                raise UsageError(
+                    f"The server at {self.url} returned no logprobs, by which its tokens are told apart; "
+                    "audit a server that reports them."
+                )
+            if "content" in logprobs:  # as chat completions report them; llama.cpp does so everywhere
+                entries = logprobs["content"]
+                tokens = [str(entry["token"]) for entry in entries]
+                tops = [_probabilities((e["token"], e["logprob"]) for e in entry["top_logprobs"]) for entry in entries]
+            else:
+                tokens = [str(token) for token in logprobs["tokens"]]
+                tops = [_probabilities((top or {}).items()) for top in logprobs.get("top_logprobs") or ()]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UsageError(
+                f"The server at {self.url} reports logprobs in a form that OpenAI's completions do not have."
+            ) from None
+        return Completion(
+            tuple(tokens), text, tuple(tops), prompt_tokens if isinstance(prompt_tokens, int) else None
+        )
+
+    def _ask(self, path: str, payload: dict[str, Any] | None = None) -> Any:
+        body = None if payload is None else json.dumps(payload).encode()
+        for pause in (*PAUSES, None):
+            request = urllib.request.Request(self.url + path, data=body, headers=self._headers)
+            try:
+                with self._opener.open(request, timeout=self.timeout) as answer:
+                    return json.loads(answer.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    message = _message(error)
+                if pause is None or error.code not in (429, 500, 502, 503, 504):
+                    raise self._refusal(path, error.code, message) from None
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                raise UsageError(
+                    f"The server at {self.url} answered {path} with something that is not JSON; "
+                    "is it OpenAI-compatible?"
+                ) from None
+            except (OSError, http.client.HTTPException) as error:
+                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                if isinstance(reason, TimeoutError):
+                    raise UsageError(
+                        f"The server at {self.url} gave no answer to {path} within {self.timeout:g} seconds; "
+                        "give it longer with --timeout."
+                    ) from None
+                dropped = isinstance(reason, ConnectionResetError | BrokenPipeError | http.client.HTTPException)
+                if pause is None or not dropped:
+                    raise UsageError(f"No server answers at {self.url}: {_reason(reason)}.") from None
+            except ValueError as error:  # a host or a header that cannot be sent
+                raise UsageError(f"The server at {self.url} cannot be asked: {error}.") from None
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _refusal(self, path: str, code: int, message: str) -> UsageError:
+        hint = {
+            401: " Give a key with --api-key or in OPENAI_API_KEY.",
+            403: " Give a key with --api-key or in OPENAI_API_KEY.",
+            404: " Is it an OpenAI-compatible server, and is the model's name right?",
+        }.get(code, "")
+        kind = Refused if code in (400, 413, 422, 501) else UsageError
+        return kind(f"The server at {self.url} answered {path} with {code}: {message}.{hint}")
+
+
+class Asker:
+    """Requests of one form; the first request finds the richest form that the server takes."""
+
+    def __init__(self, server: Server, forms: Sequence[dict[str, Any]]) -> None:
+        self.server = server
+        self.forms = list(forms)
+        self._settled = False
+        self._turn = threading.Lock()
+
+    @property
+    def form(self) -> dict[str, Any]:
+        return self.forms[0]
+
+    def __call__(self, prompt: str) -> list[Completion]:
+        if self._settled:
+            return self.server.complete(prompt, **self.form)
+        with self._turn:
+            while not self._settled:
+                try:
+                    found = self.server.complete(prompt, **self.form)
+                    self._settled = True
+                    return found
+                except Refused:
+                    if len(self.forms) == 1:
+                        raise
+                    del self.forms[0]
+        return self.server.complete(prompt, **self.form)
+
+
+class StatedLaw:
+    """What follows a prompt and the first tokens of an answer, as the reference states it."""
+
+    def __init__(self, reference: Asker, prompt: str) -> None:
+        self.reference = reference
+        self.prompt = prompt
+        self._tokens_of_prompt: int | None = None
+        self._strings_are_text = True
+
+    def __call__(self, prefix: Block) -> dict[str, float] | None:
+        """The known tokens with their probabilities, or None where the text would not be read as these tokens."""
+        if prefix and not self._strings_are_text:
+            return None
+        first = self.reference(self.prompt + "".join(map(str, prefix)))[0]
+        if not first.tops or not first.tops[0]:
+            if first.tokens:
+                raise UsageError(
+                    f"The reference at {self.reference.server.url} returned no top logprobs, and they are the "
+                    "probabilities to compare with."
+                )
+            return None  # the text ended, and it was not said how probable that was
+        if not prefix:
+            self._tokens_of_prompt = first.prompt_tokens
+            # Some servers report tokens in another spelling than the text's; joined, they would be another text.
+            spelt = first.tokens[0]
+            self._strings_are_text = spelt == first.text or plain(spelt) == OTHER
+        elif None not in (self._tokens_of_prompt, first.prompt_tokens):
+            if first.prompt_tokens != (self._tokens_of_prompt or 0) + len(prefix):
+                return None  # prompt and prefix were read as other tokens than they were written as
+        return {token: share for token, share in first.tops[0].items() if plain(token) != OTHER}
+
+
+def plain(token: str) -> str:
+    """The token, or `OTHER` for one whose string does not tell it apart: parts of characters, and special tokens,
+    which one server reports at the end of a text and another leaves out."""
+    return OTHER if "\ufffd" in token or token.startswith("bytes:") or _SPECIAL.fullmatch(token) else token
+
+
+@dataclass(frozen=True)
+class ServerAudit:
+    """What the audit of a server found."""
+
+    url: str
+    model: str
+    reference: str
+    reference_model: str
+    length: int
+    limit: float
+    tests: BlockTests
+    activity: Activity | None
+    finding: Finding
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "server": self.url,
+            "model": self.model,
+            "reference": self.reference,
+            "reference_model": self.reference_model,
+            **self.finding.as_dict(),
+            "length": self.length,
+            "limit": self.limit,
+            "blocks": self.tests.as_dict(),
+            "drafted_tokens": None if self.activity is None else self.activity.drafted,
+            "accepted_tokens": None if self.activity is None else self.activity.accepted,
+        }
+
+
+@dataclass
+class Gathered:
+    """The blocks of one prompt."""
+
+    prompt: str
+    partition: Partition
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def test(self) -> BlockTest:
+        shown = " ".join(self.prompt.split())
+        shown = shown if len(shown) <= 40 else f"{shown[:39]}…"
+        return g_test(self.partition.count(self.blocks), self.partition.probabilities, context=shown)
+
+    @property
+    def strange(self) -> bool:
+        """Whether no text starts with a token that the reference named, though those are most of the mass."""
+        unnamed = self.partition.cell_of(())
+        never = all(self.partition.cell_of(block[:1]) == unnamed for block in self.blocks)
+        return len(self.blocks) >= 20 and never and self.partition.probabilities[unnamed] < 0.5
+
+
+def audit_server(
+    url: str,
+    reference: str,
+    prompts: Sequence[str],
+    samples: int = 1000,
+    *,
+    length: int = 3,
+    model: str | None = None,
+    reference_model: str | None = None,
+    key: str | None = None,
+    reference_key: str | None = None,
+    per_request: int = 16,
+    threads: int = 8,
+    timeout: float = 60.0,
+    false_alarm: float = 1e-3,
+    limit: float = 0.1,
+    progress: Progress | None = None,
+) -> ServerAudit:
+    """Ask whether a server keeps the law that the reference states, with `samples` texts for each prompt.
+
+    `per_request` texts are asked for at once where the server allows it, in `threads` requests at a time. Ctrl-C ends
+    it with what was gathered.
+    """
+    if not prompts:
+        raise UsageError("There are no prompts to audit with.")
+    for name, value in (("samples", samples), ("length", length), ("threads", threads), ("n", per_request)):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}.")
+    BlockTests((), false_alarm)  # checks the rate
+    audited = Server(url, model=model, key=key, timeout=timeout)
+    stating = Server(reference, model=reference_model, key=reference_key or key, timeout=timeout)
+    report = progress or (lambda what, done, of: None)
+    sampling = {"max_tokens": length, "temperature": 1, "top_p": 1, "logprobs": 1}
+    sampler = Asker(
+        audited,
+        [sampling | extra | many for many in ({"n": per_request}, {}) for extra in (NEUTRAL, {})],
+    )
+    one = {"max_tokens": 1, "temperature": 1, "top_p": 1}
+    stater = Asker(stating, [one | extra | {"logprobs": top} for top in TOP_LOGPROBS for extra in (NEUTRAL, {})])
+    gathered: list[Gathered] = []
+    doubts: list[str] = []
+    before = audited.counters()
+    try:
+        sampler(prompts[0])  # both servers are known to answer before the work begins
+        with _pool(threads) as pool:
+            laws = [StatedLaw(stater, prompt) for prompt in prompts]
+            jobs = [pool.submit(Partition, law, length=length, samples=samples) for law in laws]
+            for done, _ in enumerate(as_completed(jobs), start=1):
+                report("probabilities of the reference", done, len(jobs))
+            gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]
+            for entry in gathered:
+                _sample(pool, sampler, entry, samples, threads, report)
+    except KeyboardInterrupt:
+        doubts.append("The audit was interrupted; what it had gathered is shown and decides nothing.")
+    after = audited.counters()
+    activity = None if before is None or after is None else Activity(after[0] - before[0], after[1] - before[1])
+    tests = BlockTests(tuple(entry.test for entry in gathered if entry.blocks), false_alarm)
+    sampled = [entry for entry in gathered if entry.blocks]
+    if sampled and all(entry.strange for entry in sampled):
+        doubts.append(
+            "No text starts with a token that the reference names: do both servers serve the same model and spell its "
+            "tokens alike?"
+        )
+    notes = _notes(sampler, stater, sampled, activity)
+    return ServerAudit(
+        url=audited.url,
+        model=audited.model,
+        reference=stating.url,
+        reference_model=stating.model,
+        length=length,
+        limit=limit,
+        tests=tests,
+        activity=activity,
+        finding=judge(tests, activity=activity, limit=limit, doubts=doubts, notes=notes),
+    )
+
+
+def _sample(
+    pool: ThreadPoolExecutor, sampler: Asker, entry: Gathered, samples: int, threads: int, report: Progress
+) -> None:
+    """Ask for the texts of one prompt. All requests are sent alike, whatever came back before."""
+    waiting: set[Future[list[Completion]]] = set()
+    try:
+        while len(entry.blocks) < samples:
+            at_once = sampler.form.get("n", 1)
+            missing = math.ceil((samples - len(entry.blocks)) / at_once)
+            waiting = {pool.submit(sampler, entry.prompt) for _ in range(min(missing, 4 * threads))}
+            for job in as_completed(waiting):
+                for completion in job.result():
+                    entry.blocks.append(tuple(plain(token) for token in completion.tokens))
+                report(f"texts: {entry.test.context}" if False else "texts", len(entry.blocks), samples)
+    finally:
+        for job in waiting:
+            job.cancel()
+        del entry.blocks[samples:]
+
+
+@contextmanager
+def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for requests; leaving early does not wait for those that have not been sent."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _notes(sampler: Asker, stater: Asker, gathered: Sequence[Gathered], activity: Activity | None) -> list[str]:
+    notes = []
+    names = (sampler.server.model, stater.server.model)
+    if names[0] != names[1]:
+        notes.append(f"The servers name their models differently: {names[0]} and {names[1]}.")
+    if "top_k" not in sampler.form:
+        notes.append("The server refuses to be told top_k and min_p; if it cuts by default, that shows as a difference.")
+    if activity is None:
+        notes.append("Whether the server speculated is not known: it shows no spec_decode counters at /metrics.")
+    varied = [entry for entry in gathered if len(entry.blocks) >= 20]
+    if varied and all(len(set(entry.blocks)) == 1 for entry in varied):
+        notes.append("Every text of a prompt was the same; does the server sample with a fixed seed?")
+    return notes
+
+
+def _probabilities(pairs: Any) -> dict[str, float]:
+    """Tokens to probabilities; tokens of the same string share one entry."""
+    found: dict[str, float] = {}
+    for token, logprob in pairs:
+        if logprob is not None:
+            found[str(token)] = found.get(str(token), 0.0) + math.exp(min(float(logprob), 0.0))
+    return found
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """What the server says about it, as one line."""
+    try:
+        raw = error.read(100_000).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        raw = ""
+    try:
+        said = json.loads(raw)
+        for name in ("error", "message", "detail"):
+            if isinstance(said, dict) and name in said:
+                said = said[name]
+        raw = said if isinstance(said, str) else json.dumps(said)
+    except json.JSONDecodeError:
+        raw = "" if raw.lstrip().startswith("<") else raw
+    line = " ".join(raw.split()).rstrip(".")
+    return line[:300] or str(error.reason)
+
+
+def _reason(error: object) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.rstrip(".")
+    return str(error).rstrip(".") or type(error).__name__

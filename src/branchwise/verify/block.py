@@ -1,0 +1,169 @@
+"""Block verification: accept the longest run for which a whole block is good enough.
+
+Sun et al., "Block Verification Accelerates Speculative Decoding", ICLR 2025 (arXiv 2403.10444). Token by token, a
+path is lost at the first token that fails. Here the running product of p/q is clipped instead of each factor, and the
+last success counts, not the run before the first failure. No verifier of one path accepts more.
+
+    w_0 = 1, w_{i+1} = min(1, w_i p/q)       S_i = sum of max(w_i p - q, 0)
+    h_i = S_i / (S_i + 1 - w_i)              h_L = w_L, h_0 = 1
+
+The path is kept up to the last i whose coin of odds h_i succeeds; then one token follows from max(w_i p - q, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from branchwise.chance import Chance
+from branchwise.laws import Laws, settled
+from branchwise.rows import rows_at, total
+from branchwise.tree import Draw, Forest
+from branchwise.verify import Verdicts
+from branchwise.verify.match import or_match
+
+
+class Block:
+    name = "block"
+    accepts = frozenset({Draw.PATHS})
+
+    @or_match
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        """Verify the first path."""
+        path = Path.below(forest, forest.paths[:, 0])
+        root = torch.zeros_like(path.length)
+        spans = list(read(forest, laws, path, laws.rows(root), forest.q_rows(root)))
+        p, q = at_tokens(spans, path.tokens)
+        block = verify_block(laws, chance, path, spans, clipped_products(p / q), lambda span: span.q)
+        return path.verdicts(block.kept, chance.pick(block.residual(forest, laws, path)))
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """One path of every tree, from some node downwards."""
+
+    nodes: Tensor
+    """(batch, n + 1): node 0 is where it starts; without meaning beyond `length`"""
+    tokens: Tensor
+    """(batch, n): the token that leads from node i to node i + 1"""
+    length: Tensor
+    """(batch,): how many tokens it has"""
+
+    @classmethod
+    def below(cls, forest: Forest, nodes: Tensor) -> Path:
+        """The path through nodes (batch, n + 1) that are padded with -1."""
+        length = (nodes >= 0).sum(dim=1) - 1
+        nodes = nodes.clamp_min(0)
+        return cls(nodes, rows_at(forest.tokens, nodes[:, 1:]), length)
+
+    def verdicts(self, kept: Tensor, tokens: Tensor) -> Verdicts:
+        """Keep the first `kept` tokens of a path that starts at the root."""
+        steps = torch.arange(self.nodes.shape[1], device=kept.device)
+        return Verdicts(torch.where(steps <= kept[:, None], self.nodes, -1), tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The laws at some consecutive nodes of a path: one on the host, as many as there are on a device."""
+
+    start: int
+    p: Tensor
+    """(batch, n, vocabulary): row i after node start + i"""
+    q: Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.p.shape[1]
+
+
+def read(forest: Forest, laws: Laws, path: Path, p: Tensor, q: Tensor) -> Iterator[Span]:
+    """The laws along a path; `p` and `q` (batch, vocabulary) are those of its first node."""
+    yield Span(0, p[:, None], q[:, None])
+    last = path.tokens.shape[1]
+    for start in range(1, last, 1 if laws.lazy else last):
+        if settled(laws, path.length <= start):
+            return
+        nodes = path.nodes[:, start : start + 1 if laws.lazy else last]
+        yield Span(start, laws.rows(nodes), forest.q_rows(nodes))
+
+
+def at_tokens(spans: list[Span], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q (batch, n) float64 of the tokens along the path, as far as it was read."""
+    pairs = [(span.p, span.q, tokens[:, span.start : span.stop, None]) for span in spans if span.start < span.stop]
+    p = torch.cat([p[:, : t.shape[1]].gather(-1, t)[..., 0] for p, _, t in pairs], dim=1)
+    q = torch.cat([q[:, : t.shape[1]].gather(-1, t)[..., 0] for _, q, t in pairs], dim=1)
+    return p.double(), q.double()
+
+
+def clipped_products(ratios: Tensor) -> Tensor:
+    """(batch, n + 1): the running product of ratios (batch, n), held at 1 whenever it would pass it.
+
+    The clipped product is the plain one divided by its highest point so far.
+    """
+    logs = torch.nn.functional.pad(ratios.log(), (1, 0)).cumsum(dim=1)
+    return (logs - logs.cummax(dim=1).values).exp()
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """How far a path was kept, and what is still wanted there."""
+
+    kept: Tensor
+    """(batch,)"""
+    whole: Tensor
+    """(batch,) bool: all of the path"""
+    left: Tensor
+    """(batch, vocabulary): unnormalised law of the token after a path that was not kept whole"""
+
+    def residual(self, forest: Forest, laws: Laws, path: Path) -> Tensor:
+        """(batch, vocabulary): the unnormalised law of the token that follows."""
+        if laws.lazy and not self.whole.any():
+            return self.left
+        end = laws.rows(path.nodes.gather(1, path.length[:, None])[:, 0])
+        return torch.where(self.whole[:, None], end, self.left)
+
+
+def verify_block(
+    laws: Laws,
+    chance: Chance,
+    path: Path,
+    spans: list[Span],
+    weights: Tensor,
+    drawn_from: Callable[[Span], Tensor],
+    first_coin: int = 0,
+) -> Kept:
+    """Keep a path up to the last success.
+
+    `weights` (batch, n + 1) are the w_i; `drawn_from` gives the rows (batch, n, vocabulary) of the law that the path
+    was drawn from. The coin of node i has the number first_coin + n - i: the last node is asked first.
+    """
+    last = path.tokens.shape[1]
+    nodes = torch.arange(last, -1, -1, device=weights.device)
+    known = torch.nn.functional.pad(weights, (0, last + 1 - weights.shape[1]))
+    at_end = torch.where(nodes == path.length[:, None], known.flip(1), 0.0)
+    whole = chance.first(at_end, first_coin) <= last
+    kept = torch.where(whole, path.length, -1)
+    left = torch.zeros_like(spans[0].p[:, 0])
+    for span in reversed(spans):
+        if settled(laws, kept >= 0):
+            break
+        steps = torch.arange(span.start, span.stop, device=weights.device)
+        w = weights[:, span.start : span.stop]
+        rows = torch.sub(span.p * w[..., None].to(span.p.dtype), drawn_from(span)).clamp_min_(0)
+        mass = total(rows)
+        odds = torch.where((w == 1) | (steps == 0), 1.0, mass / (mass + 1 - w))
+        odds = torch.where((steps < path.length[:, None]) & (kept < 0)[:, None], odds, 0.0)
+        turn = chance.first(odds.flip(1), first_coin + last - span.stop + 1)
+        found = turn < len(steps)
+        here = (len(steps) - 1 - turn).clamp_min(0)
+        # Where p equals q nothing is left, and no coin of odds 1 fails; rounding may still ask, and p is the answer.
+        empty = (mass.gather(1, here[:, None]) == 0) & found[:, None]
+        row = rows_at(rows, here)
+        if not laws.lazy or bool(empty.any()):
+            row = torch.where(empty, rows_at(span.p, here), row)
+        left = torch.where(found[:, None], row, left) if not settled(laws, found) else row
+        kept = torch.where(found, here + span.start, kept)
+    return Kept(kept, whole, left)

@@ -1,0 +1,89 @@
+"""The cascade: multi-path block verification that goes on with the other paths after a stop.
+
+`lambda-gbv` throws the other K - 1 paths away when the chosen one stops at a node v with the residual law r. But given
+all that was seen, the others that run through v are still independent draws from a known law, and what is wanted from v
+is one token from r, then the target. That is the same task again, smaller: choose among them, verify, go on.
+
+After a stop the law of the others' next token is q where the first path had been taken (nothing was learnt about the
+others), and q restricted to the tokens that rank below the chosen one where the highest had been taken (they rank below
+it, or they would have been chosen). Identical copies of a chosen first path stay draws like all others.
+
+The mathematics is Branchwise's own; `branchwise audit verifiers` enumerates it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from branchwise.chance import Chance
+from branchwise.laws import Laws, settled
+from branchwise.rows import rows_at, total
+from branchwise.tree import Draw, Forest
+from branchwise.verify import Verdicts
+from branchwise.verify.block import Kept, Path
+from branchwise.verify.gbv import GRID, Choice, Draws, Paths
+from branchwise.verify.match import or_match
+
+
+class Cascade:
+    name = "cascade"
+    accepts = frozenset({Draw.PATHS})
+    mixtures = GRID
+
+    @or_match
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        paths = Paths(forest, laws)
+        draws = paths.all
+        anchor = torch.zeros_like(draws.depth)  # a path that runs through the node reached so far
+        total = paths.nodes.shape[1]
+        coins = paths.nodes.shape[2] + 1  # of one stage: which path, and one for each of its nodes
+        for stage in range(total):
+            if settled(laws, draws.count == 0):
+                break
+            choice = paths.choose(draws, chance, self.mixtures, stage * coins, most=total - stage)
+            block = choice.verify(chance, stage * coins + 1)
+            anchor = torch.where(draws.count > 0, choice.taken, anchor)
+            draws = go_on(choice, block, last=stage == total - 1)
+        path = Path.below(forest, rows_at(paths.nodes, anchor))
+        return path.verdicts(draws.depth, chance.pick(draws.p))
+
+
+def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
+    """What is left to do after a stop: the residual as the law that is wanted, the others as draws."""
+    paths, draws = choice.paths, choice.draws
+    active = draws.count > 0
+    wanted = block.residual(paths.forest, paths.laws, choice.path)
+    wanted = wanted / total(wanted)[:, None].to(wanted.dtype)
+    p = wanted if settled(paths.laws, active) else torch.where(active[:, None], wanted, draws.p)
+    depth = torch.where(active, draws.depth + block.kept, draws.depth)
+    if last:
+        return Draws(depth, torch.zeros_like(draws.alive), p, draws.q)
+
+    numbers = torch.arange(draws.alive.shape[1], device=p.device)
+    others = draws.alive & (numbers != choice.taken[:, None]) & (active & ~block.whole)[:, None]
+    taken = choice.taken[:, None]
+    here, next_ = paths.at(depth), paths.at(depth, 1)
+    others &= here == here.gather(1, taken)
+    others &= choice.taken_first[:, None] | (next_ != next_.gather(1, taken))
+    if settled(paths.laws, ~others.any(dim=1)):
+        return Draws(depth, others, p, draws.q)
+    return Draws(depth, others, p, law_of_others(choice, block.kept, others))
+
+
+def law_of_others(choice: Choice, kept: Tensor, others: Tensor) -> Tensor:
+    """(batch, vocabulary): the law of the next token of the other paths where the chosen one stopped."""
+    token = choice.path.tokens.gather(1, kept.clamp_max(choice.path.tokens.shape[1] - 1)[:, None])
+    law = torch.zeros_like(choice.draws.q)
+    for span, order in zip(choice.spans, choice.orders, strict=True):
+        inside = (kept >= span.start) & (kept < span.stop) & others.any(dim=1)
+        if settled(choice.paths.laws, ~inside):
+            continue
+        place = (kept - span.start).clamp(0, span.q.shape[1] - 1)
+        q = rows_at(span.q, place)
+        if not choice.alone:
+            lower = type(order)(rows_at(span.p, place)[:, None], q[:, None], lazy=True).ranks_below(token)[:, 0]
+            q = torch.where(choice.taken_first[:, None] | lower, q, 0.0)
+            q = q / total(q)[:, None].to(q.dtype)
+        law = torch.where(inside[:, None], q, law)
+    return law

@@ -1,0 +1,247 @@
+"""Greedy multi-path block verification: block verification of the best of K drafted paths.
+
+Thomas and Pal, "Greedy Multi-Path Block Verification" (arXiv 2602.16961). Of K independent paths the one that ranks
+highest is taken, level by level in the order of p/q, and verified as a block against the law of the highest of K.
+`gbv` always takes that path. It can be worse than verifying one path, since the highest of K lies further from q:
+where q is close to p, that is a loss. `lambda-gbv` therefore takes the first path with a probability lambda that the two
+laws at the root decide, and verifies whichever it took against the mixture of both laws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from branchwise.chance import Chance
+from branchwise.laws import Laws
+from branchwise.rows import rows_at, total
+from branchwise.tree import Draw, Forest
+from branchwise.verify import Verdicts
+from branchwise.verify.block import Kept, Path, Span, at_tokens, clipped_products, read, verify_block
+from branchwise.verify.match import or_match
+from branchwise.verify.order import Order, boost, sort_keys
+
+GRID = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class GBV:
+    name = "gbv"
+    accepts = frozenset({Draw.PATHS})
+    mixtures: tuple[float, ...] = (0.0,)
+
+    @or_match
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        paths = Paths(forest, laws)
+        choice = paths.choose(paths.all, chance, self.mixtures, coin=0)
+        block = choice.verify(chance, coin=1)
+        return choice.path.verdicts(block.kept, chance.pick(block.residual(forest, laws, choice.path)))
+
+
+class LambdaGBV(GBV):
+    name = "lambda-gbv"
+    mixtures = GRID
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Paths that run through one node, as draws: what is wanted there and where they came from."""
+
+    depth: Tensor
+    """(batch,): how deep the node is"""
+    alive: Tensor
+    """(batch, paths) bool: the paths through it that are still draws from q, independent of all that is known"""
+    p: Tensor
+    """(batch, vocabulary): the law that the next token must have; below, the target's own"""
+    q: Tensor
+    """(batch, vocabulary): the law of the next tokens of these paths; below, the drafter's own"""
+
+    @property
+    def count(self) -> Tensor:
+        return self.alive.sum(dim=1)
+
+
+class Paths:
+    """The drafted paths of a batch and how they compare."""
+
+    def __init__(self, forest: Forest, laws: Laws) -> None:
+        self.forest = forest
+        self.laws = laws
+        self.nodes = forest.paths
+        """(batch, paths, depth + 1), padded with -1"""
+        self.standing = standings(forest, laws) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes)
+
+    @property
+    def all(self) -> Draws:
+        root = torch.zeros(len(self.forest), dtype=torch.long, device=self.nodes.device)
+        alive = self.nodes[:, :, 0] >= 0
+        return Draws(root, alive, self.laws.rows(root), self.forest.q_rows(root))
+
+    def at(self, depth: Tensor, beyond: int = 0) -> Tensor:
+        """(batch, paths): the node of each path at a depth (batch,), -1 behind its end."""
+        last = self.nodes.shape[2]
+        place = (depth + beyond)[:, None, None].expand(-1, self.nodes.shape[1], 1)
+        return torch.where(place < last, self.nodes.gather(2, place.clamp_max(last - 1)), -1)[..., 0]
+
+    def choose(
+        self, draws: Draws, chance: Chance, mixtures: tuple[float, ...], coin: int, most: int | None = None
+    ) -> Choice:
+        """Take the first path with a probability from `mixtures`, otherwise the highest one.
+
+        `most` bounds the number of living paths where that is known without looking.
+        """
+        most = most or self.nodes.shape[1]
+        order = Order(draws.p[:, None], draws.q[:, None], lazy=self.laws.lazy)
+        first = draws.alive.int().argmax(dim=1)
+        alone = most == 1 or (self.laws.lazy and bool((draws.count <= 1).all()))
+        if alone:
+            share, taken_first, taken = torch.ones_like(draws.depth, dtype=torch.float64), draws.count >= 0, first
+        else:
+            share = best_mixture(draws, order, mixtures, most, lazy=self.laws.lazy)
+            taken_first = chance.first(share[:, None], coin) == 0
+            taken = torch.where(taken_first, first, self._highest(draws))
+        steps = torch.arange(self.nodes.shape[2], device=self.nodes.device)
+        own = rows_at(self.nodes, taken)
+        places = draws.depth[:, None] + steps
+        nodes = torch.where(places < len(steps), own.gather(1, places.clamp_max(len(steps) - 1)), -1)
+        nodes = torch.where((draws.count > 0)[:, None] | (steps == 0), nodes, -1)
+        return Choice(self, draws, order, share, taken_first, taken, Path.below(self.forest, nodes), most, alone)
+
+    def _highest(self, draws: Draws) -> Tensor:
+        """(batch,): the living path that ranks highest, by the first laws of `draws` and those of the nodes below."""
+        tokens = rows_at(self.forest.tokens, self.at(draws.depth, 1).clamp_min(0))
+        p, q = draws.p.gather(1, tokens), draws.q.gather(1, tokens)
+        keys = sort_keys(p, q, draws.p.shape[-1])
+        last = self.standing.shape[2] - 1
+        below = self.standing.gather(
+            2, (draws.depth + 1).clamp_max(last)[:, None, None].expand(-1, self.standing.shape[1], 1)
+        )[..., 0]
+        return _beaten((keys, tokens, below), draws.alive).argmax(dim=1)
+
+
+def standings(forest: Forest, laws: Laws) -> Tensor:
+    """(batch, paths, depth + 1): how many of the paths through the same node at that depth rank below this one.
+
+    Paths compare by the first token in which they differ, so only nodes where they part need their laws read.
+    """
+    nodes = forest.paths
+    assert forest.q is not None
+    keys = forest.q.new_zeros(len(forest), forest.nodes)  # of every node among its siblings
+    for forks in forest.forks.split(1 if laws.lazy else max(forest.forks.shape[1], 1), dim=1):
+        p, q = laws.rows(forks.clamp_min(0)), forest.q_rows(forks)
+        parents = forks[:, :, None] == forest.parents[:, None, :]  # (batch, forks, nodes)
+        parents &= (forks >= 0)[:, :, None]
+        tokens = forest.tokens[:, None, :].expand(-1, forks.shape[1], -1)
+        found = sort_keys(p.gather(2, tokens), q.gather(2, tokens), p.shape[-1])
+        keys += torch.where(parents, found, 0.0).sum(dim=1)
+    standing = torch.zeros_like(nodes)
+    valid = nodes[:, :, 0] >= 0
+    for depth in range(nodes.shape[2] - 2, -1, -1):
+        children = nodes[:, :, depth + 1].clamp_min(0)
+        together = valid[:, :, None] & valid[:, None, :] & (nodes[:, :, depth, None] == nodes[:, None, :, depth])
+        contest = (rows_at(keys, children), rows_at(forest.tokens, children), standing[:, :, depth + 1])
+        standing[:, :, depth] = _beaten(contest, together)
+    return standing
+
+
+def _beaten(contest: tuple[Tensor, ...], among: Tensor) -> Tensor:
+    """(batch, paths): how many of the others each path beats, by the first value (batch, paths) in which they differ.
+
+    `among` (batch, paths) are the paths that take part, the others get -1; or (batch, paths, paths) says who meets whom.
+    """
+    beats = torch.zeros_like(contest[0][:, :, None] > contest[0][:, None, :])
+    for values in reversed(contest):
+        mine, theirs = values[:, :, None], values[:, None, :]
+        beats = (mine > theirs) | ((mine == theirs) & beats)
+    if among.ndim == 3:
+        return (beats & among).sum(dim=2)
+    wins = (beats & among[:, None, :]).sum(dim=2)
+    return torch.where(among, wins, -1)
+
+
+def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: int, *, lazy: bool) -> Tensor:
+    """(batch,) float64: the probability of taking the first path that promises most for the first token.
+
+    It may look at nothing but the laws and the number of the paths. The promise is the overlap of what is wanted with what
+    the mixture would give; of equal promises the smallest probability is taken.
+    """
+    alone = draws.count <= 1
+    if len(mixtures) == 1:
+        share = torch.full_like(draws.depth, mixtures[0], dtype=torch.float64)
+        return torch.where(alone, 1.0, share)
+    p, q = order.p[:, 0], order.q[:, 0]
+    gain = boost(order.below, order.q, torch.ones_like(order.q[..., :1]), draws.count[:, None, None], most, lazy=lazy)
+    highest = gain[:, 0] * q
+    overlaps = torch.stack(
+        [total(torch.minimum(p, torch.lerp(highest, q, share))) for share in mixtures], dim=1
+    )
+    noise = 1e-12 if p.dtype == torch.float64 else 1e-6
+    good = overlaps >= overlaps.amax(dim=1, keepdim=True) - noise
+    share = torch.tensor(mixtures, dtype=torch.float64).to(p.device)[good.int().argmax(dim=1)]
+    return torch.where(alone, 1.0, share)
+
+
+@dataclass(eq=False)
+class Choice:
+    """A path that was taken, with all that its law depends on."""
+
+    paths: Paths
+    draws: Draws
+    order: Order
+    """of the tokens after the first node"""
+    share: Tensor
+    """(batch,): with what probability the first path was to be taken"""
+    taken_first: Tensor
+    """(batch,) bool: it was; otherwise the highest one"""
+    taken: Tensor
+    """(batch,): the number of the path"""
+    path: Path
+    """its part below the node of the draws"""
+    most: int
+    alone: bool
+    """whether there was no choice: one path, whose law is q"""
+
+    def verify(self, chance: Chance, coin: int) -> Kept:
+        """Block verification against the law that the path was taken from, the same whichever way it was taken."""
+        laws = self.paths.laws
+        self.spans = list(read(self.paths.forest, laws, self.path, self.draws.p, self.draws.q))
+        self.orders = [self.order] + [Order(span.p, span.q, lazy=laws.lazy) for span in self.spans[1:]]
+        p, q = at_tokens(self.spans, self.path.tokens)
+        if self.alone:
+            return verify_block(laws, chance, self.path, self.spans, clipped_products(p / q), lambda s: s.q, coin)
+        below = torch.cat(
+            [
+                order.below.gather(-1, self.path.tokens[:, span.start : span.stop, None])[..., 0]
+                for span, order in zip(self.spans, self.orders, strict=True)
+            ],
+            dim=1,
+        ).double()
+        # Down the path: X, the mass of the paths through a node, and A, the mass of those that rank below the node.
+        mass = shifted(q.cumprod(dim=1))
+        lower = torch.nn.functional.pad((mass * below).cumsum(dim=1), (1, 0))[:, :-1]
+        share = mass / (lower + mass)
+        count = self.draws.count[:, None]
+        gain = boost(below, q, share, count, self.most, lazy=laws.lazy)
+        # How the two ways to take a path share its mass down to each node, and so the factor on q in the law of both.
+        by_first, by_rank = self.share[:, None] * mass, (1 - self.share)[:, None] * shifted((gain * q).cumprod(dim=1))
+        first = by_first / (by_first + by_rank)
+        weights = clipped_products(p / (q * (first + (1 - first) * gain)))
+
+        def drawn_from(span: Span) -> Tensor:
+            order = self.orders[self.spans.index(span)]
+            part = slice(span.start, span.stop)
+            one = first[:, part, None].to(span.q.dtype)
+            gain = boost(
+                order.below, span.q, share[:, part, None].to(span.q.dtype), count[..., None], self.most, lazy=laws.lazy
+            )
+            return gain.mul_(1 - one).add_(one).mul_(span.q)
+
+        return verify_block(laws, chance, self.path, self.spans, weights, drawn_from, coin)
+
+
+def shifted(products: Tensor) -> Tensor:
+    """Products up to, but not including, each place."""
+    return torch.nn.functional.pad(products, (1, 0), value=1.0)[:, :-1]
+
+

@@ -1,0 +1,81 @@
+"""Traversal verification: block verification on a tree, from the leaves upwards.
+
+Weng et al., "Traversal Verification for Speculative Tree Decoding", NeurIPS 2025 (arXiv 2505.12398). A node is asked
+after all its children, in draw order; the first success is kept with the whole way to it. A node that its parent
+wants with the mass a is asked, after m children were rejected, with the odds a_m of `recursive.reject`. What happens
+below a node does not change what its parent wants next, so the odds of all nodes are known before any coin is tossed:
+
+    verdict = the first success in post-order of independent coins, one for every node; the root always succeeds
+
+On a chain this is block verification; on any tree it accepts at least as much as `rrs`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from branchwise.chance import Chance
+from branchwise.laws import Laws
+from branchwise.rows import rows_at
+from branchwise.tree import Draw, Forest
+from branchwise.verify import Verdicts
+from branchwise.verify.match import or_match
+from branchwise.verify.recursive import reject
+
+
+class Traversal:
+    name = "traversal"
+    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+
+    @or_match
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        odds, share = odds_of_nodes(forest, laws)
+        order = forest.postorder
+        turn = chance.first(torch.where(order >= 0, rows_at(odds, order.clamp_min(0)), 0.0), 0)
+        node = order.gather(1, turn[:, None])[:, 0]
+        p, q = laws.rows(node), forest.q_rows(node)
+        left = torch.sub(p, q * share.gather(1, node[:, None]).to(q.dtype)).clamp_min_(0)
+        return Verdicts(way_to(forest, node), chance.pick(left))
+
+
+def odds_of_nodes(forest: Forest, laws: Laws) -> tuple[Tensor, Tensor]:
+    """(batch, nodes) float64 each: the odds of every node's coin, and the share b / a of q that it has lost by then."""
+    odds = torch.ones(len(forest), forest.nodes + 1, dtype=torch.float64, device=forest.device)
+    share = torch.zeros_like(odds)
+    # One more column takes what padding writes.
+    wanted = torch.ones_like(odds)
+    for depth, width in enumerate(forest.widths):
+        level = forest.levels[:, depth]
+        nodes = level.clamp_min(0)
+        children = rows_at(forest.children, nodes)[..., :width]
+        children = torch.where((level >= 0)[..., None], children, -1)
+        tokens = rows_at(forest.tokens, children.clamp_min(0).flatten(1)).view(children.shape)
+        tried = reject(
+            laws.rows(nodes),
+            forest.q_rows(nodes),
+            tokens,
+            children >= 0,
+            replace=False,
+            acceptance=wanted.gather(1, nodes),
+        )
+        out = torch.where(level >= 0, level, forest.nodes)
+        odds.scatter_(1, out, tried.acceptance)
+        share.scatter_(1, out, tried.share)
+        below = torch.where(children >= 0, children, forest.nodes).flatten(1)
+        wanted.scatter_(1, below, tried.odds.flatten(1))
+        odds.scatter_(1, below, tried.odds.flatten(1))  # what a leaf is asked with
+    odds[:, 0] = 1
+    return odds[:, :-1], share[:, :-1]
+
+
+def way_to(forest: Forest, node: Tensor) -> Tensor:
+    """(batch, depth + 1): the nodes from the root to the given ones, padded with -1."""
+    depth = forest.depths.gather(1, node[:, None])[:, 0]
+    nodes = torch.full((len(forest), forest.depth + 1), -1, device=node.device)
+    for _ in range(forest.depth + 1):
+        place = depth.clamp_min(0)[:, None]
+        nodes = nodes.scatter(1, place, torch.where(depth >= 0, node, nodes[:, 0])[:, None])
+        node = forest.parents.gather(1, node.clamp_min(0)[:, None])[:, 0]
+        depth = depth - 1
+    return nodes
