@@ -37,6 +37,13 @@ class Chance(Protocol):
         """
         ...
 
+    def hopes(self, bounds: Tensor, draw: int) -> Tensor:
+        """(batch, n) bool: which of n coins could succeed at odds up to these bounds.
+
+        Asked before `first` about the same coins, it spares working out the odds of those that fail in any case.
+        """
+        ...
+
     def pick(self, law: Tensor, draw: int = 0) -> Tensor:
         """(batch,) int64: one token from each law (batch, vocabulary), which need not be normalised."""
         ...
@@ -68,8 +75,10 @@ class SeededChance:
         return race(law, self._keys("token", self.roots + (depth + 1), 0))
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
-        failed = self._tossed(draw + odds.shape[1])[:, draw : draw + odds.shape[1]] >= odds
-        return failed.long().cumprod(dim=1).sum(dim=1)
+        return (~self.hopes(odds, draw)).long().cumprod(dim=1).sum(dim=1)
+
+    def hopes(self, bounds: Tensor, draw: int) -> Tensor:
+        return self._tossed(draw + bounds.shape[1])[:, draw : draw + bounds.shape[1]] < bounds
 
     def pick(self, law: Tensor, draw: int = 0) -> Tensor:
         return race(law, self._keys("pick", self.roots, draw))

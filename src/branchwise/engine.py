@@ -103,6 +103,8 @@ class Engine:
 
     def __init__(self, target: Target, drafter: Drafter, verifier: Verifier) -> None:
         check_pairing(verifier, drafter.draw, drafter.name)
+        if hasattr(drafter, "bind"):
+            drafter.bind(target)
         self.target = target
         self.drafter = drafter
         self.verifier = verifier

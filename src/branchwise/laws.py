@@ -5,9 +5,12 @@ Warping a row costs more than scoring it on a small model, and a verifier reads 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Rows
+from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from branchwise.sampling import Context, Warp
@@ -42,6 +45,15 @@ def settled(laws: Laws, done: Tensor) -> bool:
     return laws.lazy and bool(done.all())
 
 
+def where_rows(laws: Laws, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Per tree, the row (batch, vocabulary) of one or of the other; nothing is copied where a look shows the answer."""
+    if laws.lazy and bool(condition.all()):
+        return one
+    if laws.lazy and not bool(condition.any()):
+        return other
+    return torch.where(condition[:, None], one, other)
+
+
 class ModelLaws:
     """The laws that a pass of the target found. Each node knows the path that leads to it."""
 
@@ -58,7 +70,32 @@ class ModelLaws:
         return self._warp.greedy
 
     def rows(self, nodes: Tensor) -> Tensor:
-        return self._warp(rows_at(self.logits, nodes), self._contexts(nodes))
+        if self.lazy:
+            return self._warp(rows_at(self.logits, nodes), self._contexts(nodes))
+        return rows_at(self._all, nodes)
+
+    @cached_property
+    def _all(self) -> Tensor:
+        """(batch, nodes, vocabulary): on a device one launch for all rows costs less than a launch for each."""
+        nodes = torch.arange(self.logits.shape[1], device=self.logits.device).expand(len(self.logits), -1)
+        return self._warp(self.logits, self._contexts(nodes))
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the laws depend on nothing but logits, in fixed shapes on a device."""
+        return not self.lazy and not self.greedy and not self._warp.adjusts
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What two batches must agree in for the same operations to serve both."""
+        return tuple(self._warp.sampling)
+
+    def over(self, logits: Tensor, forest: Forest) -> ModelLaws:
+        """The same way of warping over other logits."""
+        other: ModelLaws = copy.copy(self)
+        other.__dict__.pop("_all", None)
+        other.logits, other.forest = logits, forest
+        return other
 
     def best(self, nodes: Tensor) -> Tensor:
         return self._warp.adjust(rows_at(self.logits, nodes), self._contexts(nodes)).argmax(dim=-1)
@@ -70,6 +107,7 @@ class ModelLaws:
         contexts = []
         for sequence, tree, row in zip(self._sequences, self.forest.trees, nodes.tolist(), strict=True):
             for node in row if nodes.ndim == 2 else [row]:
+                node = min(node, len(tree) - 1)  # padding has no path, and nobody reads its law
                 drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()
                 contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
         return contexts

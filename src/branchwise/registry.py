@@ -76,6 +76,12 @@ class Registry:
         parameters = inspect.signature(part).parameters
         values: dict[str, Any] = {key: value for key, value in given.items() if key in parameters}
         own = [p for p in parameters.values() if p.name not in given]
+        many = [p for p in own if p.kind is p.VAR_POSITIONAL]  # a list of any length, as in rsd-c:4,2,1
+        if many:
+            listed = [_convert(self.kind, name, many[0], text) for text in positional]
+            own, positional = [p for p in own if p not in many], []
+        else:
+            listed = []
         if len(positional) > len(own):
             raise UsageError(
                 f"{self.kind.capitalize()} {name!r} takes at most {len(own)} values, as in {_usage(name, own)}."
@@ -94,7 +100,7 @@ class Registry:
         missing = [p for p in own if p.default is p.empty and p.name not in values]
         if missing:
             raise UsageError(f"{self.kind.capitalize()} {name!r} needs {missing[0].name!r}, as in {_usage(name, own)}.")
-        return part(**values)
+        return part(*listed, **values)
 
 
 def _usage(name: str, own: list[inspect.Parameter]) -> str:

@@ -108,6 +108,7 @@ class Warp:
         self.sampling = sampling
         self.greedy = all(params.greedy for params in sampling)
         self.looks_back = any(params.looks_back for params in sampling)
+        self.adjusts = self.looks_back or any(params.logit_bias for params in sampling)
 
         def column(values: list[Any]) -> Tensor:
             return torch.tensor(values, device=device)[:, None, None]
@@ -148,7 +149,7 @@ class Warp:
     def adjust(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
         """The stages before temperature, same shape, float32; greedy decoding takes the argmax of these."""
         logits = logits.float()
-        if not self.looks_back and not any(params.logit_bias for params in self.sampling):
+        if not self.adjusts:
             return logits
         flat = logits.view(-1, logits.shape[-1])
         each = len(flat) // len(self.sampling)

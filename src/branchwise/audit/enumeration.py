@@ -62,11 +62,24 @@ class Enumerator:
         self.made: dict[Key, Tensor] = {}
         """decisions in the order in which they were made"""
         self.forks: list[Fork] = []
+        self._hopes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
         odds = odds.double()
+        for column in range(odds.shape[1]):
+            if draw + column in self._hopes:
+                hope, bound = self._hopes[draw + column]
+                assert (odds[:, column] <= bound + 1e-12).all(), f"the odds of coin {draw + column} pass their bound"
+                odds[:, column] = torch.where(hope, (odds[:, column] / bound).clamp_max(1).nan_to_num(0.0), 0.0)
         failed = torch.nn.functional.pad((1 - odds).cumprod(dim=1), (1, 0), value=1.0)
         return self._decide("first", draw, torch.cat([failed[:, :-1] * odds, failed[:, -1:]], dim=1))
+
+    def hopes(self, bounds: Tensor, draw: int) -> Tensor:
+        assert bounds.shape[1] == 1, "hopes are asked for one coin at a time"
+        bound = bounds[:, 0].double()
+        hope = self._decide("hopes", draw, torch.stack([1 - bound, bound], dim=1)) == 1
+        self._hopes[draw] = (hope, bound)
+        return hope[:, None]
 
     def pick(self, law: Tensor, draw: int = 0) -> Tensor:
         law = law.double()
@@ -103,8 +116,6 @@ class Fork:
     key: Key
     rows: Tensor
     ways: Tensor
-
-
 
 
 def _join(chance: Enumerator, batch: Tensor) -> tuple[Tensor, dict[Key, Tensor]]:

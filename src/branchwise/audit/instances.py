@@ -183,7 +183,11 @@ def _tree(prefixes: list[Prefix], leaves: list[Prefix], instance: Instance) -> D
     if () not in prefixes:
         prefixes.insert(0, ())
     index = {prefix: node for node, prefix in enumerate(prefixes)}
-    q = [instance.q[len(prefix)][_code(prefix, instance.vocabulary)] for prefix in prefixes if len(prefix) < instance.depth]
+    q = [
+        instance.q[len(prefix)][_code(prefix, instance.vocabulary)]
+        for prefix in prefixes
+        if len(prefix) < instance.depth
+    ]
     return DraftTree(
         tokens=torch.tensor([prefix[-1] if prefix else 0 for prefix in prefixes]),
         parents=tuple(index[prefix[:-1]] if prefix else -1 for prefix in prefixes),

@@ -31,6 +31,8 @@ class Budget:
 
 
 class Drafter(Protocol):
+    """What proposes trees. One that needs the target itself also has `bind(target)`, called before anything else."""
+
     name: str
     draw: Draw
     """how its trees are drawn, which decides the verifiers that fit"""
@@ -44,6 +46,7 @@ class Drafter(Protocol):
 DRAFTERS = Registry(
     "drafter",
     {
+        "disturbed": "branchwise.draft.disturbed:Disturbed",
         "ngram": "branchwise.draft.ngram:NGram",
         "none": "branchwise.draft.none:Nothing",
     },
@@ -53,6 +56,8 @@ TREES = Registry(
     "tree",
     {
         "chain": "branchwise.draft.chain:Chain",
+        "paths": "branchwise.draft.paths:Paths",
+        "rsd-c": "branchwise.draft.rsd:Branching",
     },
 )
 

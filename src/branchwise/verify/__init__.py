@@ -82,6 +82,18 @@ VERIFIERS = Registry(
 )
 
 
+def left_of(laws: Laws, p: Tensor, q: Tensor, share: Tensor | None = None) -> Tensor:
+    """What is still wanted of p (…, vocabulary) after it was served from q: max(p - share q, 0), not normalised.
+
+    Where nothing is left, p itself: such a law is never asked for, except by rounding.
+    """
+    left = torch.sub(p, q if share is None else q * share[..., None].to(q.dtype)).clamp_min_(0)
+    empty = left.amax(dim=-1) == 0
+    if laws.lazy and not bool(empty.any()):
+        return left
+    return torch.where(empty[..., None], p, left)
+
+
 def check_pairing(verifier: Verifier, draw: Draw, drafter: str) -> None:
     """Refuse a verifier that would not be lossless for the way a drafter draws."""
     if draw in verifier.accepts:

@@ -7,7 +7,7 @@ last success counts, not the run before the first failure. No verifier of one pa
     w_0 = 1, w_{i+1} = min(1, w_i p/q)       S_i = sum of max(w_i p - q, 0)
     h_i = S_i / (S_i + 1 - w_i)              h_L = w_L, h_0 = 1
 
-The path is kept up to the last i whose coin of odds h_i succeeds; then one token follows from max(w_i p - q, 0).
+The path is kept up to the last i whose coin of odds h_i <= w_i succeeds; then one token follows from max(w_i p - q, 0).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
-from branchwise.laws import Laws, settled
+from branchwise.laws import Laws, settled, where_rows
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts
@@ -120,10 +120,10 @@ class Kept:
 
     def residual(self, forest: Forest, laws: Laws, path: Path) -> Tensor:
         """(batch, vocabulary): the unnormalised law of the token that follows."""
-        if laws.lazy and not self.whole.any():
+        if settled(laws, ~self.whole):
             return self.left
         end = laws.rows(path.nodes.gather(1, path.length[:, None])[:, 0])
-        return torch.where(self.whole[:, None], end, self.left)
+        return where_rows(laws, self.whole, end, self.left)
 
 
 def verify_block(
@@ -146,24 +146,28 @@ def verify_block(
     at_end = torch.where(nodes == path.length[:, None], known.flip(1), 0.0)
     whole = chance.first(at_end, first_coin) <= last
     kept = torch.where(whole, path.length, -1)
-    left = torch.zeros_like(spans[0].p[:, 0])
+    left = spans[0].p[:, 0]
     for span in reversed(spans):
         if settled(laws, kept >= 0):
             break
         steps = torch.arange(span.start, span.stop, device=weights.device)
         w = weights[:, span.start : span.stop]
-        rows = torch.sub(span.p * w[..., None].to(span.p.dtype), drawn_from(span)).clamp_min_(0)
+        coin = first_coin + last - span.stop + 1
+        if laws.lazy and span.start > 0:
+            # No odds h_i are above w_i, and the coin often says enough.
+            open_ = (kept < 0) & (path.length > span.start)
+            if not chance.hopes(torch.where(open_[:, None], w, 0.0), coin).any():
+                continue
+        rows = (span.p * w[..., None].to(span.p.dtype)).sub_(drawn_from(span)).clamp_min_(0)
         mass = total(rows)
         odds = torch.where((w == 1) | (steps == 0), 1.0, mass / (mass + 1 - w))
         odds = torch.where((steps < path.length[:, None]) & (kept < 0)[:, None], odds, 0.0)
-        turn = chance.first(odds.flip(1), first_coin + last - span.stop + 1)
+        turn = chance.first(odds.flip(1), coin)
         found = turn < len(steps)
         here = (len(steps) - 1 - turn).clamp_min(0)
         # Where p equals q nothing is left, and no coin of odds 1 fails; rounding may still ask, and p is the answer.
         empty = (mass.gather(1, here[:, None]) == 0) & found[:, None]
-        row = rows_at(rows, here)
-        if not laws.lazy or bool(empty.any()):
-            row = torch.where(empty, rows_at(span.p, here), row)
-        left = torch.where(found[:, None], row, left) if not settled(laws, found) else row
+        row = where_rows(laws, empty[:, 0], rows_at(span.p, here), rows_at(rows, here))
+        left = where_rows(laws, found, row, left)
         kept = torch.where(found, here + span.start, kept)
     return Kept(kept, whole, left)

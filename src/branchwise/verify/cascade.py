@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
-from branchwise.laws import Laws, settled
+from branchwise.laws import Laws, settled, where_rows
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts
 from branchwise.verify.block import Kept, Path
 from branchwise.verify.gbv import GRID, Choice, Draws, Paths
 from branchwise.verify.match import or_match
+from branchwise.verify.order import Order
 
 
 class Cascade:
@@ -55,7 +56,7 @@ def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
     active = draws.count > 0
     wanted = block.residual(paths.forest, paths.laws, choice.path)
     wanted = wanted / total(wanted)[:, None].to(wanted.dtype)
-    p = wanted if settled(paths.laws, active) else torch.where(active[:, None], wanted, draws.p)
+    p = where_rows(paths.laws, active, wanted, draws.p)
     depth = torch.where(active, draws.depth + block.kept, draws.depth)
     if last:
         return Draws(depth, torch.zeros_like(draws.alive), p, draws.q)
@@ -74,16 +75,17 @@ def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
 def law_of_others(choice: Choice, kept: Tensor, others: Tensor) -> Tensor:
     """(batch, vocabulary): the law of the next token of the other paths where the chosen one stopped."""
     token = choice.path.tokens.gather(1, kept.clamp_max(choice.path.tokens.shape[1] - 1)[:, None])
-    law = torch.zeros_like(choice.draws.q)
+    laws, law = choice.paths.laws, choice.draws.q
     for span, order in zip(choice.spans, choice.orders, strict=True):
         inside = (kept >= span.start) & (kept < span.stop) & others.any(dim=1)
-        if settled(choice.paths.laws, ~inside):
+        if settled(laws, ~inside):
             continue
         place = (kept - span.start).clamp(0, span.q.shape[1] - 1)
         q = rows_at(span.q, place)
-        if not choice.alone:
-            lower = type(order)(rows_at(span.p, place)[:, None], q[:, None], lazy=True).ranks_below(token)[:, 0]
-            q = torch.where(choice.taken_first[:, None] | lower, q, 0.0)
-            q = q / total(q)[:, None].to(q.dtype)
-        law = torch.where(inside[:, None], q, law)
+        if not choice.alone and not settled(laws, choice.taken_first):
+            lower = order if span.q.shape[1] == 1 else Order(rows_at(span.p, place)[:, None], q[:, None], lazy=laws.lazy)
+            lower_q = lower.only_below(token)[:, 0]
+            lower_q /= total(lower_q)[:, None].to(q.dtype)
+            q = where_rows(laws, choice.taken_first, q, lower_q)
+        law = where_rows(laws, inside, q, law)
     return law

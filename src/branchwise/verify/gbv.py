@@ -71,12 +71,25 @@ class Paths:
         self.nodes = forest.paths
         """(batch, paths, depth + 1), padded with -1"""
         self.standing = standings(forest, laws) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes)
+        self._below = None if laws.lazy or self.nodes.shape[1] == 1 else self._all_below()
+
+    def _all_below(self) -> Tensor:
+        """(batch, rows, vocabulary): the masses that rank below, at every node; on a device, where one go is cheap."""
+        q = self.forest.q
+        assert q is not None
+        nodes = torch.arange(q.shape[1], device=q.device).expand(len(q), -1)
+        return Order(self.laws.rows(nodes), q, lazy=False).below()
 
     @property
     def all(self) -> Draws:
         root = torch.zeros(len(self.forest), dtype=torch.long, device=self.nodes.device)
         alive = self.nodes[:, :, 0] >= 0
         return Draws(root, alive, self.laws.rows(root), self.forest.q_rows(root))
+
+    def order(self, span: Span, nodes: Tensor) -> Order:
+        """The order of tokens at nodes (batch, n), whose laws are those of the span."""
+        below = None if self._below is None else rows_at(self._below, nodes.clamp_max(self._below.shape[1] - 1))
+        return Order(span.p, span.q, lazy=self.laws.lazy, below=below)
 
     def at(self, depth: Tensor, beyond: int = 0) -> Tensor:
         """(batch, paths): the node of each path at a depth (batch,), -1 behind its end."""
@@ -171,14 +184,14 @@ def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: 
         share = torch.full_like(draws.depth, mixtures[0], dtype=torch.float64)
         return torch.where(alone, 1.0, share)
     p, q = order.p[:, 0], order.q[:, 0]
-    gain = boost(order.below, order.q, torch.ones_like(order.q[..., :1]), draws.count[:, None, None], most, lazy=lazy)
-    highest = gain[:, 0] * q
-    overlaps = torch.stack(
-        [total(torch.minimum(p, torch.lerp(highest, q, share))) for share in mixtures], dim=1
-    )
+    gain = boost(order.below(), order.q, torch.ones_like(order.q[..., :1]), draws.count[:, None, None], most, lazy=lazy)
+    highest = gain[:, 0].mul_(q)
+    overlaps = torch.stack([total(torch.lerp(highest, q, share).clamp_(max=p)) for share in mixtures], dim=1)
     noise = 1e-12 if p.dtype == torch.float64 else 1e-6
     good = overlaps >= overlaps.amax(dim=1, keepdim=True) - noise
-    share = torch.tensor(mixtures, dtype=torch.float64).to(p.device)[good.int().argmax(dim=1)]
+    share = torch.ones_like(overlaps[:, 0])
+    for number, mixture in reversed(list(enumerate(mixtures))):
+        share = torch.where(good[:, number], mixture, share)
     return torch.where(alone, 1.0, share)
 
 
@@ -206,13 +219,16 @@ class Choice:
         """Block verification against the law that the path was taken from, the same whichever way it was taken."""
         laws = self.paths.laws
         self.spans = list(read(self.paths.forest, laws, self.path, self.draws.p, self.draws.q))
-        self.orders = [self.order] + [Order(span.p, span.q, lazy=laws.lazy) for span in self.spans[1:]]
+        self.orders = [
+            self.paths.order(span, self.path.nodes[:, span.start : span.stop]) if span.start else self.order
+            for span in self.spans
+        ]
         p, q = at_tokens(self.spans, self.path.tokens)
         if self.alone:
             return verify_block(laws, chance, self.path, self.spans, clipped_products(p / q), lambda s: s.q, coin)
         below = torch.cat(
             [
-                order.below.gather(-1, self.path.tokens[:, span.start : span.stop, None])[..., 0]
+                order.below_at(self.path.tokens[:, span.start : span.stop])
                 for span, order in zip(self.spans, self.orders, strict=True)
             ],
             dim=1,
@@ -233,7 +249,7 @@ class Choice:
             part = slice(span.start, span.stop)
             one = first[:, part, None].to(span.q.dtype)
             gain = boost(
-                order.below, span.q, share[:, part, None].to(span.q.dtype), count[..., None], self.most, lazy=laws.lazy
+                order.below(), span.q, share[:, part, None].to(span.q.dtype), count[..., None], self.most, lazy=laws.lazy
             )
             return gain.mul_(1 - one).add_(one).mul_(span.q)
 

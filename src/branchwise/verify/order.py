@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from branchwise.rows import total
+
 RANKED = 1024
 """At most so many tokens are sorted: in a vocabulary beyond it, those with q above 1 / RANKED."""
 
@@ -24,67 +26,108 @@ RANKED = 1024
 class Order:
     """The tokens of rows p, q (batch, n, vocabulary), ascending by p/q with ties by token id."""
 
-    def __init__(self, p: Tensor, q: Tensor, *, lazy: bool) -> None:
+    def __init__(self, p: Tensor, q: Tensor, *, lazy: bool, below: Tensor | None = None) -> None:
+        """`lazy`: look at the rows one by one, as on the host; otherwise in fixed shapes, as on a device."""
         self.p = p
         self.q = q
-        self._lazy = lazy
+        if below is not None:
+            self._below = below
+        self._by_row = lazy and q.shape[-1] > RANKED
 
-    @cached_property
-    def keys(self) -> Tensor:
-        """(batch, n, vocabulary): what is compared first; -1 for tokens that only their id ranks."""
-        return sort_keys(self.p, self.q, self.q.shape[-1])
-
-    @cached_property
     def below(self) -> Tensor:
         """(batch, n, vocabulary): the mass of q that ranks below each token."""
-        vocabulary = self.q.shape[-1]
-        if vocabulary <= RANKED:
-            return _fill_sorted(torch.empty_like(self.q), self.keys.argsort(dim=-1, stable=True), self.q, 0.0)
-        return self._below_on_host() if self._lazy else self._below_on_device()
+        if self._by_row:
+            return torch.stack([row.below() for row in self._rows]).view(self.q.shape)
+        return self._below
 
-    def ranks_below(self, tokens: Tensor) -> Tensor:
-        """(batch, n, vocabulary) bool: which tokens rank below the given ones (batch, n)."""
-        own = self.keys.gather(-1, tokens[..., None])
+    def below_at(self, tokens: Tensor) -> Tensor:
+        """(batch, n): the mass of q that ranks below the given tokens (batch, n)."""
+        if self._by_row:
+            found = [row.below_at(token) for row, token in zip(self._rows, tokens.flatten().tolist(), strict=True)]
+            return torch.tensor(found, dtype=torch.float64).view(tokens.shape)
+        return self._below.gather(-1, tokens[..., None])[..., 0]
+
+    def only_below(self, tokens: Tensor) -> Tensor:
+        """(batch, n, vocabulary): q on the tokens that rank below the given ones, and nothing on the others."""
+        if self._by_row:
+            found = [row.only_below(token) for row, token in zip(self._rows, tokens.flatten().tolist(), strict=True)]
+            return torch.stack(found).view(self.q.shape)
+        keys = sort_keys(self.p, self.q, self.q.shape[-1])
+        own = keys.gather(-1, tokens[..., None])
         ids = torch.arange(self.q.shape[-1], device=self.q.device)
-        return (self.keys < own) | ((self.keys == own) & (ids < tokens[..., None]))
+        return self.q.where((keys < own) | ((keys == own) & (ids < tokens[..., None])), 0.0)
 
-    def _below_on_host(self) -> Tensor:
-        rows = []
-        for p, q in zip(self.p.flatten(0, -2), self.q.flatten(0, -2), strict=True):
-            ranked = torch.from_numpy(np.flatnonzero((q > 1 / RANKED).numpy()))  # a fifth of the time that torch takes
-            light = q.index_fill(0, ranked, 0.0)
-            below = torch.zeros(len(q) + 1, dtype=q.dtype)
-            torch.cumsum(light, dim=0, out=below[1:])
-            keys, order = sort_keys(p[ranked], q[ranked], len(q)).sort(stable=True)
-            rows.append(_fill_sorted(below[:-1], ranked[order], q, below[-1]))
-        return torch.stack(rows).view(self.q.shape)
+    @cached_property
+    def _rows(self) -> list[RowOrder]:
+        pairs = zip(self.p.flatten(0, -2).unbind(), self.q.flatten(0, -2).unbind(), strict=True)
+        return [RowOrder(p, q) for p, q in pairs]
 
-    def _below_on_device(self) -> Tensor:
-        # As many slots as tokens could be ranked; what does not belong there keeps its place among the light ones.
-        mass, ranked = self.q.topk(RANKED, dim=-1)
-        ranked = ranked.sort(dim=-1).values  # so that the stable sort of keys leaves ties in the order of ids
-        mass = self.q.gather(-1, ranked)
-        heavy = mass > 1 / RANKED
-        light = self.q.masked_fill(self.q > 1 / RANKED, 0.0)
+    @cached_property
+    def _below(self) -> Tensor:
+        if self.q.shape[-1] <= RANKED:
+            order = sort_keys(self.p, self.q, self.q.shape[-1]).argsort(dim=-1, stable=True)
+            mass = self.q.gather(-1, order)
+            return torch.empty_like(self.q).scatter_(-1, order, (mass.cumsum(dim=-1) - mass).clamp_min_(0))
+        # As many slots as tokens can be ranked, filled in the order of ids; one more takes what is not ranked.
+        ranked = self.q > 1 / RANKED
+        slots = torch.where(ranked, ranked.cumsum(dim=-1) - 1, RANKED)
+        ids = torch.arange(self.q.shape[-1], device=self.q.device).expand(self.q.shape)
+        room = ids.new_zeros(*ids.shape[:-1], RANKED + 1).scatter(-1, slots, ids)[..., :RANKED]
+        filled = torch.arange(RANKED, device=ids.device) < ranked.sum(dim=-1, keepdim=True)
+        mass = self.q.gather(-1, room).where(filled, 0.0)
+        keys = self.p.gather(-1, room) / mass
+        # Who ranks below whom is asked of all pairs at once: fewer steps than a sort, and a device has hands to spare.
+        mine, theirs = keys[..., :, None], keys[..., None, :]
+        earlier = torch.ones(RANKED, RANKED, dtype=torch.bool, device=ids.device).tril(-1)
+        heavy = ((theirs < mine) | ((theirs == mine) & earlier)).to(mass.dtype).mul(mass[..., None, :]).sum(dim=-1)
+        light = self.q.where(~ranked, 0.0)
         below = light.cumsum(dim=-1)
-        total = below[..., -1:].clone()
-        below -= light
-        keys, order = sort_keys(self.p.gather(-1, ranked), mass, self.q.shape[-1]).sort(dim=-1, stable=True)
-        slots, sorted_mass = ranked.gather(-1, order), (mass * heavy).gather(-1, order)
-        place = total + sorted_mass.cumsum(dim=-1) - sorted_mass
-        return below.scatter(-1, slots, torch.where(heavy.gather(-1, order), place, below.gather(-1, slots)))
+        heavy = heavy + below[..., -1:]
+        return torch.where(ranked, heavy.gather(-1, slots.clamp_max(RANKED - 1)), below - light)
+
+
+class RowOrder:
+    """The order of one row on the host, where the few tokens that are ranked can be looked at by themselves."""
+
+    def __init__(self, p: Tensor, q: Tensor) -> None:
+        """p, q (vocabulary,)"""
+        self.q = q
+        heavy = torch.from_numpy(np.flatnonzero((q > 1 / RANKED).numpy()))  # in a fifth of the time that torch takes
+        self.ranked = heavy[(p[heavy] / q[heavy]).argsort(stable=True)]
+        """ascending"""
+        self._masses = q[self.ranked].double()
+
+    def below(self) -> Tensor:
+        row = torch.empty(len(self.q) + 1, dtype=self.q.dtype)
+        row[0] = 0
+        torch.cumsum(self.q.index_fill(0, self.ranked, 0.0), dim=0, out=row[1:])
+        places = self._masses.cumsum(dim=0) - self._masses + row[-1]
+        return row[:-1].index_copy_(0, self.ranked, places.to(row.dtype))
+
+    def below_at(self, token: int) -> float:
+        place = self._place(token)
+        if place is None:
+            return max(float(total(self.q[:token]) - self._masses[self.ranked < token].sum()), 0.0)
+        return max(float(total(self.q) - self._masses[place:].sum()), 0.0)
+
+    def only_below(self, token: int) -> Tensor:
+        place = self._place(token)
+        if place is not None:
+            return self.q.index_fill(0, self.ranked[place:], 0.0)
+        row = self.q.index_fill(0, self.ranked, 0.0)
+        row[token:] = 0.0
+        return row
+
+    def _place(self, token: int) -> int | None:
+        """Where a token stands among the ranked ones, if it is one of them."""
+        found = np.flatnonzero(self.ranked.numpy() == token)
+        return int(found[0]) if len(found) else None
 
 
 def sort_keys(p: Tensor, q: Tensor, vocabulary: int) -> Tensor:
     """What tokens with these masses are compared by, before their ids."""
     least = 1 / RANKED if vocabulary > RANKED else 0.0
     return torch.where(q > least, p / q, -1.0)
-
-
-def _fill_sorted(below: Tensor, order: Tensor, q: Tensor, start: Tensor | float) -> Tensor:
-    """Write to the tokens of an ascending order the mass of those before them, counted from `start`."""
-    mass = q.gather(-1, order)
-    return below.scatter_(-1, order, (mass.cumsum(dim=-1) - mass).clamp_min_(0) + start)
 
 
 def boost(below: Tensor, q: Tensor, share: Tensor, count: Tensor, most: int, *, lazy: bool) -> Tensor:
@@ -97,21 +140,22 @@ def boost(below: Tensor, q: Tensor, share: Tensor, count: Tensor, most: int, *, 
     rest = 1 - share
     low = (below * share).add_(rest)
     high = (q * share).add_(low)
-    return _mean_power(high, low, count, most, lazy) / _mean_power(torch.ones_like(rest), rest, count, most, lazy)
+    norm = _mean_power(torch.ones_like(rest), rest, count, most, lazy)
+    return _mean_power(high, low, count, most, lazy).div_(norm)
 
 
 def _mean_power(high: Tensor, low: Tensor, count: Tensor, most: int, lazy: bool) -> Tensor:
     """(high^count - low^count) / (high - low), as the sum of high^j low^(count - 1 - j)."""
     if lazy:
         most = min(most, int(count.max()))
-    if most == 1:
-        return torch.ones_like(high)
-    total, power = high + low, low
-    if not (lazy and bool((count > 1).all())):
-        total = torch.where(count > 1, total, 1.0)
+    result = torch.ones_like(high) if most == 1 else high + low
+    if most > 1 and not (lazy and bool((count > 1).all())):
+        result = torch.where(count > 1, result, 1.0)
+    power = low
     for k in range(2, most):
         power = power * low
-        longer = (total * high).add_(power)
-        everywhere = lazy and bool((count > k).all())
-        total = longer if everywhere else torch.where(count > k, longer, total)
-    return total
+        if lazy and bool((count > k).all()):
+            result.mul_(high).add_(power)
+        else:
+            result = torch.where(count > k, (result * high).add_(power), result)
+    return result

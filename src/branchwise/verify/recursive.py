@@ -15,7 +15,9 @@ gives them, and no row is rewritten. A rejected token has nothing left, so the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,77 +26,87 @@ from branchwise.chance import Chance
 from branchwise.laws import Laws, settled
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts
+from branchwise.verify import Verdicts, left_of
 from branchwise.verify.match import or_match
 
 
 class RRS:
-    name = "rrs"
-    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    name: ClassVar[str] = "rrs"
+    accepts: ClassVar[frozenset[Draw]] = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    replace: ClassVar[bool] = False
 
     @or_match
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        walk = Walk(forest, laws)
-        coin = 0
-        for width in forest.widths:
-            children = rows_at(forest.children, walk.node)[:, :width]
-            p, q = walk.law, forest.q_rows(walk.node)
-            tokens = rows_at(forest.tokens, children.clamp_min(0))
-            tried = reject(p[:, None], q[:, None], tokens[:, None], (children >= 0)[:, None], replace=False)
-            turn = chance.first(torch.where(walk.done[:, None], 0.0, tried.odds[:, 0]), coin)
-            coin += width
-            walk.descend(children, turn, tried.left(p[:, None], q[:, None])[:, 0])
-            if settled(laws, walk.done):
-                break
-        return walk.verdicts(chance)
+        children = self.candidates(forest)
+
+        def tries(nodes: Tensor) -> tuple[Tensor, ...]:
+            below = rows_at(children, nodes)
+            p, q = laws.rows(nodes), forest.q_rows(nodes)
+            tried = reject(p, q, tokens_of(forest, below), below >= 0, replace=self.replace)
+            return below, tried.odds, tried.share
+
+        node, nodes, (_, _, share) = descend(forest, laws, chance, tries)
+        return Verdicts(nodes, chance.pick(left_of(laws, laws.rows(node), forest.q_rows(node), share)))
+
+    def candidates(self, forest: Forest) -> Tensor:
+        """(batch, nodes, most): what is tried at each node, in order; -1 where there is nothing."""
+        return forest.children
 
 
-class MSS:
+class MSS(RRS):
     name = "mss"
     accepts = frozenset({Draw.PATHS})
+    replace = True
 
-    @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        walk = Walk(forest, laws)
-        paths = forest.paths
-        for depth in range(forest.depth):
-            through = paths[:, :, depth] == walk.node[:, None]
-            children = torch.where(through, paths[:, :, depth + 1], -1)
-            p, q = walk.law, forest.q_rows(walk.node)
-            tokens = rows_at(forest.tokens, children.clamp_min(0))
-            tried = reject(p[:, None], q[:, None], tokens[:, None], (children >= 0)[:, None], replace=True)
-            turn = chance.first(torch.where(walk.done[:, None], 0.0, tried.odds[:, 0]), depth * paths.shape[1])
-            walk.descend(children, turn, tried.left(p[:, None], q[:, None])[:, 0])
-            if settled(laws, walk.done):
-                break
-        return walk.verdicts(chance)
+    def candidates(self, forest: Forest) -> Tensor:
+        return next_on_paths(forest)
 
 
-class Walk:
-    """A way from the root downwards, for every tree of a batch."""
+def next_on_paths(forest: Forest) -> Tensor:
+    """(batch, nodes, paths): the next node of every path that runs through a node, repeats kept; -1 for other paths."""
+    here, below = forest.paths[:, None, :, :-1], forest.paths[:, None, :, 1:]
+    nodes = torch.arange(forest.nodes, device=forest.device)[:, None, None]
+    return torch.where(here == nodes, below, -1).amax(dim=-1)
 
-    def __init__(self, forest: Forest, laws: Laws) -> None:
-        self._laws = laws
-        self.node = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
-        self.done = torch.zeros_like(self.node, dtype=torch.bool)
-        self.law = laws.rows(self.node)
-        """(batch, vocabulary): the target's law at the node, or, where the walk is done, that of the last token"""
-        self._nodes = [self.node]
 
-    def descend(self, children: Tensor, turn: Tensor, left: Tensor) -> None:
-        """Go to the child (batch, n) whose turn it is; where it is nobody's, end with what is `left` of the law."""
+def tokens_of(forest: Forest, nodes: Tensor) -> Tensor:
+    """The tokens of nodes (batch, …); any token where there is none."""
+    return rows_at(forest.tokens, nodes.clamp_min(0).flatten(1)).view(nodes.shape)
+
+
+def descend(
+    forest: Forest, laws: Laws, chance: Chance, tries: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Walk down from the root while children are accepted.
+
+    `tries` says of nodes (batch, n) which children are tried there (batch, n, most), at which odds, and whatever else the
+    caller wants to know of the last node. Returns that node (batch,), the way to it (batch, depth + 1), what was said.
+    """
+    node = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
+    ended = torch.zeros_like(node, dtype=torch.bool)
+    way = [node]
+    # On the host a node is looked at when the walk comes to it; on a device all of them in one go.
+    known = None if laws.lazy else tries(torch.arange(forest.nodes, device=forest.device).expand(len(forest), -1))
+
+    def at(node: Tensor) -> tuple[Tensor, ...]:
+        if known is None:
+            return tuple(item[:, 0] for item in tries(node[:, None]))
+        return tuple(rows_at(item, node) for item in known)
+
+    said = at(node)
+    for depth in range(forest.depth):
+        children, odds = said[:2]
+        turn = chance.first(torch.where(ended[:, None], 0.0, odds), depth * children.shape[1])
         accepted = turn < children.shape[1]
         child = children.gather(1, turn.clamp_max(children.shape[1] - 1)[:, None])[:, 0]
-        ended = ~accepted & ~self.done
-        self.law = torch.where(ended[:, None], left, self.law)
-        self.done = self.done | ~accepted
-        self.node = torch.where(accepted, child, self.node)
-        self._nodes.append(torch.where(accepted, child, -1))
-        if not settled(self._laws, self.done):
-            self.law = torch.where(self.done[:, None], self.law, self._laws.rows(self.node))
-
-    def verdicts(self, chance: Chance) -> Verdicts:
-        return Verdicts(torch.stack(self._nodes, dim=1), chance.pick(self.law))
+        ended = ended | ~accepted
+        way.append(torch.where(accepted, child, -1))
+        node = torch.where(accepted, child, node)
+        if settled(laws, ended):
+            break
+        said = at(node)
+    nodes = torch.stack(way, dim=1)
+    return node, nodes, said
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +118,7 @@ class Tried:
     acceptance: Tensor
     """(batch, n) float64: the mass that is still wanted after the last rejection; 1 where it was 1 at the start"""
     share: Tensor
-    """(batch, n) float64: b / a"""
-
-    def left(self, p: Tensor, q: Tensor) -> Tensor:
-        """(batch, n, vocabulary): what is still wanted, unnormalised."""
-        return torch.sub(p, q * self.share[..., None].to(q.dtype)).clamp_min_(0)
+    """(batch, n) float64: b / a; max(p - share q, 0) is what is still wanted, not normalised"""
 
 
 def reject(
@@ -125,7 +133,7 @@ def reject(
     wanted = a  # a_k, the mass still wanted
     b, c, z = torch.zeros_like(a), torch.ones_like(a), torch.ones_like(a)
     at_p, at_q = p.gather(-1, tokens).double(), q.gather(-1, tokens).double()
-    untried = q if replace else q.clone()
+    untried = q if replace or tokens.shape[-1] == 1 else q.clone()
     odds = []
     for turn in range(tokens.shape[-1]):
         here, p_t, q_t = valid[..., turn], at_p[..., turn], at_q[..., turn]

@@ -17,11 +17,11 @@ from branchwise.chance import Chance
 from branchwise.laws import Laws, settled
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts
+from branchwise.verify import Verdicts, left_of
 from branchwise.verify.match import or_match
-from branchwise.verify.recursive import Walk
+from branchwise.verify.recursive import descend, next_on_paths, tokens_of
 
-ITERATIONS = 40
+ITERATIONS = 16
 
 
 class KSeq:
@@ -30,48 +30,49 @@ class KSeq:
 
     @or_match
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        walk = Walk(forest, laws)
-        paths = forest.paths
-        for depth in range(forest.depth):
-            through = paths[:, :, depth] == walk.node[:, None]
-            children = torch.where(through, paths[:, :, depth + 1], -1)
-            p, q = walk.law, forest.q_rows(walk.node)
-            tokens = rows_at(forest.tokens, children.clamp_min(0))
-            count = (children >= 0).sum(dim=1)
+        candidates = next_on_paths(forest)
+
+        def tries(nodes: Tensor) -> tuple[Tensor, ...]:
+            children = rows_at(candidates, nodes)
+            p, q, tokens = laws.rows(nodes), forest.q_rows(nodes), tokens_of(forest, children)
+            count = (children >= 0).sum(dim=-1)
             rho, beta = solve(p, q, count, laws)
-            odds = (p.gather(1, tokens).double() / (rho[:, None] * q.gather(1, tokens))).clamp_max(1).nan_to_num(0.0)
-            turn = chance.first(torch.where((children >= 0) & ~walk.done[:, None], odds, 0.0), depth * paths.shape[1])
+            odds = p.gather(-1, tokens).double() / (rho[..., None] * q.gather(-1, tokens))
             # Exact for every rho from the root upwards: each token's share of what is accepted is taken off.
-            taken = torch.where(beta > 0, (1 - (1 - beta) ** count) / beta, 0.0)[:, None].to(p.dtype)
-            left = (p - taken * torch.minimum(p / rho[:, None].to(p.dtype), q)).clamp_min_(0)
-            walk.descend(children, turn, left)
-            if settled(laws, walk.done):
-                break
-        return walk.verdicts(chance)
+            taken = torch.where((beta > 0) & (count > 0), (1 - (1 - beta) ** count) / beta, 0.0)
+            return children, torch.where(children >= 0, odds.clamp_max(1).nan_to_num(0.0), 0.0), rho, taken
+
+        node, nodes, (_, _, rho, taken) = descend(forest, laws, chance, tries)
+        p, q = laws.rows(node), forest.q_rows(node)
+        served = torch.minimum(p / rho[:, None].to(p.dtype), q)
+        return Verdicts(nodes, chance.pick(left_of(laws, p, served, taken)))
 
 
 def solve(p: Tensor, q: Tensor, count: Tensor, laws: Laws) -> tuple[Tensor, Tensor]:
-    """rho and beta (batch,) float64. Newton's method inside a bracket, which always ends on the side of the root where
-    the residual is nonnegative."""
+    """rho and beta (batch, n) float64 for laws (batch, n, vocabulary), with rho at or a hair above the root, where the residual is nonnegative.
+
+    The secant method inside a bracket (Illinois). Each guess is moved by the tolerance towards the side that lies
+    further away, so that the bracket closes from both sides.
+    """
+    tolerance = 1e-13 if p.dtype == torch.float64 else 1e-6
     low, high = torch.ones_like(count, dtype=torch.float64), count.clamp_min(1).double()
-    rho = high
-    for _ in range(ITERATIONS):
-        beta, slope = overlap(p, q, rho)
-        excess = rho * beta - 1 + (1 - beta) ** count
-        enough = excess >= 0
-        high, low = torch.where(enough, rho, high), torch.where(enough, low, rho)
-        steepness = slope + count * (1 - beta) ** (count - 1).clamp_min(0) * (beta - slope) / rho
-        step = rho - excess / steepness
-        inside = (step > low) & (step < high)
-        rho = torch.where(inside, step, (low + high) / 2)
-        if settled(laws, high - low <= 1e-15 * high):
+
+    def excess(rho: Tensor) -> tuple[Tensor, Tensor]:
+        beta = total(torch.div(p, rho[..., None].to(p.dtype)).clamp_(max=q))
+        return rho * beta - 1 + (1 - beta) ** count, beta
+
+    (at_low, _), (at_high, beta) = excess(low), excess(high)
+    for _ in range(ITERATIONS if p.dtype == torch.float32 else 4 * ITERATIONS):
+        if settled(laws, (high - low <= 4 * tolerance * high) | (at_high <= 0)):
             break
-    beta, _ = overlap(p, q, high)
+        guess = high - at_high * (high - low) / (at_high - at_low)
+        guess = torch.where(guess - low < high - guess, guess + tolerance * high, guess - tolerance * high)
+        inside = (guess > low) & (guess < high)
+        guess = torch.where(inside, guess, (low + high) / 2)
+        value, found = excess(guess)
+        enough = value >= 0
+        # The end that stays has its value halved, or the secant would creep from one side.
+        at_low, at_high = torch.where(enough, at_low / 2, value), torch.where(enough, value, at_high / 2)
+        low, high = torch.where(enough, low, guess), torch.where(enough, guess, high)
+        beta = torch.where(enough, found, beta)
     return high, beta
-
-
-def overlap(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """(batch,) float64 each: beta(rho), and the mass of q where q is the smaller one."""
-    column = rho[:, None].to(p.dtype)
-    smaller = torch.minimum(p / column, q)
-    return total(smaller), total(q * (p >= column * q))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from branchwise.chance import Chance
-from branchwise.laws import Laws, settled
+from branchwise.laws import Laws, settled, where_rows
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts
+from branchwise.verify import Verdicts, left_of
 from branchwise.verify.block import Path
 from branchwise.verify.match import or_match
 
@@ -32,10 +32,10 @@ class Token:
             here = (kept == step) & (path.length > step)
             odds = law.gather(1, token) / q.gather(1, token)
             accepted = here & (chance.first(torch.where(here[:, None], odds.clamp_max(1), 0.0), step) == 0)
-            residual = (law - q).clamp_min_(0)
-            law = torch.where((here & ~accepted)[:, None], residual, law)
+            if not settled(laws, accepted | ~here):
+                law = where_rows(laws, here & ~accepted, left_of(laws, law, q), law)
             kept += accepted
             if settled(laws, ~accepted):
                 break
-            law = torch.where(accepted[:, None], laws.rows(path.nodes[:, step + 1]), law)
+            law = where_rows(laws, accepted, laws.rows(path.nodes[:, step + 1]), law)
         return path.verdicts(kept, chance.pick(law))

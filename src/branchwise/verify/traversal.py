@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
-from branchwise.laws import Laws
+from branchwise.laws import Laws, settled
 from branchwise.rows import rows_at
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts
+from branchwise.verify import Verdicts, left_of
 from branchwise.verify.match import or_match
 from branchwise.verify.recursive import reject
 
@@ -35,8 +35,7 @@ class Traversal:
         turn = chance.first(torch.where(order >= 0, rows_at(odds, order.clamp_min(0)), 0.0), 0)
         node = order.gather(1, turn[:, None])[:, 0]
         p, q = laws.rows(node), forest.q_rows(node)
-        left = torch.sub(p, q * share.gather(1, node[:, None]).to(q.dtype)).clamp_min_(0)
-        return Verdicts(way_to(forest, node), chance.pick(left))
+        return Verdicts(way_to(forest, node), chance.pick(left_of(laws, p, q, share.gather(1, node[:, None])[:, 0])))
 
 
 def odds_of_nodes(forest: Forest, laws: Laws) -> tuple[Tensor, Tensor]:
@@ -46,25 +45,21 @@ def odds_of_nodes(forest: Forest, laws: Laws) -> tuple[Tensor, Tensor]:
     # One more column takes what padding writes.
     wanted = torch.ones_like(odds)
     for depth, width in enumerate(forest.widths):
-        level = forest.levels[:, depth]
-        nodes = level.clamp_min(0)
-        children = rows_at(forest.children, nodes)[..., :width]
-        children = torch.where((level >= 0)[..., None], children, -1)
-        tokens = rows_at(forest.tokens, children.clamp_min(0).flatten(1)).view(children.shape)
-        tried = reject(
-            laws.rows(nodes),
-            forest.q_rows(nodes),
-            tokens,
-            children >= 0,
-            replace=False,
-            acceptance=wanted.gather(1, nodes),
-        )
-        out = torch.where(level >= 0, level, forest.nodes)
-        odds.scatter_(1, out, tried.acceptance)
-        share.scatter_(1, out, tried.share)
-        below = torch.where(children >= 0, children, forest.nodes).flatten(1)
-        wanted.scatter_(1, below, tried.odds.flatten(1))
-        odds.scatter_(1, below, tried.odds.flatten(1))  # what a leaf is asked with
+        for level in forest.levels[:, depth].split(1 if laws.lazy else forest.levels.shape[2], dim=1):
+            if settled(laws, level < 0):
+                continue
+            nodes = level.clamp_min(0)
+            children = rows_at(forest.children, nodes)[..., :width]
+            children = torch.where((level >= 0)[..., None], children, -1)
+            tokens = rows_at(forest.tokens, children.clamp_min(0).flatten(1)).view(children.shape)
+            p, q, start = laws.rows(nodes), forest.q_rows(nodes), wanted.gather(1, nodes)
+            tried = reject(p, q, tokens, children >= 0, replace=False, acceptance=start)
+            own = torch.where(level >= 0, level, forest.nodes)
+            odds.scatter_(1, own, tried.acceptance)
+            share.scatter_(1, own, tried.share)
+            below = torch.where(children >= 0, children, forest.nodes).flatten(1)
+            wanted.scatter_(1, below, tried.odds.flatten(1))
+            odds.scatter_(1, below, tried.odds.flatten(1))  # what a leaf is asked with
     odds[:, 0] = 1
     return odds[:, :-1], share[:, :-1]
 

@@ -1,0 +1,90 @@
+"""A verdict as one CUDA graph.
+
+A verifier on a device is a few hundred small kernels, and launching them costs more than running them. It never looks
+at a drawn value, so its operations can be recorded once for a shape (`make_fx`), fused by the compiler, captured into a
+graph and replayed on new values. The rule itself stays where it is, in the verifier's own file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from branchwise.chance import SeededChance
+from branchwise.laws import ModelLaws
+from branchwise.tree import Draw, Forest
+from branchwise.verify import Verdicts, Verifier
+
+TABLES = ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks", "q")
+"""what a verifier may read of a forest"""
+
+
+class Captured:
+    """A verifier that is compiled and captured when a shape is first seen, and replayed from then on."""
+
+    def __init__(self, verifier: Verifier, *, compile: bool = True, warmups: int = 3) -> None:
+        self.verifier = verifier
+        self.name = verifier.name
+        self.accepts: frozenset[Draw] = verifier.accepts
+        self._compile = compile
+        self._warmups = warmups
+        self._graphs: dict[Any, Recording] = {}
+
+    def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
+        if not laws.capturable or forest.q is None:
+            return self.verifier(forest, laws, chance)
+        inputs = [getattr(forest, name) for name in TABLES] + [laws.logits, chance.seeds, chance.roots]
+        key = (*(tensor.shape for tensor in inputs), laws.logits.dtype, tuple(forest.widths), laws.shape)
+        if key not in self._graphs:
+            self._graphs[key] = Recording(self._program(forest, laws), inputs, self._compile, self._warmups)
+        return Verdicts(*self._graphs[key](inputs))
+
+    def _program(self, forest: Forest, laws: ModelLaws) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The verifier as a function of tensors alone."""
+
+        def program(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+            *tables, logits, seeds, roots = inputs
+            same = copy.copy(forest)
+            same.__dict__.update(zip(TABLES, tables, strict=True))
+            found = self.verifier(same, laws.over(logits, same), SeededChance(seeds, roots))
+            return found.paths, found.tokens
+
+        return program
+
+
+class Recording:
+    """One captured graph with the places that its inputs are copied to."""
+
+    def __init__(self, program: Callable[..., Any], inputs: list[Tensor], compile: bool, warmups: int) -> None:
+        self._places = [tensor.clone() for tensor in inputs]
+        run: Any = trace(program, self._places)
+        if compile:
+            run = torch.compile(run, fullgraph=True, dynamic=False)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.no_grad():
+            for _ in range(warmups):
+                run(*self._places)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(self._graph):
+            self._found = run(*self._places)
+
+    def __call__(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        for place, tensor in zip(self._places, inputs, strict=True):
+            place.copy_(tensor)
+        self._graph.replay()
+        paths, tokens = self._found
+        return paths.clone(), tokens.clone()
+
+
+def trace(program: Callable[..., Any], inputs: list[Tensor]) -> torch.fx.GraphModule:
+    """The operations that a program of tensors performs, whatever Python it is written in."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(program)(*inputs)
