@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from measure import interval, progress, provenance, timed
 
 import branchwise
 from branchwise.llm import LLM
@@ -71,7 +67,7 @@ def main() -> None:
     llm = branchwise.load(
         arguments.model, draft="none", dtype=arguments.dtype, device=arguments.device, context=4096, max_batch=1
     )
-    run = provenance(llm, arguments)
+    run = {**provenance(llm.model.device, arguments), "dtype": str(llm.model.dtype).removeprefix("torch.")}
     records = [*decoding(llm, arguments), *scoring(llm, arguments)]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as file:
@@ -130,7 +126,7 @@ def decoding(llm: LLM, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             names = list(methods)
             rotation = (turn + number) % len(names)
             for name in names[rotation:] + names[:rotation]:
-                seconds, found = timed(llm, methods[name], prompt)
+                seconds, found = timed(llm.model.device, methods[name], prompt)
                 assert found["tokens"] == arguments.tokens
                 about = {"kind": "decoding", "method": name, "prompts": kind, "prompt": number, "turn": turn}
                 records.append({**about, "seconds": seconds, **found})
@@ -149,29 +145,13 @@ def scoring(llm: LLM, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     records = []
     for turn in range(-3, arguments.passes):
         for nodes, forest in forests.items():
-            seconds, _ = timed(llm, target.score, [sequence], forest)
+            seconds, _ = timed(llm.model.device, target.score, [sequence], forest)
             if turn >= 0:
                 records.append(
                     {"kind": "scoring", "nodes": nodes, "turn": turn, "context": arguments.context, "seconds": seconds}
                 )
     target.close(sequence)
     return records
-
-
-def timed(llm: LLM, call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    cuda = llm.model.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = call(*arguments)
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
-
-
-def progress(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{line}\033[K", end="", file=sys.stderr)
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
@@ -197,47 +177,6 @@ def summarise(records: list[dict[str, Any]]) -> None:
         milliseconds = 1e3 * statistics.median(r["seconds"] for r in passes)
         ratio = interval([r["seconds"] / one[r["turn"]] for r in passes])
         print(f"scoring {nodes:2} nodes: {ratio} times one node ({milliseconds:.1f} ms)")
-
-
-def interval(values: list[float]) -> str:
-    """Median with a 95 % bootstrap interval."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
-    return f"{statistics.median(values):.3f} [{medians[50]:.3f}, {medians[1949]:.3f}]"
-
-
-def provenance(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
-    device = llm.model.device
-    changes = git("status", "--porcelain", "--untracked-files=no")
-    return {
-        "commit": arguments.commit or git("rev-parse", "HEAD"),
-        "dirty": None if changes is None else bool(changes),
-        "arguments": {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")},
-        "versions": {
-            "branchwise": branchwise.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(llm.model.dtype).removeprefix("torch."),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def git(*words: str) -> str | None:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{named}, {sum(line.startswith('processor') for line in lines)} cores"
 
 
 if __name__ == "__main__":

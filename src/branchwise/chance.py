@@ -97,7 +97,7 @@ class SeededChance:
         """(batch, at least count) float64: the coins of this step, all tossed at once since tossing one costs as much."""
         if self._coins.shape[1] < count:
             names = torch.arange(max(COINS, 2 * count), device=self.seeds.device)
-            self._coins = to_uniform(mix(self._keys("coin", self.roots, 0)[:, None] + names * GAMMA))
+            self._coins = to_uniform(mix(self._keys("coin", self.roots, 0)[:, None] + spaced(names)))
         return self._coins
 
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
@@ -134,7 +134,7 @@ def race(law: Tensor, keys: Tensor) -> Tensor:
 
 def _first(mass: Tensor, keys: Tensor, names: Tensor) -> Tensor:
     """(batch,) int64: which of the runners (batch, count) arrives first; `names` tell their noise apart."""
-    bits = _shift(mix(keys[:, None] + names * GAMMA), 12)
+    bits = _shift(mix(keys[:, None] + spaced(names)), 12)
     uniform = (bits.double() + 0.5) * 2.0**-52  # strictly between 0 and 1, so that no time is 0 and 0 / 0 never met
     return (-torch.log(uniform) / mass).argmin(dim=-1)
 
@@ -149,6 +149,11 @@ def signed(value: int) -> int:
 
 
 GAMMA = signed(0x9E3779B97F4A7C15)
+
+
+def spaced(names: Tensor) -> Tensor:
+    """Counters a long way apart. The idle xor keeps a compiler from taking a product of indices for 32 bits wide."""
+    return (names ^ 0) * GAMMA
 
 
 def mix(x: Tensor) -> Tensor:

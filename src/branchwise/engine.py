@@ -116,9 +116,7 @@ class Engine:
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def submit(
-        self, request: Request, text: TextStream | None = None, *, like: Sequence | None = None
-    ) -> Generation:
+    def submit(self, request: Request, text: TextStream | None = None, *, like: Sequence | None = None) -> Generation:
         """Queue a request; it runs with the others from the next step on, as soon as a slot is free.
 
         `like` is a sequence of the same tokens that the caller opened on the target, and that stays open until the

@@ -88,7 +88,7 @@ class ModelLaws:
     @property
     def shape(self) -> tuple[object, ...]:
         """What two batches must agree in for the same operations to serve both."""
-        return tuple(self._warp.sampling)
+        return tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in self._warp.sampling)
 
     def over(self, logits: Tensor, forest: Forest) -> ModelLaws:
         """The same way of warping over other logits."""

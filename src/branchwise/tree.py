@@ -80,6 +80,11 @@ class Topology:
             levels[depth].append(node)
         return levels
 
+    @cached_property
+    def forks(self) -> list[int]:
+        """The nodes with more than one child."""
+        return [node for node, below in enumerate(self.children) if len(below) > 1]
+
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""
         path = [node]
@@ -192,17 +197,37 @@ class DraftTree:
         return DraftTree(self.tokens[:keep], self.parents[:keep])
 
 
+@dataclass(frozen=True)
+class Room:
+    """The least size of what a forest holds: with the same room, the shapes of a batch are the same at every step."""
+
+    nodes: int = 0
+    children: int = 0
+    """of one node"""
+    width: int = 0
+    """of one level"""
+    forks: int = 0
+
+    @classmethod
+    def for_paths(cls, count: int, length: int) -> Room:
+        """Whatever of `count` paths of `length` tokens agrees."""
+        return cls(nodes=count * length + 1, children=count, width=count, forks=count - 1)
+
+
 class Forest:
     """The trees of a batch, padded to one size: what a pass of the target and a verifier work on.
 
     Padding nodes carry token 0, stand at the root's depth and have no parent, so that nothing ever reaches them.
     """
 
-    def __init__(self, trees: Sequence[DraftTree], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, trees: Sequence[DraftTree], device: torch.device | str = "cpu", room: Room | None = None
+    ) -> None:
         assert trees, "a forest has at least one tree"
         self.trees = tuple(trees)
         self.device = torch.device(device)
-        self.nodes = max(map(len, trees))
+        self.room = room or Room()
+        self.nodes = max(self.room.nodes, *map(len, trees))
         self.depth = max(tree.depth for tree in trees)
         shapes = [tree.topology for tree in trees]
         pads = [self.nodes - len(shape) for shape in shapes]
@@ -215,6 +240,8 @@ class Forest:
         self.tokens = torch.nn.utils.rnn.pad_sequence(
             [tree.tokens.to(device, non_blocking=True) for tree in trees], batch_first=True
         )
+        if self.tokens.shape[1] < self.nodes:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, self.nodes - self.tokens.shape[1]))
         """(batch, nodes) int64"""
 
         self._source: tuple[Forest, Tensor] | None = None
@@ -242,27 +269,27 @@ class Forest:
     @cached_property
     def children(self) -> Tensor:
         """(batch, nodes, most children): the children of every node in draw order."""
-        return self._table("children", lambda tree: tree.children)
+        return self._table("children", lambda tree: tree.children, (self.nodes, self.room.children))
 
     @cached_property
     def levels(self) -> Tensor:
         """(batch, depth + 1, widest level): the nodes of every level."""
-        return self._table("levels", lambda tree: tree.topology.levels)
+        return self._table("levels", lambda tree: tree.topology.levels, (0, self.room.width))
 
     @cached_property
     def postorder(self) -> Tensor:
         """(batch, nodes): every node behind its children, which come in draw order."""
-        return self._table("postorder", lambda tree: tree.postorder)
+        return self._table("postorder", lambda tree: tree.postorder, (self.nodes,))
 
     @cached_property
     def forks(self) -> Tensor:
         """(batch, most forks): the nodes with more than one child, where drawn paths part."""
-        return self._table("forks", lambda tree: [node for node, below in enumerate(tree.children) if len(below) > 1])
+        return self._table("forks", lambda tree: tree.topology.forks, (self.room.forks,))
 
     @cached_property
     def widths(self) -> list[int]:
         """The most children that a node has, level by level; how long the loops over siblings must be."""
-        widths = [0] * self.depth
+        widths = [self.room.children] * self.depth
         for tree in self.trees:
             for depth, below in zip(tree.topology.depths, tree.topology.children, strict=True):
                 if below:
@@ -299,16 +326,16 @@ class Forest:
         taken._source = (self, rows)
         return taken
 
-    def _table(self, name: str, build: Callable[[DraftTree], Any]) -> Tensor:
+    def _table(self, name: str, build: Callable[[DraftTree], Any], least: tuple[int, ...] = ()) -> Tensor:
         if self._source is not None:
             source, rows = self._source
             table: Tensor = getattr(source, name)[rows]
             return table
-        return torch.from_numpy(padded([build(tree) for tree in self.trees])).to(self.device)
+        return torch.from_numpy(padded([build(tree) for tree in self.trees], least)).to(self.device)
 
 
-def padded(lists: Sequence[Any]) -> NDArray[np.int64]:
-    """Numbers, lists of numbers or lists of such lists as one array, filled up with -1."""
+def padded(lists: Sequence[Any], least: tuple[int, ...] = ()) -> NDArray[np.int64]:
+    """Numbers, lists of numbers or lists of such lists as one array, filled up with -1 to at least a given size."""
 
     def shape(item: Any) -> tuple[int, ...]:
         if isinstance(item, int):
@@ -323,6 +350,8 @@ def padded(lists: Sequence[Any]) -> NDArray[np.int64]:
             for inside, part in zip(place, item, strict=False):
                 fill(inside, part)
 
-    array = np.full(shape(lists), -1, dtype=np.int64)
+    first, *rest = shape(lists)
+    sizes = [max(size, wanted) for size, wanted in zip(rest, least or rest, strict=True)]
+    array = np.full((first, *sizes), -1, dtype=np.int64)
     fill(array, lists)
     return array

@@ -33,6 +33,11 @@ NextLaw = Callable[[Block], Floats | Mapping[str, float] | None]
 """What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, where the rest of
 the mass belongs to any other token. None where nothing follows or where it is not known."""
 
+Progress = Callable[[str, int, int], None]
+"""(what is being done, steps done, steps in all)"""
+
+INTERRUPTED = "The audit was interrupted; what it had gathered is shown and decides nothing."
+
 EXPECTED = 5.0
 """the fewest counts that a cell should expect, so that the statistic has nearly the law that its table says"""
 SAMPLES_PER_CELL = 40
@@ -55,8 +60,8 @@ class Partition:
     """the cell of blocks with a token that cannot follow; its probability is 0"""
 
     def __init__(self, law: NextLaw, *, length: int, samples: int) -> None:
-        if length < 1 or samples < 1:
-            raise UsageError(f"An audit needs at least 1 token a block and 1 sample, not {length} and {samples}.")
+        assert length > 0, "a block has at least one token"
+        assert samples > 0, "a partition of no samples"
         self.length = length
         self.prefixes: list[Block] = []
         """the prefix of cell i + 1"""
@@ -94,7 +99,7 @@ class Partition:
         for depth, token in enumerate(block[: self.length]):
             prefix = block[:depth]
             possible = self._possible.get(prefix)
-            if possible is not None and not possible[token]:
+            if possible is not None and not possible[int(token)]:
                 return self.IMPOSSIBLE
             if (*prefix, token) not in self._cells:
                 return self._cells[prefix]
@@ -112,7 +117,7 @@ LEAST_REST = 1e-6
 def _split(
     following: Floats | Mapping[str, float], least: float
 ) -> tuple[list[tuple[Token, float]], float, NDArray[np.bool_] | None]:
-    """Tokens with at least this probability, the mass of all others, and which tokens are possible where not all are."""
+    """Tokens of at least this probability, the mass of the others, and which are possible where not all are."""
     if isinstance(following, np.ndarray):
         law = following.astype(np.float64)
         law = law / law.sum()
@@ -219,6 +224,17 @@ def _pool(observed: Floats, law: Floats, samples: int) -> tuple[Floats, Floats]:
     return np.append(observed[:few].sum(), observed[few:]), np.append(total[few - 1], law[few:])
 
 
+def check_demands(false_alarm: float, limit: float, **counts: int) -> None:
+    """Refuse an audit that could find nothing, before anything runs."""
+    if not 0 < false_alarm < 0.5:
+        raise UsageError(f"The false-alarm rate must be above 0 and below 0.5, not {false_alarm}.")
+    if not 0 < limit < 1:
+        raise UsageError(f"The distance to detect must be above 0 and below 1, not {limit}.")
+    for name, count in counts.items():
+        if count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}.")
+
+
 @dataclass(frozen=True)
 class BlockTests:
     """The tests of all contexts, judged as one family by Holm's procedure.
@@ -230,10 +246,6 @@ class BlockTests:
     contexts: tuple[BlockTest, ...]
     false_alarm: float = 1e-3
     """for the whole family"""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.false_alarm < 0.5:
-            raise UsageError(f"The false-alarm rate must be above 0 and below 0.5, not {self.false_alarm}.")
 
     @cached_property
     def family(self) -> tuple[BlockTest, ...]:
@@ -340,14 +352,16 @@ def judge(
     limit: float = 0.1,
     proofs: Sequence[str] = (),
     doubts: Sequence[str] = (),
+    gaps: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Finding:
     """The finding of an audit.
 
-    `proofs` are differences found by other means than the tests, `doubts` reasons why nothing can be decided, `notes`
-    what a reader should know. `activity` is None where nobody counted. UNDECIDED is said where there is a doubt, where
-    the tests could not have found a distance of `limit`, where a p-value is suspicious without being decisive, and
-    where nothing was accepted or nothing rejected, since then the rule was not put to the test.
+    `proofs` are differences found by other means than the tests, `doubts` reasons why nothing can be decided, `gaps`
+    what was left untested, `notes` what a reader should know. `activity` is None where nobody counted. UNDECIDED is
+    said where there is a doubt; and, where no difference was found, where there is a gap, where the tests could not
+    have found a distance of `limit`, where a p-value is suspicious without being decisive, and where nothing was
+    accepted or nothing rejected, since then the rule was not put to the test.
     """
     failed = [
         _accuse(test, adjusted)
@@ -356,11 +370,11 @@ def judge(
     ]
     if not doubts and (failed or proofs):
         return Finding(Word.NOT_LOSSLESS, (*proofs, *failed, *notes))
-    reasons = [*doubts, *proofs, *failed]
+    reasons = [*doubts, *proofs, *failed, *gaps]
     if tests.detectable > limit:
         reasons.append(
-            f"With {tests.samples:,} blocks a distance of {tests.detectable:.2f} would have been found with probability "
-            f"{POWER}, and {limit} is asked for; take more samples."
+            f"With {tests.samples:,} blocks a distance of {tests.detectable:.3f} would have been found with "
+            f"probability {POWER}, and {limit} is asked for; take more samples."
             if tests.family
             else "No context could be tested: no block is expected often enough; take more samples."
         )
@@ -373,18 +387,24 @@ def judge(
     if activity is not None and not (activity.accepted and activity.rejected):
         missing = "accepted" if not activity.accepted else "rejected"
         reasons.append(
-            f"Of {activity.drafted:,} drafted levels none was {missing}, so the rule that decides was not put to the test."
+            f"Of {activity.drafted:,} drafted levels none was {missing}, so the rule was not put to the test."
         )
     if reasons:
         return Finding(Word.UNDECIDED, (*reasons, *notes))
+    tested = f"{len(tests.family)} test{'s' if len(tests.family) > 1 else ''} on {tests.samples:,} blocks"
     evidence = [
-        f"{len(tests.family)} tests on {tests.samples:,} blocks found no difference, at a false-alarm rate of "
-        f"{tests.false_alarm:g} for all of them; the smallest p-value is {lowest:.2g}.",
+        f"{tested} found no difference at a false-alarm rate of {tests.false_alarm:g}; the smallest p is {lowest:.2g}.",
         f"A distance of {tests.detectable:.3f} in every context would have been found with probability {POWER}.",
     ]
     if activity is not None:
         evidence.append(f"Of {activity.drafted:,} drafted levels {activity.accepted:,} were accepted.")
     return Finding(Word.LOSSLESS, (*evidence, *notes))
+
+
+def shorten(prompt: str, most: int = 40) -> str:
+    """A prompt as the name of its context."""
+    line = " ".join(prompt.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def _accuse(test: BlockTest, adjusted: float) -> str:

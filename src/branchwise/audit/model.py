@@ -11,26 +11,37 @@ from __future__ import annotations
 import copy
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 import torch
 
-from branchwise.audit.blocks import Activity, Block, BlockTest, BlockTests, Finding, Floats, Partition, g_test, judge
+from branchwise.audit.blocks import (
+    INTERRUPTED,
+    Activity,
+    Block,
+    BlockTest,
+    BlockTests,
+    Finding,
+    Floats,
+    Partition,
+    Progress,
+    check_demands,
+    g_test,
+    judge,
+    shorten,
+)
 from branchwise.draft import Drafter, build_drafter
 from branchwise.engine import Engine, Generation, Request
-from branchwise.errors import UsageError
+from branchwise.errors import ModelError, UsageError
 from branchwise.llm import LLM
-from branchwise.sampling import Context, SamplingParams, warp
+from branchwise.sampling import Context, SamplingParams, adjust, warp
 from branchwise.sequence import Sequence as Text
 from branchwise.stats import Stats
 from branchwise.target.transformers import TransformersTarget
 from branchwise.verify import VERIFIERS
-
-Progress = Callable[[str, int, int], None]
-"""(what is being done, steps done, steps in all)"""
 
 AHEAD = 64
 """Texts are allowed this much more than a block, so that trees grow as deep as in real use; the rest is cut off."""
@@ -39,6 +50,9 @@ TIE = 1e-3
 """logits closer than this are equal as far as float32 can tell"""
 ROUGH_TIE = 0.05
 """the same for lower precision, where the order of sums shows"""
+
+MOST_ROUNDED = 8
+"""texts side by side on the copy in bfloat16"""
 
 
 @dataclass(frozen=True)
@@ -65,9 +79,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.sampling.greedy:
             raise UsageError("Sampled blocks need a temperature above 0; greedy texts are compared in any case.")
-        if self.samples < 1 or self.length < 1 or self.greedy_tokens < 0:
-            raise UsageError("samples and length must be at least 1, and greedy tokens at least 0.")
-        BlockTests((), self.false_alarm)  # checks the rate
+        if self.greedy_tokens < 0:
+            raise UsageError(f"greedy_tokens must be at least 0, not {self.greedy_tokens}.")
+        check_demands(self.false_alarm, self.limit, samples=self.samples, length=self.length)
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,9 @@ class Greedy:
         """Differences that rounding does not explain; only float32 promises equality."""
         return [d for d in self.differences if self.dtype == "float32" and not d.gap < TIE]
 
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "differences": [asdict(difference) for difference in self.differences]}
+
 
 @dataclass(frozen=True)
 class ModelAudit:
@@ -116,6 +133,7 @@ class ModelAudit:
     greedy: Greedy | None
     near_ties: Greedy | None
     finding: Finding
+    interrupted: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         sampling = self.plan.sampling
@@ -137,8 +155,8 @@ class ModelAudit:
             "mean_acceptance_length": self.stats.mean_acceptance_length,
             "drafted_levels": self.activity.drafted,
             "accepted_levels": self.activity.accepted,
-            "greedy": None if self.greedy is None else asdict(self.greedy),
-            "near_ties": None if self.near_ties is None else asdict(self.near_ties),
+            "greedy": None if self.greedy is None else self.greedy.as_dict(),
+            "near_ties": None if self.near_ties is None else self.near_ties.as_dict(),
         }
 
 
@@ -151,7 +169,7 @@ class ModelAuditor:
         if not prompts:
             raise UsageError("There are no prompts to audit with.")
         if llm.engine.target.free_slots < 2:
-            raise UsageError("An audit needs two free slots, one of them for the prompt; load with max_batch=2 or more.")
+            raise UsageError("An audit needs two free slots, one of them for the prompt; load with max_batch=2.")
         self.llm = llm
         self.prompts = list(prompts)
         self.plan = plan or Plan()
@@ -172,16 +190,16 @@ class ModelAuditor:
         stats = Stats()
         greedy = near_ties = None
         doubts: list[str] = []
+        notes: list[str] = []
         try:
             for number, prompt in enumerate(self.prompts):
-                self._sample(llm, number, f"{verify}: {_short(prompt)}", gathered, stats)
+                self._sample(llm, number, f"{verify}: {shorten(prompt)}", gathered, stats)
             if self.plan.greedy_tokens:
                 greedy = self._compare(self.llm, draft, tree, verify)
                 if self.plan.near_ties and greedy.dtype == "float32":
-                    self._rounded = self._rounded or _in_bfloat16(self.llm)
-                    near_ties = self._compare(self._rounded, draft, tree, verify)
+                    near_ties = self._compare_rounded(draft, tree, verify, notes)
         except KeyboardInterrupt:
-            doubts.append("The audit was interrupted; what it had gathered is shown and decides nothing.")
+            doubts.append(INTERRUPTED)
         if greedy is not None and greedy.dtype != "float32":
             greedy, near_ties = None, greedy
         tests = BlockTests(tuple(gathered), self.plan.false_alarm)
@@ -205,8 +223,9 @@ class ModelAuditor:
                 limit=self.plan.limit,
                 proofs=[_accuse(difference) for difference in greedy.decisive] if greedy else [],
                 doubts=doubts,
-                notes=_notes(greedy, near_ties),
+                notes=[*_notes(greedy, near_ties), *notes],
             ),
+            interrupted=bool(doubts),
         )
 
     def _sample(self, llm: LLM, number: int, what: str, gathered: list[BlockTest], stats: Stats) -> None:
@@ -222,7 +241,7 @@ class ModelAuditor:
                 _add(stats, generation.stats)
             blocks: list[Block] = [tuple(generation.token_ids[: self.plan.length]) for generation in ready]
             gathered.append(
-                g_test(partition.count(blocks), partition.probabilities, context=_short(self.prompts[number]))
+                g_test(partition.count(blocks), partition.probabilities, context=shorten(self.prompts[number]))
             )
 
     def _run(self, llm: LLM, number: int, what: str, generations: list[Generation]) -> None:
@@ -262,7 +281,7 @@ class ModelAuditor:
     def _partition(self, number: int) -> Partition:
         while len(self._partitions) <= number:
             law = OwnLaw(self.llm, self._tokens[len(self._partitions)], self.plan.sampling)
-            what = f"exact law: {_short(self.prompts[len(self._partitions)])}"
+            what = f"exact law: {shorten(self.prompts[len(self._partitions)])}"
             self._progress(what, 0, 1)
             self._partitions.append(Partition(law, length=self.plan.length, samples=self.plan.samples))
             self._progress(what, 1, 1)
@@ -281,6 +300,15 @@ class ModelAuditor:
             if pair[0] != pair[1]
         ]
         return Greedy(dtype, len(plain), sum(map(len, plain)), tuple(differences))
+
+    def _compare_rounded(self, draft: str | Drafter, tree: str | None, verify: str, notes: list[str]) -> Greedy | None:
+        """The same in bfloat16. It decides nothing, so a copy that does not fit into memory must not cost the rest."""
+        try:
+            self._rounded = self._rounded or _in_bfloat16(self.llm, slots=min(len(self.prompts), MOST_ROUNDED))
+            return self._compare(self._rounded, draft, tree, verify)
+        except (ModelError, torch.OutOfMemoryError) as error:
+            notes.append(f"bfloat16 was not compared: {str(error).splitlines()[0]}")
+            return None
 
     def _write(self, llm: LLM, what: str) -> list[list[int]]:
         self._progress(what, 0, len(self.prompts))
@@ -335,17 +363,27 @@ class OwnLaw:
         logits = _own_logits(self.llm, tokens)[None]
         context = [Context(tokens, len(self.prompt))]
         law = warp(logits, [self.sampling], context)[0]
-        kept = law > 0
-        # Rounding decides which of two near-equal tokens a cut keeps, and the engine may round the other way.
-        if not kept.all() and logits[0][kept].min() - logits[0][~kept].max() < self.tie:
+        if self._rounding_decides(logits, context, law > 0):
             return None
-        if self.sampling.top_p < 1:
-            for factor in (1 - self.tie / 100, 1 + self.tie / 100):
-                nearby = replace(self.sampling, top_p=min(1.0, self.sampling.top_p * factor))
-                if not torch.equal(warp(logits, [nearby], context)[0] > 0, kept):
-                    return None
         found: Floats = law.double().cpu().numpy()
         return found
+
+    def _rounding_decides(self, logits: torch.Tensor, context: list[Context], kept: torch.Tensor) -> bool:
+        """Whether a cut keeps one of two near-equal tokens, or one that a last digit would drop.
+
+        The engine may round the other way, and both are right.
+        """
+        if kept.all():
+            return False
+        row = adjust(logits, [self.sampling], context)[0]
+        if row[kept].min() - row[~kept].max() < self.tie:
+            return True
+        p, least = self.sampling.top_p, self.sampling.min_p
+        for factor in (1 - self.tie / 100, 1 + self.tie / 100):
+            nearby = replace(self.sampling, top_p=min(1.0, p * factor) if p < 1 else p, min_p=min(1.0, least * factor))
+            if not torch.equal(warp(logits, [nearby], context)[0] > 0, kept):
+                return True
+        return False
 
 
 def _own_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
@@ -355,14 +393,13 @@ def _own_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return target.own_logits(torch.tensor([tokens], device=target.device))[0, -1].float()
 
 
-def _in_bfloat16(llm: LLM) -> LLM:
+def _in_bfloat16(llm: LLM, slots: int) -> LLM:
     """A copy in bfloat16 as it would have been loaded: weights are rounded, tables of positions are not."""
     model = copy.deepcopy(llm.model)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
     target = llm.engine.target
-    slots = target.free_slots
     rounded = TransformersTarget(model, slots=slots, context=target.context, max_nodes=target.max_nodes)
     return LLM(llm.name, model, llm.tokenizer, Engine(rounded, build_drafter("none"), VERIFIERS.build("match")))
 
@@ -386,14 +423,9 @@ def _add(total: Stats, stats: Stats) -> None:
             all_counts[depth] += count
 
 
-def _short(prompt: str, most: int = 40) -> str:
-    line = " ".join(prompt.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
 def _accuse(difference: Difference) -> str:
     return (
-        f"{_short(difference.prompt)}: greedy float32 text leaves plain decoding after {difference.position} tokens, "
+        f"{shorten(difference.prompt)}: greedy float32 text leaves plain decoding after {difference.position} tokens, "
         f"{difference.speculative!r} in place of {difference.plain!r} with logits {difference.gap:.3g} apart."
     )
 
@@ -405,7 +437,8 @@ def _notes(greedy: Greedy | None, near_ties: Greedy | None) -> list[str]:
         equal = greedy.prompts - len(greedy.differences)
         tied = f"; {ties} left it at a numerical tie" if ties else ""
         notes.append(
-            f"Greedy in float32: {equal} of {greedy.prompts} texts ({greedy.tokens:,} tokens) equal plain decoding{tied}."
+            f"Greedy in float32: {equal} of {greedy.prompts} texts ({greedy.tokens:,} tokens) "
+            f"equal plain decoding{tied}."
         )
     if near_ties is not None:
         gaps = [difference.gap for difference in near_ties.differences]

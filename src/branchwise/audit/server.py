@@ -16,19 +16,29 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-from branchwise.audit.blocks import Activity, Block, BlockTest, BlockTests, Finding, Partition, g_test, judge
+from branchwise.audit.blocks import (
+    INTERRUPTED,
+    Activity,
+    Block,
+    BlockTest,
+    BlockTests,
+    Finding,
+    Partition,
+    Progress,
+    check_demands,
+    g_test,
+    judge,
+    shorten,
+)
 from branchwise.errors import UsageError
-
-Progress = Callable[[str, int, int], None]
-"""(what is being done, steps done, steps in all)"""
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Many servers cut or penalise unless told otherwise. These are no part of OpenAI's protocol, and left out where a
@@ -37,11 +47,14 @@ server refuses them."""
 TOP_LOGPROBS = (20, 5)
 """how many rivals the reference is asked for; the second where the first is refused"""
 
+ROUND = 64
+"""requests between two looks at how many texts are still missing"""
+
 PAUSES = (0.5, 2.0)
 """seconds before a request is sent again that a busy server turned away"""
 
-OTHER = "\0"
-"""stands for tokens that cannot be told apart by their strings; no server reports it"""
+ATTEMPTS = 4
+"""how often the reference is asked again after a text that ended at once, for which some servers state nothing"""
 
 _SPECIAL = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|")
 _COUNTER = re.compile(r"^\S*spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE)
@@ -52,7 +65,7 @@ class Refused(UsageError):
 
 
 @dataclass(frozen=True)
-class Completion:
+class Answer:
     """One text as a server reported it."""
 
     tokens: tuple[str, ...]
@@ -67,18 +80,24 @@ class Server:
     """An OpenAI-compatible server. Whatever goes wrong is a `UsageError` with one sentence."""
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 60.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"{url!r} is not the address of a server; it looks like http://127.0.0.1:8000.")
-        root = url.rstrip("/").removesuffix("/completions").rstrip("/").removesuffix("/v1")
-        self.url = root.rstrip("/")
+        try:
+            parts = urlsplit(url)
+            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 80) > 0
+        except ValueError:
+            fits = False
+        if not fits:
+            raise UsageError(f"{url!r} is not the address of a server; one looks like http://127.0.0.1:8000.")
+        self.url = url.rstrip("/").removesuffix("/completions").removesuffix("/v1").rstrip("/")
         self.timeout = timeout
         self._model = model
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key or os.environ.get("OPENAI_API_KEY"):
-            self._headers["Authorization"] = f"Bearer {key or os.environ['OPENAI_API_KEY']}"
+        if key := (key or os.environ.get("OPENAI_API_KEY", "")).strip():
+            if not (key.isascii() and key.isprintable()):
+                raise UsageError("The API key holds characters that cannot be sent.")
+            self._headers["Authorization"] = f"Bearer {key}"
         # A proxy of the system does not know this machine's own servers.
-        here = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        host = parts.hostname or ""
+        here = host in ("localhost", "::1") or host.startswith("127.")
         handlers = [urllib.request.ProxyHandler({})] if here else []
         self._opener = urllib.request.build_opener(*handlers)
 
@@ -93,7 +112,7 @@ class Server:
         except (KeyError, IndexError, TypeError):
             raise UsageError(f"The server at {self.url} lists no model; name one with --model.") from None
 
-    def complete(self, prompt: str, **options: Any) -> list[Completion]:
+    def complete(self, prompt: str, **options: Any) -> list[Answer]:
         """Texts that continue a prompt, with the tokens and logprobs that the server reports."""
         answer = self._ask("/v1/completions", {"model": self.model, "prompt": prompt, **options})
         try:
@@ -117,7 +136,7 @@ class Server:
             counts[kind] = counts.get(kind, 0.0) + float(value)
         return (int(counts["draft"]), int(counts["accepted"])) if len(counts) == 2 else None
 
-    def _read(self, choice: Any, prompt_tokens: Any) -> Completion:
+    def _read(self, choice: Any, prompt_tokens: Any) -> Answer:
         try:
             text = str(choice["text"])
             logprobs = choice.get("logprobs")
@@ -129,17 +148,18 @@ class Server:
             if "content" in logprobs:  # as chat completions report them; llama.cpp does so everywhere
                 entries = logprobs["content"]
                 tokens = [str(entry["token"]) for entry in entries]
-                tops = [_probabilities((e["token"], e["logprob"]) for e in entry["top_logprobs"]) for entry in entries]
+                tops = [
+                    _probabilities((top["token"], top["logprob"]) for top in entry.get("top_logprobs") or ())
+                    for entry in entries
+                ]
             else:
                 tokens = [str(token) for token in logprobs["tokens"]]
                 tops = [_probabilities((top or {}).items()) for top in logprobs.get("top_logprobs") or ()]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UsageError(
-                f"The server at {self.url} reports logprobs in a form that OpenAI's completions do not have."
+                f"The server at {self.url} returned a completion in a form that OpenAI's protocol does not have."
             ) from None
-        return Completion(
-            tuple(tokens), text, tuple(tops), prompt_tokens if isinstance(prompt_tokens, int) else None
-        )
+        return Answer(tuple(tokens), text, tuple(tops), prompt_tokens if isinstance(prompt_tokens, int) else None)
 
     def _ask(self, path: str, payload: dict[str, Any] | None = None) -> Any:
         body = None if payload is None else json.dumps(payload).encode()
@@ -149,8 +169,7 @@ class Server:
                 with self._opener.open(request, timeout=self.timeout) as answer:
                     return json.loads(answer.read())
             except urllib.error.HTTPError as error:
-                with error:
-                    message = _message(error)
+                message = _message(error)
                 if pause is None or error.code not in (429, 500, 502, 503, 504):
                     raise self._refusal(path, error.code, message) from None
             except (json.JSONDecodeError, UnicodeDecodeError):
@@ -165,11 +184,9 @@ class Server:
                         f"The server at {self.url} gave no answer to {path} within {self.timeout:g} seconds; "
                         "give it longer with --timeout."
                     ) from None
-                dropped = isinstance(reason, ConnectionResetError | BrokenPipeError | http.client.HTTPException)
+                dropped = isinstance(reason, ConnectionResetError | BrokenPipeError | http.client.IncompleteRead)
                 if pause is None or not dropped:
                     raise UsageError(f"No server answers at {self.url}: {_reason(reason)}.") from None
-            except ValueError as error:  # a host or a header that cannot be sent
-                raise UsageError(f"The server at {self.url} cannot be asked: {error}.") from None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
@@ -196,7 +213,7 @@ class Asker:
     def form(self) -> dict[str, Any]:
         return self.forms[0]
 
-    def __call__(self, prompt: str) -> list[Completion]:
+    def __call__(self, prompt: str) -> list[Answer]:
         if self._settled:
             return self.server.complete(prompt, **self.form)
         with self._turn:
@@ -218,36 +235,44 @@ class StatedLaw:
     def __init__(self, reference: Asker, prompt: str) -> None:
         self.reference = reference
         self.prompt = prompt
-        self._tokens_of_prompt: int | None = None
+        self._prompt_tokens: int | None = None
         self._strings_are_text = True
 
     def __call__(self, prefix: Block) -> dict[str, float] | None:
         """The known tokens with their probabilities, or None where the text would not be read as these tokens."""
         if prefix and not self._strings_are_text:
             return None
-        first = self.reference(self.prompt + "".join(map(str, prefix)))[0]
-        if not first.tops or not first.tops[0]:
-            if first.tokens:
+        answer = self._ask(self.prompt + "".join(map(str, prefix)))
+        if answer is None:
+            return None
+        if not prefix:
+            self._prompt_tokens = answer.prompt_tokens
+            # Some servers report tokens in another spelling than the text's; joined, they would be another text.
+            self._strings_are_text = answer.tokens[0] == answer.text or not distinct(answer.tokens[0])
+        elif self._prompt_tokens is not None and answer.prompt_tokens != self._prompt_tokens + len(prefix):
+            return None  # prompt and prefix were read as other tokens than they were written as
+        return {token: share for token, share in answer.tops[0].items() if distinct(token)}
+
+    def _ask(self, text: str) -> Answer | None:
+        for _ in range(ATTEMPTS):
+            answer = self.reference(text)[0]
+            if answer.tokens and not (answer.tops and answer.tops[0]):
                 raise UsageError(
                     f"The reference at {self.reference.server.url} returned no top logprobs, and they are the "
                     "probabilities to compare with."
                 )
-            return None  # the text ended, and it was not said how probable that was
-        if not prefix:
-            self._tokens_of_prompt = first.prompt_tokens
-            # Some servers report tokens in another spelling than the text's; joined, they would be another text.
-            spelt = first.tokens[0]
-            self._strings_are_text = spelt == first.text or plain(spelt) == OTHER
-        elif None not in (self._tokens_of_prompt, first.prompt_tokens):
-            if first.prompt_tokens != (self._tokens_of_prompt or 0) + len(prefix):
-                return None  # prompt and prefix were read as other tokens than they were written as
-        return {token: share for token, share in first.tops[0].items() if plain(token) != OTHER}
+            if answer.tokens:
+                return answer
+        return None
 
 
-def plain(token: str) -> str:
-    """The token, or `OTHER` for one whose string does not tell it apart: parts of characters, and special tokens,
-    which one server reports at the end of a text and another leaves out."""
-    return OTHER if "\ufffd" in token or token.startswith("bytes:") or _SPECIAL.fullmatch(token) else token
+def distinct(token: str) -> bool:
+    """Whether its string tells a token apart.
+
+    Not so for parts of a character, nor for special tokens, which one server reports at the end of a text and another
+    leaves out. They belong to "any other token".
+    """
+    return not ("\ufffd" in token or token.startswith("bytes:") or _SPECIAL.fullmatch(token))
 
 
 @dataclass(frozen=True)
@@ -288,10 +313,12 @@ class Gathered:
     blocks: list[Block] = field(default_factory=list)
 
     @property
+    def name(self) -> str:
+        return shorten(self.prompt)
+
+    @property
     def test(self) -> BlockTest:
-        shown = " ".join(self.prompt.split())
-        shown = shown if len(shown) <= 40 else f"{shown[:39]}…"
-        return g_test(self.partition.count(self.blocks), self.partition.probabilities, context=shown)
+        return g_test(self.partition.count(self.blocks), self.partition.probabilities, context=self.name)
 
     @property
     def strange(self) -> bool:
@@ -326,10 +353,9 @@ def audit_server(
     """
     if not prompts:
         raise UsageError("There are no prompts to audit with.")
-    for name, value in (("samples", samples), ("length", length), ("threads", threads), ("n", per_request)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}.")
-    BlockTests((), false_alarm)  # checks the rate
+    check_demands(false_alarm, limit, samples=samples, length=length, threads=threads, n=per_request)
+    if timeout <= 0:
+        raise UsageError(f"timeout must be above 0 seconds, not {timeout}.")
     audited = Server(url, model=model, key=key, timeout=timeout)
     stating = Server(reference, model=reference_model, key=reference_key or key, timeout=timeout)
     report = progress or (lambda what, done, of: None)
@@ -344,7 +370,7 @@ def audit_server(
     doubts: list[str] = []
     before = audited.counters()
     try:
-        sampler(prompts[0])  # both servers are known to answer before the work begins
+        at_once = len(sampler(prompts[0]))  # what is wrong with the server shows before the work begins
         with _pool(threads) as pool:
             laws = [StatedLaw(stater, prompt) for prompt in prompts]
             jobs = [pool.submit(Partition, law, length=length, samples=samples) for law in laws]
@@ -352,9 +378,9 @@ def audit_server(
                 report("probabilities of the reference", done, len(jobs))
             gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]
             for entry in gathered:
-                _sample(pool, sampler, entry, samples, threads, report)
+                _sample(pool, sampler, entry, samples, at_once, report)
     except KeyboardInterrupt:
-        doubts.append("The audit was interrupted; what it had gathered is shown and decides nothing.")
+        doubts.append(INTERRUPTED)
     after = audited.counters()
     activity = None if before is None or after is None else Activity(after[0] - before[0], after[1] - before[1])
     tests = BlockTests(tuple(entry.test for entry in gathered if entry.blocks), false_alarm)
@@ -363,6 +389,12 @@ def audit_server(
         doubts.append(
             "No text starts with a token that the reference names: do both servers serve the same model and spell its "
             "tokens alike?"
+        )
+    gaps = []
+    if sampled and all(len(prefix) < 2 for entry in sampled for prefix in entry.partition.prefixes):
+        gaps.append(
+            "Only first tokens were compared, and most servers speculate from the second on; take more samples, or a "
+            "reference whose logprobs spell tokens as its texts do."
         )
     notes = _notes(sampler, stater, sampled, activity)
     return ServerAudit(
@@ -374,28 +406,23 @@ def audit_server(
         limit=limit,
         tests=tests,
         activity=activity,
-        finding=judge(tests, activity=activity, limit=limit, doubts=doubts, notes=notes),
+        finding=judge(tests, activity=activity, limit=limit, doubts=doubts, gaps=gaps, notes=notes),
     )
 
 
 def _sample(
-    pool: ThreadPoolExecutor, sampler: Asker, entry: Gathered, samples: int, threads: int, report: Progress
+    pool: ThreadPoolExecutor, sampler: Asker, entry: Gathered, samples: int, at_once: int, report: Progress
 ) -> None:
-    """Ask for the texts of one prompt. All requests are sent alike, whatever came back before."""
-    waiting: set[Future[list[Completion]]] = set()
-    try:
-        while len(entry.blocks) < samples:
-            at_once = sampler.form.get("n", 1)
-            missing = math.ceil((samples - len(entry.blocks)) / at_once)
-            waiting = {pool.submit(sampler, entry.prompt) for _ in range(min(missing, 4 * threads))}
-            for job in as_completed(waiting):
-                for completion in job.result():
-                    entry.blocks.append(tuple(plain(token) for token in completion.tokens))
-                report(f"texts: {entry.test.context}" if False else "texts", len(entry.blocks), samples)
-    finally:
-        for job in waiting:
-            job.cancel()
-        del entry.blocks[samples:]
+    """Ask for the texts of one prompt, about `at_once` with each request.
+
+    Every text that was asked for counts: those that come back first have other tokens than those that take longer.
+    """
+    while len(entry.blocks) < samples:
+        requests = math.ceil((samples - len(entry.blocks)) / at_once)
+        jobs = [pool.submit(sampler, entry.prompt) for _ in range(min(requests, ROUND))]
+        for done, _ in enumerate(as_completed(jobs), start=1):
+            report(f"texts: {entry.name}", min(len(entry.blocks) + done * at_once, samples), samples)
+        entry.blocks += [answer.tokens for job in jobs for answer in job.result()]
 
 
 @contextmanager
@@ -414,7 +441,7 @@ def _notes(sampler: Asker, stater: Asker, gathered: Sequence[Gathered], activity
     if names[0] != names[1]:
         notes.append(f"The servers name their models differently: {names[0]} and {names[1]}.")
     if "top_k" not in sampler.form:
-        notes.append("The server refuses to be told top_k and min_p; if it cuts by default, that shows as a difference.")
+        notes.append("The server refuses to be told top_k and min_p; cuts of its own would show as a difference.")
     if activity is None:
         notes.append("Whether the server speculated is not known: it shows no spec_decode counters at /metrics.")
     varied = [entry for entry in gathered if len(entry.blocks) >= 20]

@@ -19,12 +19,15 @@ from branchwise.laws import ModelLaws
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts, Verifier
 
-TABLES = ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks", "q")
+TABLES = ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks")
 """what a verifier may read of a forest"""
 
 
 class Captured:
-    """A verifier that is compiled and captured when a shape is first seen, and replayed from then on."""
+    """A verifier that is compiled and captured when a shape is first seen, and replayed from then on.
+
+    Its verdicts lie in the graph's own memory: read them before the next call.
+    """
 
     def __init__(self, verifier: Verifier, *, compile: bool = True, warmups: int = 3) -> None:
         self.verifier = verifier
@@ -37,19 +40,22 @@ class Captured:
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
         if not laws.capturable or forest.q is None:
             return self.verifier(forest, laws, chance)
-        inputs = [getattr(forest, name) for name in TABLES] + [laws.logits, chance.seeds, chance.roots]
-        key = (*(tensor.shape for tensor in inputs), laws.logits.dtype, tuple(forest.widths), laws.shape)
+        tables = [getattr(forest, name) for name in TABLES]
+        inputs = [*tables, laws.logits, chance.seeds, chance.roots, forest.q]
+        key = (*(table.shape for table in tables), laws.logits.shape, laws.logits.dtype, *forest.widths, laws.shape)
         if key not in self._graphs:
-            self._graphs[key] = Recording(self._program(forest, laws), inputs, self._compile, self._warmups)
+            places = [tensor.clone() for tensor in inputs]
+            places[-1] = forest.q.new_zeros(len(forest), forest.nodes, forest.q.shape[2])  # whatever rows will come
+            self._graphs[key] = Recording(self._program(forest, laws), places, self._compile, self._warmups)
         return Verdicts(*self._graphs[key](inputs))
 
     def _program(self, forest: Forest, laws: ModelLaws) -> Callable[..., tuple[Tensor, Tensor]]:
         """The verifier as a function of tensors alone."""
 
         def program(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-            *tables, logits, seeds, roots = inputs
+            *tables, logits, seeds, roots, q = inputs
             same = copy.copy(forest)
-            same.__dict__.update(zip(TABLES, tables, strict=True))
+            same.__dict__.update(zip(TABLES, tables, strict=True), q=q)
             found = self.verifier(same, laws.over(logits, same), SeededChance(seeds, roots))
             return found.paths, found.tokens
 
@@ -59,8 +65,8 @@ class Captured:
 class Recording:
     """One captured graph with the places that its inputs are copied to."""
 
-    def __init__(self, program: Callable[..., Any], inputs: list[Tensor], compile: bool, warmups: int) -> None:
-        self._places = [tensor.clone() for tensor in inputs]
+    def __init__(self, program: Callable[..., Any], places: list[Tensor], compile: bool, warmups: int) -> None:
+        self._places = places
         run: Any = trace(program, self._places)
         if compile:
             run = torch.compile(run, fullgraph=True, dynamic=False)
@@ -75,11 +81,12 @@ class Recording:
             self._found = run(*self._places)
 
     def __call__(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        for place, tensor in zip(self._places, inputs, strict=True):
-            place.copy_(tensor)
+        *places, q = self._places
+        torch._foreach_copy_(places, inputs[:-1])
+        q[:, : inputs[-1].shape[1]].copy_(inputs[-1])
         self._graph.replay()
         paths, tokens = self._found
-        return paths.clone(), tokens.clone()
+        return paths, tokens
 
 
 def trace(program: Callable[..., Any], inputs: list[Tensor]) -> torch.fx.GraphModule:

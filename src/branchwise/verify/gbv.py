@@ -186,7 +186,10 @@ def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: 
     p, q = order.p[:, 0], order.q[:, 0]
     gain = boost(order.below(), order.q, torch.ones_like(order.q[..., :1]), draws.count[:, None, None], most, lazy=lazy)
     highest = gain[:, 0].mul_(q)
-    overlaps = torch.stack([total(torch.lerp(highest, q, share).clamp_(max=p)) for share in mixtures], dim=1)
+    if lazy:  # row by row, while they are at hand
+        overlaps = torch.stack([total(torch.lerp(highest, q, share).clamp_(max=p)) for share in mixtures], dim=1)
+    else:
+        overlaps = total(torch.stack([torch.lerp(highest, q, share).clamp_(max=p) for share in mixtures], dim=1))
     noise = 1e-12 if p.dtype == torch.float64 else 1e-6
     good = overlaps >= overlaps.amax(dim=1, keepdim=True) - noise
     share = torch.ones_like(overlaps[:, 0])

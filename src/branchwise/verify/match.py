@@ -28,7 +28,7 @@ class Match:
         node = torch.zeros(len(forest), dtype=torch.long, device=device)
         done = torch.zeros(len(forest), dtype=torch.bool, device=device)
         paths = torch.full((len(forest), forest.depth + 1), -1, device=device)
-        paths[:, 0] = 0
+        paths[:, 0].zero_()
         token = self._draw(laws, node, chance, 0)
         for depth in range(1, forest.depth + 1):
             child, found = forest.children_of(node, token)

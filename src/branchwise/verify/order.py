@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.rows import total
+from branchwise.rows import BLOCK, running_total, total
 
-RANKED = 1024
+RANKED = 512
 """At most so many tokens are sorted: in a vocabulary beyond it, those with q above 1 / RANKED."""
 
 
@@ -68,22 +68,40 @@ class Order:
             order = sort_keys(self.p, self.q, self.q.shape[-1]).argsort(dim=-1, stable=True)
             mass = self.q.gather(-1, order)
             return torch.empty_like(self.q).scatter_(-1, order, (mass.cumsum(dim=-1) - mass).clamp_min_(0))
-        # As many slots as tokens can be ranked, filled in the order of ids; one more takes what is not ranked.
+        size = self.q.shape[-1]
         ranked = self.q > 1 / RANKED
-        slots = torch.where(ranked, ranked.cumsum(dim=-1) - 1, RANKED)
-        ids = torch.arange(self.q.shape[-1], device=self.q.device).expand(self.q.shape)
-        room = ids.new_zeros(*ids.shape[:-1], RANKED + 1).scatter(-1, slots, ids)[..., :RANKED]
-        filled = torch.arange(RANKED, device=ids.device) < ranked.sum(dim=-1, keepdim=True)
-        mass = self.q.gather(-1, room).where(filled, 0.0)
-        keys = self.p.gather(-1, room) / mass
+        slots, filled, places = _nth(ranked)
+        mass = self.q.gather(-1, slots).where(filled, 0.0)
+        keys = self.p.gather(-1, slots) / mass
         # Who ranks below whom is asked of all pairs at once: fewer steps than a sort, and a device has hands to spare.
         mine, theirs = keys[..., :, None], keys[..., None, :]
-        earlier = torch.ones(RANKED, RANKED, dtype=torch.bool, device=ids.device).tril(-1)
-        heavy = ((theirs < mine) | ((theirs == mine) & earlier)).to(mass.dtype).mul(mass[..., None, :]).sum(dim=-1)
-        light = self.q.where(~ranked, 0.0)
-        below = light.cumsum(dim=-1)
-        heavy = heavy + below[..., -1:]
-        return torch.where(ranked, heavy.gather(-1, slots.clamp_max(RANKED - 1)), below - light)
+        numbers = torch.arange(RANKED, device=self.q.device)
+        lower = (theirs < mine) | ((theirs == mine) & (numbers[None, :] < numbers[:, None]))
+        heavy = torch.where(lower, mass[..., None, :], 0.0).sum(dim=-1)
+        light = torch.where(ranked, 0.0, self.q)
+        inside, before = running_total(light)
+        heavy = heavy + (inside[..., -1, -1:] + before[..., -1:])
+        below = (inside + before[..., None]).flatten(-2)[..., :size] - light
+        return torch.where(ranked, heavy.gather(-1, places), below)
+
+
+def _nth(ranked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first RANKED places (…, RANKED) of a mask (…, vocabulary), which of them exist, and the number of each place.
+
+    Found by counting, first of blocks, then within one: shapes that a device likes, where a sort or a search is slow.
+    """
+    inside, before = running_total(ranked.to(torch.int32))
+    wanted = torch.arange(1, RANKED + 1, device=ranked.device, dtype=torch.int32)[:, None]
+    ends = before + inside[..., -1]
+    block = (ends[..., None, :] < wanted).sum(dim=-1)  # (…, RANKED)
+    filled = block < ends.shape[-1]
+    block = block.clamp_max(ends.shape[-1] - 1)
+    counted = inside.gather(-2, block[..., None].expand(*block.shape, BLOCK))
+    missing = wanted[:, 0] - before.gather(-1, block)
+    place = (counted < missing[..., None]).sum(dim=-1)
+    slots = torch.where(filled, block * BLOCK + place, 0)
+    numbers = (inside + before[..., None]).flatten(-2)[..., : ranked.shape[-1]].long() - 1
+    return slots, filled, numbers.clamp_min(0)
 
 
 class RowOrder:

@@ -21,7 +21,7 @@ from branchwise.verify import Verdicts, left_of
 from branchwise.verify.match import or_match
 from branchwise.verify.recursive import descend, next_on_paths, tokens_of
 
-ITERATIONS = 16
+ITERATIONS = 8
 
 
 class KSeq:
@@ -39,7 +39,7 @@ class KSeq:
             rho, beta = solve(p, q, count, laws)
             odds = p.gather(-1, tokens).double() / (rho[..., None] * q.gather(-1, tokens))
             # Exact for every rho from the root upwards: each token's share of what is accepted is taken off.
-            taken = torch.where((beta > 0) & (count > 0), (1 - (1 - beta) ** count) / beta, 0.0)
+            taken = torch.where((beta > 0) & (count > 0), (1 - (1 - beta).clamp_min(0) ** count.double()) / beta, 0.0)
             return children, torch.where(children >= 0, odds.clamp_max(1).nan_to_num(0.0), 0.0), rho, taken
 
         node, nodes, (_, _, rho, taken) = descend(forest, laws, chance, tries)
@@ -49,30 +49,29 @@ class KSeq:
 
 
 def solve(p: Tensor, q: Tensor, count: Tensor, laws: Laws) -> tuple[Tensor, Tensor]:
-    """rho and beta (batch, n) float64 for laws (batch, n, vocabulary), with rho at or a hair above the root, where the residual is nonnegative.
+    """rho and beta (batch, n) float64 for laws (batch, n, vocabulary), with rho at or a hair above the root, where the
+    residual is nonnegative.
 
-    The secant method inside a bracket (Illinois). Each guess is moved by the tolerance towards the side that lies
-    further away, so that the bracket closes from both sides.
+    Newton's method inside a bracket. Each step goes a hair too far, so that the bracket closes from both sides.
     """
-    tolerance = 1e-13 if p.dtype == torch.float64 else 1e-6
-    low, high = torch.ones_like(count, dtype=torch.float64), count.clamp_min(1).double()
-
-    def excess(rho: Tensor) -> tuple[Tensor, Tensor]:
-        beta = total(torch.div(p, rho[..., None].to(p.dtype)).clamp_(max=q))
-        return rho * beta - 1 + (1 - beta) ** count, beta
-
-    (at_low, _), (at_high, beta) = excess(low), excess(high)
+    hair = 1e-13 if p.dtype == torch.float64 else 1e-6
+    drawn = count.double()
+    low, high = torch.ones_like(drawn), drawn.clamp_min(1)
+    rho, best = high, None
     for _ in range(ITERATIONS if p.dtype == torch.float32 else 4 * ITERATIONS):
-        if settled(laws, (high - low <= 4 * tolerance * high) | (at_high <= 0)):
+        scaled = q * rho[..., None].to(q.dtype)
+        slope = total(torch.where(p >= scaled, q, 0.0))
+        beta = total(scaled.clamp_(max=p)) / rho
+        missed = (1 - beta).clamp_min(0)
+        excess = rho * beta - 1 + missed**drawn
+        enough = excess >= 0
+        high, low = torch.where(enough, rho, high), torch.where(enough, low, rho)
+        best = beta if best is None else torch.where(enough, beta, best)
+        if settled(laws, high - low <= 4 * hair * high):
             break
-        guess = high - at_high * (high - low) / (at_high - at_low)
-        guess = torch.where(guess - low < high - guess, guess + tolerance * high, guess - tolerance * high)
-        inside = (guess > low) & (guess < high)
-        guess = torch.where(inside, guess, (low + high) / 2)
-        value, found = excess(guess)
-        enough = value >= 0
-        # The end that stays has its value halved, or the secant would creep from one side.
-        at_low, at_high = torch.where(enough, at_low / 2, value), torch.where(enough, value, at_high / 2)
-        low, high = torch.where(enough, low, guess), torch.where(enough, guess, high)
-        beta = torch.where(enough, found, beta)
-    return high, beta
+        steepness = slope + drawn * missed ** (drawn - 1).clamp_min(0) * (beta - slope) / rho
+        step = rho - excess / steepness
+        step = torch.where(enough, step - hair * rho, step + hair * rho)
+        rho = torch.where((step > low) & (step < high), step, (low + high) / 2)
+    assert best is not None
+    return high, best

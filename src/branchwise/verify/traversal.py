@@ -60,7 +60,7 @@ def odds_of_nodes(forest: Forest, laws: Laws) -> tuple[Tensor, Tensor]:
             below = torch.where(children >= 0, children, forest.nodes).flatten(1)
             wanted.scatter_(1, below, tried.odds.flatten(1))
             odds.scatter_(1, below, tried.odds.flatten(1))  # what a leaf is asked with
-    odds[:, 0] = 1
+    odds[:, 0].fill_(1)
     return odds[:, :-1], share[:, :-1]
 
 

@@ -1,0 +1,169 @@
+"""What a verdict costs: every verifier on the same laws, side by side.
+
+The laws look like those of a language model (a few tokens carry the mass, a long tail the rest) over a vocabulary of
+151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree 4,1,1,1,1,1.
+A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync. Verifiers take
+turns on every draft. On a GPU each is timed as it is and captured in a graph.
+
+    python benchmarks/verifiers.py [--device cuda] [--out FILE.jsonl]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import interval, progress, provenance, timed
+from torch import Tensor
+
+from branchwise.chance import SeededChance
+from branchwise.draft import TREES, Budget
+from branchwise.draft.growth import Growth
+from branchwise.laws import ModelLaws
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.tree import DraftTree, Draw, Forest, Room
+from branchwise.verify import VERIFIERS, Verifier
+from branchwise.verify.capture import Captured
+
+SIMILARITIES = {"close": 0.5, "medium": 1.0, "far": 2.0}
+"""noise between the logits of target and drafter"""
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    run = provenance(device, arguments)
+    verifiers: dict[tuple[str, str], Verifier] = {}
+    for name in arguments.verifiers:
+        verifiers[name, "eager"] = VERIFIERS.build(name)
+        if device.type == "cuda":
+            verifiers[name, "graph"] = Captured(VERIFIERS.build(name))
+    records = []
+    for similarity, sigma in SIMILARITIES.items():
+        for batch in arguments.batch:
+            records += measure(verifiers, device, similarity, sigma, batch, arguments)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("w") as file:
+        for record in records:
+            file.write(json.dumps({**record, "run": run}) + "\n")
+    print(f"{len(records)} records in {arguments.out}")
+    summarise(records)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--drafts", type=int, default=12, help="batches of drafts")
+    parser.add_argument("--repeat", type=int, default=5, help="verdicts on each, with other seeds")
+    parser.add_argument("--verifiers", nargs="+", default=[name for name in VERIFIERS if name != "auto"])
+    parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/records/verifiers.jsonl"))
+    return parser.parse_args()
+
+
+def measure(
+    verifiers: dict[tuple[str, str], Verifier],
+    device: torch.device,
+    similarity: str,
+    sigma: float,
+    batch: int,
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Every verifier on every batch of drafts, in turn."""
+    world = {
+        Draw.PATHS: TREES.build("paths:4x6"),
+        Draw.WITHOUT_REPLACEMENT: TREES.build("rsd-c:4,1,1,1,1,1"),
+    }
+    records = []
+    for number in range(-1, arguments.drafts):
+        drafts = {
+            draw: draft(growth, number, sigma, batch, arguments.vocabulary, device) for draw, growth in world.items()
+        }
+        for turn in range(arguments.repeat):
+            for (name, mode), verifier in verifiers.items():
+                without = Draw.WITHOUT_REPLACEMENT in verifier.accepts and name != "match"
+                trees, logits = drafts[Draw.WITHOUT_REPLACEMENT if without else Draw.PATHS]
+                sequences = [
+                    Sequence([0, 1], SamplingParams(temperature=1.0, seed=1000 * number + 20 * turn + row))
+                    for row in range(batch)
+                ]
+                room = Room() if without else Room.for_paths(4, 6)
+                forest = Forest(trees, device, room if device.type == "cuda" else None)
+                seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
+                chance = SeededChance(seeds, torch.ones_like(seeds))
+                logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1]))
+                laws = ModelLaws(logits, forest, sequences)
+                if number < 0 or turn == 0:
+                    verifier(forest, laws, chance)  # tables are looked up, kernels chosen, graphs captured
+                    chance, laws = SeededChance(seeds, torch.ones_like(seeds)), ModelLaws(logits, forest, sequences)
+                    if number < 0:
+                        continue
+                seconds, verdicts = timed(device, lambda v=verifier, f=forest, l=laws, c=chance: v(f, l, c).read())
+                tokens = statistics.mean(len(verdict.path) for verdict in verdicts)
+                about = {"similarity": similarity, "batch": batch, "verifier": name, "mode": mode}
+                records.append({**about, "draft": number, "turn": turn, "seconds": seconds, "tokens": tokens})
+        progress(f"{similarity}, batch {batch}: {number + 1} of {arguments.drafts}")
+    return records
+
+
+def draft(
+    growth: Growth, number: int, sigma: float, batch: int, vocabulary: int, device: torch.device
+) -> tuple[list[DraftTree], Tensor]:
+    """Trees of a batch and the target's logits (batch, nodes, vocabulary) over them."""
+    trees, logits = [], []
+    for row in range(batch):
+        generator = torch.Generator().manual_seed(1_000_003 * (number + 1) + row)
+        found: dict[int, Tensor] = {}
+        chance = SeededChance(torch.tensor([number * 64 + row]), torch.tensor([1]), role="draft")
+        growing = growth.grow(1, Budget(128, 6), chance)
+        answer = None
+        while True:
+            try:
+                sapling, nodes = growing.send(answer)  # type: ignore[arg-type]
+            except StopIteration as end:
+                tree = end.value
+                break
+            for node in nodes:
+                found[node] = target_logits(vocabulary, generator)
+            noise = [sigma * torch.randn(vocabulary, generator=generator) for _ in nodes]
+            answer = torch.stack([(found[n] + e).softmax(dim=-1) for n, e in zip(nodes, noise, strict=True)])
+        for leaf in range(len(tree)):
+            found.setdefault(leaf, target_logits(vocabulary, generator))
+        trees.append(DraftTree(tree.tokens.to(device), tree.parents, tree.draw, tree.q.to(device), tree.leaves))
+        logits.append(torch.stack([found[node] for node in range(len(tree))]))
+    return trees, torch.nn.utils.rnn.pad_sequence(logits, batch_first=True).to(device)
+
+
+def target_logits(vocabulary: int, generator: torch.Generator) -> Tensor:
+    """(vocabulary,): a power law over tokens in random order, as language models have it, more or less sharp."""
+    ranks = torch.randperm(vocabulary, generator=generator) + 1.0
+    sharpness = 1.2 + float(torch.rand(1, generator=generator))
+    return -sharpness * ranks.log() + 0.3 * torch.randn(vocabulary, generator=generator)
+
+
+def summarise(records: list[dict[str, Any]]) -> None:
+    """Milliseconds per verdict, and as a multiple of `block` on the same draft, medians with 95 % intervals."""
+    for similarity, batch, mode in dict.fromkeys((r["similarity"], r["batch"], r["mode"]) for r in records):
+        same = [r for r in records if (r["similarity"], r["batch"], r["mode"]) == (similarity, batch, mode)]
+        block = {(r["draft"], r["turn"]): r["seconds"] for r in same if r["verifier"] == "block"}
+        print(f"{similarity}, batch {batch}, {mode}:")
+        for name in dict.fromkeys(r["verifier"] for r in same):
+            own = [r for r in same if r["verifier"] == name]
+            spread = interval([1e3 * r["seconds"] for r in own])
+            ratio = interval([r["seconds"] / block[r["draft"], r["turn"]] for r in own])
+            tokens = statistics.mean(r["tokens"] for r in own)
+            print(f"  {name:10} {spread} ms, {ratio} times block, {tokens:.2f} tokens a step")
+
+
+if __name__ == "__main__":
+    main()

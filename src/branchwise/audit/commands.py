@@ -1,0 +1,357 @@
+"""`branchwise audit`: is what speculation writes what the target would have written?
+
+Heavy imports wait until a command needs them, so that help is instant. The exit code says what was found: 0 LOSSLESS,
+1 NOT LOSSLESS, 3 UNDECIDED; 2 is a mistake in the request, as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from branchwise.errors import UsageError
+from branchwise.models import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from branchwise.audit.blocks import BlockTests, Finding, Progress
+    from branchwise.audit.model import Greedy
+
+app = typer.Typer(
+    name="audit",
+    help="Prove that speculation keeps the law: LOSSLESS (exit code 0), NOT LOSSLESS (1) or UNDECIDED (3).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+PROMPTS = (
+    "Once upon a time there was a",
+    "The capital of France is",
+    "The best thing about the sea is that",
+    "def add(a, b):\n    return",
+    "Monday, Tuesday, Wednesday,",
+    "My favourite colour is",
+)
+"""what is audited with where no file is given: some of them nearly certain of what follows, some open"""
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help='Text with one prompt a line, or JSON lines with "prompt", "turns" or "question"; may end in .gz.',
+        show_default="six short ones",
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Use only the first prompts.", show_default="all")]
+Samples = Annotated[int, typer.Option(help="Sampled blocks for each prompt.")]
+Length = Annotated[int, typer.Option(help="Tokens of a block.")]
+FalseAlarm = Annotated[
+    float, typer.Option(help="How often a correct decoder may be found NOT LOSSLESS, all tests of an audit together.")
+]
+Detect = Annotated[float, typer.Option(help="The distance that must have been detectable before LOSSLESS is said.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def model(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
+    ] = DEFAULT_MODEL,
+    draft: Annotated[str, typer.Option(help="What proposes tokens.")] = "ngram",
+    tree: Annotated[str | None, typer.Option(help="Shape of the draft.", show_default="the drafter's")] = None,
+    verify: Annotated[
+        str, typer.Option(help="The rule to audit; several, separated by commas, one after the other.")
+    ] = "match",
+    prompts: Prompts = None,
+    limit: Limit = None,
+    samples: Samples = 1000,
+    length: Length = 3,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Must be above 0.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens that reach this mass.")] = 1.0,
+    greedy_tokens: Annotated[int, typer.Option(help="Tokens of each greedy text that is compared.")] = 48,
+    near_ties: Annotated[bool, typer.Option(help="Compare greedy texts in bfloat16 too, on a copy.")] = True,
+    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
+    false_alarm: FalseAlarm = 1e-3,
+    detect: Detect = 0.1,
+    seed: Annotated[int | None, typer.Option(help="Repeat an audit.", show_default="random")] = None,
+    batch: Annotated[int, typer.Option(help="Texts that are written side by side.")] = 16,
+    dtype: Annotated[str, typer.Option(help="float32, where equality is promised, or another.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Audit a drafter and a verifier on a real model.
+
+    Sampled blocks are compared with their exact probabilities, greedy texts with plain decoding.
+
+    branchwise audit model --model smollm2 --draft ngram --verify match --samples 2000
+    """
+    texts = read_prompts(prompts, limit)
+    from branchwise.audit.model import ModelAudit, ModelAuditor, Plan
+    from branchwise.draft import build_drafter
+    from branchwise.llm import load
+    from branchwise.sampling import SamplingParams
+    from branchwise.verify import VERIFIERS, check_pairing
+
+    plan = Plan(
+        samples=samples,
+        length=length,
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
+        greedy_tokens=greedy_tokens,
+        near_ties=near_ties,
+        false_alarm=false_alarm,
+        limit=detect,
+        seed=seed,
+        raw=raw,
+    )
+    if batch < 1:
+        raise UsageError(f"batch must be at least 1, not {batch}.")
+    rules = split_names(verify)
+    drafter = build_drafter(draft, tree)
+    for rule in rules:  # a name that does not fit is told before a model is loaded for nothing
+        check_pairing(VERIFIERS.build(rule), drafter.draw, drafter.name)
+    llm = load(
+        model,
+        draft="none",
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        max_batch=batch + 1,
+        trust_remote_code=trust_remote_code,
+    )
+    audits: list[ModelAudit] = []
+    with _progress() as progress:
+        auditor = ModelAuditor(llm, texts, plan, progress)
+        for rule in rules:
+            audits.append(auditor.audit(draft, tree, rule))
+            if audits[-1].interrupted:
+                break
+    findings = [audit.finding for audit in audits]
+    if as_json:
+        _print_json("model", findings, [audit.as_dict() for audit in audits])
+    else:
+        console = _console()
+        for audit in audits:
+            shape = f", tree {tree}" if tree else ""
+            _print_tests(
+                console,
+                f"{audit.model}, {audit.dtype}, drafter {audit.draft}{shape}, verifier {audit.verify}: "
+                f"{samples:,} blocks of {length} tokens for each prompt, seed {audit.seed}",
+                audit.tests,
+            )
+            _print_differences(console, audit.greedy, audit.near_ties)
+            _print_finding(console, audit.finding)
+    raise typer.Exit(_exit_code(findings))
+
+
+@app.command()
+def server(
+    url: Annotated[str, typer.Argument(help="The server to audit, such as http://127.0.0.1:8000.")],
+    reference: Annotated[
+        str, typer.Option(help="A server of the same model without speculation, whose logprobs are the truth.")
+    ],
+    model: Annotated[str | None, typer.Option(help="Model name to ask for.", show_default="the first listed")] = None,
+    reference_model: Annotated[
+        str | None, typer.Option(help="Model name to ask the reference for.", show_default="the first listed")
+    ] = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    samples: Samples = 1000,
+    length: Length = 3,
+    per_request: Annotated[int, typer.Option("--n", help="Texts to ask for in one request.")] = 16,
+    threads: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 60.0,
+    api_key: Annotated[str | None, typer.Option(help="Key of the servers.", show_default="OPENAI_API_KEY")] = None,
+    reference_api_key: Annotated[
+        str | None, typer.Option(help="Key of the reference.", show_default="the same")
+    ] = None,
+    false_alarm: FalseAlarm = 1e-3,
+    detect: Detect = 0.1,
+    as_json: AsJson = False,
+) -> None:
+    """Audit any OpenAI-compatible server.
+
+    Its sampled texts are compared with the logprobs of a reference server, which must run the same weights.
+
+    branchwise audit server http://127.0.0.1:8000 --reference http://127.0.0.1:8001
+    """
+    texts = read_prompts(prompts, limit)
+    from branchwise.audit.server import audit_server
+
+    with _progress() as progress:
+        audit = audit_server(
+            url,
+            reference,
+            texts,
+            samples,
+            length=length,
+            model=model,
+            reference_model=reference_model,
+            key=api_key,
+            reference_key=reference_api_key,
+            per_request=per_request,
+            threads=threads,
+            timeout=timeout,
+            false_alarm=false_alarm,
+            limit=detect,
+            progress=progress,
+        )
+    if as_json:
+        _print_json("server", [audit.finding], [audit.as_dict()])
+    else:
+        console = _console()
+        _print_tests(
+            console,
+            f"{audit.model} at {audit.url} against {audit.reference_model} at {audit.reference}: "
+            f"{samples:,} blocks of {length} tokens for each prompt",
+            audit.tests,
+        )
+        _print_finding(console, audit.finding)
+    raise typer.Exit(_exit_code([audit.finding]))
+
+
+def split_names(verify: str) -> list[str]:
+    """`token,block` as two specs; a comma inside a spec belongs to it: `k-seq:2,rho=3,block`."""
+    rules: list[str] = []
+    for part in filter(None, (part.strip() for part in verify.split(","))):
+        inside = rules and ":" in rules[-1] and ":" not in part and ("=" in part or part[0].isdigit())
+        if inside:
+            rules[-1] += f",{part}"
+        else:
+            rules.append(part)
+    if not rules:
+        raise UsageError("There is no verifier to audit; name one with --verify.")
+    return rules
+
+
+def read_prompts(file: Path | None, limit: int | None = None) -> list[str]:
+    """The prompts of a file, or the built-in ones."""
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be at least 1, not {limit}.")
+    if file is None:
+        return list(PROMPTS[:limit])
+    try:
+        raw = file.read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+        raise UsageError(f"The prompt file {file} cannot be read: {reason}.") from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise UsageError(f"The prompt file {file} is empty.")
+    if not lines[0][1].lstrip().startswith("{"):
+        return [line for _, line in lines[:limit]]
+    return [_prompt_of(line, f"Line {number} of {file}") for number, line in lines[:limit]]
+
+
+def _prompt_of(line: str, where: str) -> str:
+    """The prompt of a JSON line as benchmarks write them; of a conversation the first turn."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        raise UsageError(f"{where} is not JSON, though the first line is.") from None
+    if isinstance(entry, dict):
+        found = entry.get("prompt", entry.get("question"))
+        if isinstance(turns := entry.get("turns"), list) and turns:
+            found = turns[0]
+        if isinstance(found, str) and found.strip():
+            return found
+    raise UsageError(f'{where} holds no text under "prompt", "turns" or "question".')
+
+
+def _exit_code(findings: list[Finding]) -> int:
+    """The worst of them: a proof of a difference, then a doubt."""
+    codes = {finding.exit_code for finding in findings}
+    return next((code for code in (1, 3) if code in codes), 0)
+
+
+def _print_json(audit: str, findings: list[Finding], results: list[dict[str, Any]]) -> None:
+    from branchwise import __version__
+
+    worst = next(finding for finding in findings if finding.exit_code == _exit_code(findings))
+    whole = {"audit": audit, "branchwise": __version__, "finding": worst.word.value, "audits": results}
+    print(json.dumps(whole))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160  # a table in a file is not cut to a screen that is not there
+    return console
+
+
+def _print_tests(console: Console, title: str, tests: BlockTests) -> None:
+    from rich.table import Table
+
+    console.print(f"\n{title}")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("context", "blocks", "cells", "G", "p (Holm)", "distance", "by chance", "detectable"):
+        table.add_column(column, justify="left" if column == "context" else "right", no_wrap=True)
+    for test, adjusted in zip(tests.family, tests.adjusted, strict=True):
+        table.add_row(
+            test.context,
+            f"{test.samples:,}",
+            str(test.cells),
+            f"{test.statistic:.1f}",
+            f"{adjusted:.2g}",
+            f"{test.distance:.3f}",
+            f"{test.expected_distance:.3f}",
+            f"{test.detectable(tests.level):.3f}",
+        )
+    console.print(table)
+    silent = [test.context for test in tests.contexts if not test.says_something]
+    if silent:
+        console.print(f"Without a test, because no two cells expect enough blocks: {'; '.join(silent)}.")
+
+
+def _print_differences(console: Console, *comparisons: Greedy | None) -> None:
+    from branchwise.audit.blocks import shorten
+
+    for comparison in comparisons:
+        for difference in comparison.differences if comparison else ():
+            console.print(
+                f"{comparison.dtype if comparison else ''} greedy, {shorten(difference.prompt)}: after "
+                f"{difference.position} tokens {difference.speculative!r} in place of {difference.plain!r}, "
+                f"logits {difference.gap:.3g} apart"
+            )
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    console.print()
+    console.print(finding.word.value, style={0: "bold green", 1: "bold red", 3: "bold yellow"}[finding.exit_code])
+    for sentence in finding.evidence:
+        console.print(f"  {sentence}")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """A moving line for people; nothing where standard error is read by a program."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def show(what: str, done: int, of: int) -> None:
+            if bar.tasks[0].description != what:
+                bar.reset(task)
+            bar.update(task, description=what, completed=done, total=of)
+
+        yield show
