@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "branchwise"
 
 LEVELS = [
-    {"errors"},
+    {"errors", "rows"},
     {"registry", "models", "stats", "text"},
     {"tree", "sampling", "chance"},
     {"sequence"},
@@ -25,6 +25,7 @@ LEVELS = [
     {"verify", "target", "draft"},
     {"engine", "testing"},
     {"llm", "hf"},
+    {"audit"},
     {"cli", "demo", "__main__"},
 ]
 """from the ground up: a module imports from its own level or below, never from above"""

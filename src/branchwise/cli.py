@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from branchwise.audit.commands import app as audit
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.models import DEFAULT_MODEL
 
@@ -27,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(audit)
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
@@ -191,14 +194,32 @@ def demo(
 
 
 @app.callback(invoke_without_command=True)
-def version_option(
+def common_options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option(help="Python file that registers drafters or verifiers of your own; may be repeated."),
+    ] = None,
 ) -> None:
+    for file in plugin or []:
+        _run_plugin(file)
     if version:
         from branchwise import __version__
 
         print(f"branchwise {__version__}")
         raise typer.Exit
+
+
+def _run_plugin(file: Path) -> None:
+    """Let a file register its parts, by the very statements that documentation shows."""
+    import runpy
+
+    if not file.is_file():
+        raise UsageError(f"There is no plugin {file}.")
+    try:
+        runpy.run_path(str(file), run_name="plugin")
+    except Exception as error:  # whatever the user's own code raises
+        raise UsageError(f"The plugin {file} failed: {type(error).__name__}: {error}.") from error
 
 
 def main() -> None:

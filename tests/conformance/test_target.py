@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from transformers import AttentionInterface, LlamaConfig, PreTrainedModel, T5Con
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import ModelError, UnsupportedModel, UsageError
+from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
+from branchwise.target import Target
 from branchwise.target.probe import context_limit
 from branchwise.target.transformers import TransformersTarget
+from branchwise.testing import RandomDrafter, ToyTarget
 from branchwise.tree import DraftTree, Forest
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import COMMON, VOCABULARY, build, refused, served
@@ -89,6 +93,87 @@ def test_a_batch_scores_like_its_sequences_alone(family: str) -> None:
     for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
         alone = target.score([sequence], Forest([tree])).logits[0]
         torch.testing.assert_close(together[row, : len(tree)], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_forked_sequence_scores_exactly_as_one_that_was_opened(family: str) -> None:
+    """Also after source and fork have gone different ways, and after the source has left."""
+    target = TransformersTarget(build(SERVED[family]), slots=3, max_nodes=12)
+    rng = random.Random(family)
+    tokens = [rng.randrange(VOCABULARY) for _ in range(17)]
+    source, opened, forked = (Sequence(list(tokens)) for _ in range(3))
+    target.open(source)
+    tree = random_tree(rng, source.root, 6)
+    path = tuple(tree.topology.path(5))
+    target.score([source], Forest([tree]))
+    target.commit([source], [Verdict(path, 7)])
+    for sequence in (source, opened, forked):
+        sequence.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
+    target.fork(source, forked)
+    passes = [target.score([sequence], Forest([random_tree(random.Random(1), 7, 9)])) for sequence in (source, forked)]
+    assert torch.equal(passes[0].logits, passes[1].logits)
+    target.commit([source, forked], [Verdict((0,), 3), Verdict((0,), 4)])
+    source.tokens.append(3)
+    forked.tokens.append(4)
+    target.close(source)  # the fork moves into its slot
+    opened.tokens.append(4)
+    target.open(opened)
+    tree = random_tree(rng, 4, 9)
+    assert_scores_equal_own_forward(target.model, target, [forked, opened], [tree, tree])
+
+
+def test_a_fork_writes_nothing_into_its_source_and_runs_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TransformersTarget(build(SERVED["llama"]), slots=2, max_nodes=8)
+    source, forked = Sequence([5, 6, 7, 8]), Sequence([5, 6, 7, 8])
+    target.open(source)
+    before = [tensor[:, 0].clone() for tensor in target.store._tensors.values()]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "_run", None)
+        target.fork(source, forked)
+        target.close(forked)
+        assert not any(tensor[:, 1].any() for tensor in target.store._tensors.values())
+        target.fork(source, forked)
+    assert target.free_slots == 0
+    target.score([forked], Forest([DraftTree.chain([8, 9, 10])]))
+    target.commit([forked], [Verdict((0, 1, 2), 11)])
+    for tensor, rows in zip(target.store._tensors.values(), before, strict=True):
+        assert torch.equal(tensor[:, 0], rows)
+    target.close(forked)
+    assert not any(tensor[:, 1].any() for tensor in target.store._tensors.values())
+
+
+@pytest.mark.parametrize("make", [lambda: TransformersTarget(build(SERVED["llama"]), slots=2), lambda: ToyTarget(96)])
+def test_a_fork_of_other_tokens_is_refused(make: Callable[[], Target]) -> None:
+    target = make()
+    source = Sequence([5, 6, 7])
+    target.open(source)
+    free = target.free_slots
+    with pytest.raises(AssertionError, match="other tokens than its source"):
+        target.fork(source, Sequence([5, 6, 8]))
+    assert target.free_slots == free
+
+
+@pytest.mark.parametrize("make", [lambda: TransformersTarget(build(SERVED["llama"]), slots=3), lambda: ToyTarget(96)])
+def test_texts_from_a_forked_prompt_are_those_from_an_opened_one(make: Callable[[], Target]) -> None:
+    """Five texts through the free slots beside the one that holds the prompt."""
+    target = make()
+    engine = Engine(target, RandomDrafter(96, nodes=6), VERIFIERS.build("match"))
+    requests = [
+        Request((5, 6, 7, 8), max_new_tokens=5 + seed, sampling=SamplingParams(1.0, seed=seed)) for seed in range(5)
+    ]
+    plain = [engine.submit(request) for request in requests]
+    while engine.busy:
+        engine.step()
+    source = Sequence([5, 6, 7, 8])
+    target.open(source)
+    forked = [engine.submit(request, like=source) for request in requests]
+    while engine.busy:
+        engine.step()
+        if isinstance(target, TransformersTarget):
+            assert target.store.current is not None
+            assert isinstance(target.store.current.slots, slice)
+    target.close(source)
+    assert [generation.token_ids for generation in forked] == [generation.token_ids for generation in plain]
 
 
 def test_a_pass_reads_views_also_after_a_sequence_has_left() -> None:

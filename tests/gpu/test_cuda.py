@@ -10,7 +10,7 @@ import torch
 from branchwise.chance import SeededChance
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
-from branchwise.laws import Laws
+from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.transformers import TransformersTarget
@@ -80,7 +80,7 @@ def test_a_draw_does_not_depend_on_the_device() -> None:
     found = []
     for device in ("cpu", "cuda"):
         forest = Forest(trees, device)
-        laws = Laws(logits.to(device), forest, sequences)
+        laws = ModelLaws(logits.to(device), forest, sequences)
         chance = SeededChance(seeds.to(device), roots.to(device))
         found.append(VERIFIERS.build("match")(forest, laws, chance).read())
         law = torch.rand(6, 50, generator=torch.Generator().manual_seed(1)).to(device)

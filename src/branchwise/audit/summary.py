@@ -1,0 +1,124 @@
+"""What the exact audit found, as a table and as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from branchwise.audit.exact import Audited
+from branchwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BAR = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    similarity: str
+    """how close the drafter is to the target; empty for given cases"""
+    audited: Audited
+
+
+@dataclass(frozen=True)
+class Line:
+    """One verifier on one kind of drafts, over all instances of one similarity."""
+
+    drafts: str
+    verifier: str
+    tv: float
+    """the largest"""
+    block_efficiency: float
+    """the mean"""
+    lp: float
+
+    @property
+    def share(self) -> float:
+        return self.block_efficiency / self.lp
+
+
+def lines(rows: Sequence[Row]) -> dict[str, list[Line]]:
+    """By similarity, in the order in which they came; within, by drafts, the best verifier first."""
+    found: dict[str, list[Line]] = {}
+    for similarity in dict.fromkeys(row.similarity for row in rows):
+        own = [row.audited for row in rows if row.similarity == similarity]
+        groups = dict.fromkeys((audited.drafts, audited.verifier) for audited in own)
+        found[similarity] = []
+        for drafts, verifier in groups:
+            same = [audited for audited in own if (audited.drafts, audited.verifier) == (drafts, verifier)]
+            efficiency, optimum = mean(a.block_efficiency for a in same), mean(a.lp for a in same)
+            found[similarity].append(Line(drafts, verifier, max(a.tv for a in same), efficiency, optimum))
+        found[similarity].sort(key=lambda line: (line.drafts, -line.block_efficiency))
+    return found
+
+
+def summarise(console: Console, rows: Sequence[Row]) -> None:
+    """A table for each similarity, with a bar for the share of the optimum."""
+    from rich.table import Table
+
+    for similarity, found in lines(rows).items():
+        count = len({row.audited.case for row in rows if row.similarity == similarity})
+        console.print(f"\n{similarity + ', ' if similarity else ''}{count} instances", style="bold")
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("drafts", "verifier", "distance", "block efficiency", "optimum", "share of the optimum"):
+            table.add_column(column, justify="right" if column in ("distance", "block efficiency", "optimum") else "left")
+        for line in found:
+            filled = round(BAR * line.share)
+            bar = "█" * filled + "░" * (BAR - filled)
+            style = None if line.tv < 1e-9 else "red"
+            table.add_row(
+                line.drafts,
+                line.verifier,
+                f"{line.tv:.1e}",
+                f"{line.block_efficiency:.3f}",
+                f"{line.lp:.3f}",
+                f"{bar} {100 * line.share:.1f} %",
+                style=style,
+            )
+        console.print(table)
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """The block efficiency of every verifier, with the optimum as a line, one panel for each similarity and drafts."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UsageError("A plot needs matplotlib. Install it with: pip install matplotlib") from None
+    if file.suffix.lower() != ".png":
+        raise UsageError(f"The plot is a PNG file; {file} is not named like one.")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        (similarity, drafts, [line for line in found if line.drafts == drafts])
+        for similarity, found in lines(rows).items()
+        for drafts in dict.fromkeys(line.drafts for line in found)
+    ]
+    heights = [len(found) for _, _, found in panels]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(7, 0.32 * sum(heights) + 1.1 * len(panels)), height_ratios=heights, squeeze=False
+    )
+    for axis, (similarity, drafts, found) in zip(axes[:, 0], panels, strict=True):
+        names = [line.verifier for line in found][::-1]
+        colours = ["#2a7f62" if line.tv < 1e-9 else "#c03a2b" for line in found][::-1]
+        values = [line.block_efficiency for line in found][::-1]
+        axis.barh(names, values, color=colours, height=0.7)
+        axis.axvline(found[0].lp, color="black", linewidth=1, linestyle="--")
+        for place, value in enumerate(values):
+            axis.text(value - 0.02, place, f"{value:.3f}", va="center", ha="right", color="white", fontsize=8)
+        axis.set_xlim(1, found[0].lp * 1.01)
+        title = f"{similarity}, {drafts}" if similarity else drafts
+        axis.set_title(f"{title}: tokens per step (dashed: the optimum)", fontsize=9, loc="left")
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as error:
+        raise UsageError(f"The plot cannot be written to {file}: {error.strerror}.") from None
+    finally:
+        plt.close(figure)
