@@ -94,7 +94,7 @@ class SeededChance:
         return torch.cat(drawn, dim=1)
 
     def _tossed(self, count: int) -> Tensor:
-        """(batch, at least count) float64: the coins of this step, all tossed at once since tossing one costs as much."""
+        """(batch, at least count) float64: the coins of this step, tossed at once, since tossing one costs as much."""
         if self._coins.shape[1] < count:
             names = torch.arange(max(COINS, 2 * count), device=self.seeds.device)
             self._coins = to_uniform(mix(self._keys("coin", self.roots, 0)[:, None] + spaced(names)))

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from branchwise.rows import rows_at
 from branchwise.sampling import Context, Warp
 from branchwise.sequence import Sequence
-from branchwise.rows import rows_at
 from branchwise.tree import Forest
 
 

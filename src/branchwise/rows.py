@@ -32,15 +32,15 @@ def total(rows: Tensor) -> Tensor:
     if rows.dtype == torch.float64 or rows.shape[-1] <= BLOCK:
         return rows.sum(dim=-1, dtype=torch.float64)
     whole = rows.shape[-1] // BLOCK * BLOCK
-    blocks = rows[..., :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    blocks: Tensor = rows[..., :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1)
     return blocks.sum(dim=-1, dtype=torch.float64) + rows[..., whole:].sum(dim=-1, dtype=torch.float64)
 
 
 def running_total(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of each row (…, vocabulary) up to and including each place, in two parts that add up to it.
 
-    (…, blocks, BLOCK) within each block, and (…, blocks) before each block; the last block is filled up with zeros. A scan
-    of short rows is fast everywhere, one of a long row is not.
+    (…, blocks, BLOCK) within each block, and (…, blocks) before each block; the last block is filled up with zeros. A
+    scan of short rows is fast everywhere, one of a long row is not.
     """
     blocks = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).cumsum(dim=-1)
     ends = blocks[..., -1]

@@ -63,7 +63,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.command()
 def verifiers(
     cases: Annotated[
-        Path | None, typer.Option(help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} to audit in place of random laws.')
+        Path | None,
+        typer.Option(help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} to audit in place of random laws.'),
     ] = None,
     instances: Annotated[int, typer.Option(help="Random instances for each of close, medium and far.")] = 6,
     vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 3,
@@ -74,7 +75,9 @@ def verifiers(
     ] = None,
     seed: Annotated[int, typer.Option(help="Other random instances.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the table as a PNG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each audited case.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line for each audited case.")
+    ] = False,
 ) -> None:
     """Prove verifiers exact: every draft, every coin, no sampling.
 
@@ -92,7 +95,12 @@ def verifiers(
     if cases is not None:
         worlds = [("", instance) for instance in read_cases(cases)]
     else:
-        for name, value, least in (("instances", instances, 1), ("vocab", vocab, 2), ("depth", depth, 1), ("paths", paths, 1)):
+        for name, value, least in (
+            ("instances", instances, 1),
+            ("vocab", vocab, 2),
+            ("depth", depth, 1),
+            ("paths", paths, 1),
+        ):
             if value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}.")
         if (drafts := vocab ** (depth * paths)) > MOST_DRAFTS:
@@ -111,7 +119,9 @@ def verifiers(
             for audited in audit_instance(instance, rules, number):
                 rows.append(Row(similarity, audited))
                 if as_json:
-                    print(json.dumps(audited.as_dict() | ({"similarity": similarity} if similarity else {})), flush=True)
+                    print(
+                        json.dumps(audited.as_dict() | ({"similarity": similarity} if similarity else {})), flush=True
+                    )
             if progress:
                 progress("instances", number + 1, len(worlds))
     if plot is not None:

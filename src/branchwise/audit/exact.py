@@ -96,57 +96,35 @@ def lp_optimum(drafts: Drafts) -> float:
     A verifier hands the mass of each drafted tree to nodes of it. With A(u) the mass handed to u and below, it can be
     lossless iff A(uy) <= A(u) p(y|u), and its block efficiency is the sum of all A.
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix
+    from scipy.optimize import linprog  # type: ignore[import-untyped]
+    from scipy.sparse import csr_matrix, diags  # type: ignore[import-untyped]
 
     vocabulary, depth = drafts.instance.vocabulary, drafts.instance.depth
+    # Prefixes are numbered level by level, so prefix n has the children 1 + V n, …, V + V n.
     starts = np.cumsum([0, *(vocabulary**level for level in range(depth + 1))])
-    names = starts[drafts.forest.depths.numpy()] + drafts.codes.numpy()
-    masses: dict[frozenset[int], float] = {}
+    prefixes = starts[drafts.forest.depths.numpy()] + drafts.codes.numpy()
+    masses: dict[tuple[int, ...], float] = {}
     for row, tree in enumerate(drafts.trees):
-        nodes = frozenset(names[row, : len(tree)].tolist())
+        nodes = tuple(sorted(prefixes[row, : len(tree)].tolist()))
         masses[nodes] = masses.get(nodes, 0.0) + float(drafts.weights[row])
 
-    # A variable for every (tree, node): how much of the tree's mass is handed to the node.
-    owner = np.repeat(np.arange(len(masses)), [len(nodes) for nodes in masses])
-    node = np.concatenate([sorted(nodes) for nodes in masses])
-    level = np.searchsorted(starts, node, side="right") - 1
-    columns = np.arange(len(node))
-    whole = coo_matrix((np.ones(len(node)), (owner, columns)))
-    rows, places, values = [], [], []
-    above = node.copy()
-    for _ in range(depth):
-        # A variable counts in A(v) for its node and all nodes above; v = uy gives one constraint, A(v) - p A(u) <= 0.
-        inner = level > 0
-        own, own_level = above[inner], level[inner]
-        code = own - starts[own_level]
-        parent = starts[own_level - 1] + code // vocabulary
-        rows.append(own - 1)
-        places.append(columns[inner])
-        values.append(np.ones(inner.sum()))
-        above, level = np.where(inner, _with(above, inner, parent), above), np.where(inner, level - 1, level)
-    members = coo_matrix(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate(places))), shape=(starts[-1] - 1, len(node))
-    ).tocsr()
-    total = coo_matrix((np.ones(len(node)), (np.zeros(len(node), dtype=int), columns)), shape=(1, len(node))).tocsr()
-    from scipy.sparse import diags, vstack
+    # A variable for every node of every tree: how much of the tree's mass is handed to it.
+    tree_of = np.repeat(np.arange(len(masses)), [len(nodes) for nodes in masses])
+    prefix_of = np.concatenate([np.array(nodes) for nodes in masses])
+    variables = np.arange(len(prefix_of))
+    whole = csr_matrix((np.ones(len(variables)), (tree_of, variables)))
+    within, counted, above = [], [], prefix_of
+    for _ in range(depth + 1):  # each counts in A(u) for its own prefix u and all those above it
+        within.append(above[above >= 0])
+        counted.append(variables[above >= 0])
+        above = np.where(above > 0, (above - 1) // vocabulary, -1)
+    rows, columns = np.concatenate(within), np.concatenate(counted)
+    retained = csr_matrix((np.ones(len(rows)), (rows, columns)), shape=(starts[-1], len(variables)))
 
-    every = vstack([total, members]).tocsr()  # row v: which variables count in A(v), the root first
-    children = np.arange(1, starts[-1])
-    child_level = np.searchsorted(starts, children, side="right") - 1
-    child_code = children - starts[child_level]
-    parents = starts[child_level - 1] + child_code // vocabulary
+    below = np.arange(1, starts[-1])
     laws = np.concatenate([table.ravel() for table in drafts.instance.p[:-1]])
-    limits = members - diags(laws) @ every[parents]
-    gain = -np.asarray(every.sum(axis=0)).ravel()
-    solved = linprog(
-        gain, A_ub=limits, b_ub=np.zeros(len(children)), A_eq=whole, b_eq=list(masses.values()), method="highs"
-    )
+    limits = retained[below] - diags(laws) @ retained[(below - 1) // vocabulary]
+    gain = np.asarray(retained.sum(axis=0)).ravel()
+    solved = linprog(-gain, A_ub=limits, b_ub=np.zeros(len(below)), A_eq=whole, b_eq=list(masses.values()))
     assert solved.success, solved.message
     return -float(solved.fun)
-
-
-def _with(values: np.ndarray, mask: np.ndarray, new: np.ndarray) -> np.ndarray:
-    values = values.copy()
-    values[mask] = new
-    return values

@@ -37,7 +37,7 @@ class Instance:
 
     @property
     def vocabulary(self) -> int:
-        return self.p[0].shape[1]
+        return int(self.p[0].shape[1])
 
     @property
     def depth(self) -> int:

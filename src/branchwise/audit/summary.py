@@ -65,7 +65,9 @@ def summarise(console: Console, rows: Sequence[Row]) -> None:
         console.print(f"\n{similarity + ', ' if similarity else ''}{count} instances", style="bold")
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("drafts", "verifier", "distance", "block efficiency", "optimum", "share of the optimum"):
-            table.add_column(column, justify="right" if column in ("distance", "block efficiency", "optimum") else "left")
+            table.add_column(
+                column, justify="right" if column in ("distance", "block efficiency", "optimum") else "left"
+            )
         for line in found:
             filled = round(BAR * line.share)
             bar = "█" * filled + "░" * (BAR - filled)

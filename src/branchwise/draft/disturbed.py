@@ -44,11 +44,14 @@ class Disturbed:
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         assert self._target is not None
         growing = [self._plant(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-        wishes, trees = {}, {}
+        wishes: dict[int, tuple[Sapling, list[int]]] = {}
+        trees: dict[int, DraftTree] = {}
         for row, grow in enumerate(growing):
             _advance(grow, None, row, wishes, trees)
         while wishes:
-            saplings = [wishes[row][0] if row in wishes else Sapling([sequences[row].root]) for row in range(len(growing))]
+            saplings = [
+                wishes[row][0] if row in wishes else Sapling([sequences[row].root]) for row in range(len(growing))
+            ]
             forest = Forest(
                 [DraftTree(torch.tensor(tree.tokens), tuple(tree.parents)) for tree in saplings], self._target.device
             )

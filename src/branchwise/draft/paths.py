@@ -12,7 +12,7 @@ from branchwise.tree import DraftTree, Draw
 
 
 class Paths:
-    """`paths:KxL`: K paths of L tokens. Shorter where the budget is; how many there are never depends on what was drawn."""
+    """`paths:KxL`: K paths of L tokens, shorter where the budget is; nothing of that depends on what was drawn."""
 
     draw = Draw.PATHS
 
@@ -34,7 +34,8 @@ class Paths:
             tree.laws += laws.unbind()
             children: dict[tuple[int, int], int] = {}
             drawn = [
-                int(chance.pick(laws[nodes.index(end), None], level * self.count + path)) for path, end in enumerate(ends)
+                int(chance.pick(laws[nodes.index(end), None], level * self.count + path))
+                for path, end in enumerate(ends)
             ]
             # By parent, so that the nodes of a level stand in the order of their parents.
             for place in sorted(range(self.count), key=ends.__getitem__):

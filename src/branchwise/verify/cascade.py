@@ -83,7 +83,9 @@ def law_of_others(choice: Choice, kept: Tensor, others: Tensor) -> Tensor:
         place = (kept - span.start).clamp(0, span.q.shape[1] - 1)
         q = rows_at(span.q, place)
         if not choice.alone and not settled(laws, choice.taken_first):
-            lower = order if span.q.shape[1] == 1 else Order(rows_at(span.p, place)[:, None], q[:, None], lazy=laws.lazy)
+            lower = (
+                order if span.q.shape[1] == 1 else Order(rows_at(span.p, place)[:, None], q[:, None], lazy=laws.lazy)
+            )
             lower_q = lower.only_below(token)[:, 0]
             lower_q /= total(lower_q)[:, None].to(q.dtype)
             q = where_rows(laws, choice.taken_first, q, lower_q)

@@ -176,8 +176,8 @@ def _beaten(contest: tuple[Tensor, ...], among: Tensor) -> Tensor:
 def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: int, *, lazy: bool) -> Tensor:
     """(batch,) float64: the probability of taking the first path that promises most for the first token.
 
-    It may look at nothing but the laws and the number of the paths. The promise is the overlap of what is wanted with what
-    the mixture would give; of equal promises the smallest probability is taken.
+    It may look at nothing but the laws and the number of the paths. The promise is the overlap of what is wanted with
+    what the mixture would give; of equal promises the smallest probability is taken.
     """
     alone = draws.count <= 1
     if len(mixtures) == 1:
@@ -252,7 +252,12 @@ class Choice:
             part = slice(span.start, span.stop)
             one = first[:, part, None].to(span.q.dtype)
             gain = boost(
-                order.below(), span.q, share[:, part, None].to(span.q.dtype), count[..., None], self.most, lazy=laws.lazy
+                order.below(),
+                span.q,
+                share[:, part, None].to(span.q.dtype),
+                count[..., None],
+                self.most,
+                lazy=laws.lazy,
             )
             return gain.mul_(1 - one).add_(one).mul_(span.q)
 
@@ -262,5 +267,3 @@ class Choice:
 def shifted(products: Tensor) -> Tensor:
     """Products up to, but not including, each place."""
     return torch.nn.functional.pad(products, (1, 0), value=1.0)[:, :-1]
-
-

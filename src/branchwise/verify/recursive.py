@@ -79,8 +79,9 @@ def descend(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Walk down from the root while children are accepted.
 
-    `tries` says of nodes (batch, n) which children are tried there (batch, n, most), at which odds, and whatever else the
-    caller wants to know of the last node. Returns that node (batch,), the way to it (batch, depth + 1), what was said.
+    `tries` says of nodes (batch, n) which children are tried there (batch, n, most), at which odds, and whatever else
+    the caller wants to know of the last node. Returns that node (batch,), the way to it (batch, depth + 1), what was
+    said of it.
     """
     node = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
     ended = torch.zeros_like(node, dtype=torch.bool)
@@ -126,8 +127,8 @@ def reject(
 ) -> Tried:
     """Try children with these tokens (batch, n, children) in turn at nodes with laws p, q (batch, n, vocabulary).
 
-    `valid` marks the children that exist. `acceptance` (batch, n) is the mass of the target's law that is wanted from the
-    node at the start; by default all of it.
+    `valid` marks the children that exist. `acceptance` (batch, n) is the mass of the target's law that is wanted from
+    the node at the start; by default all of it.
     """
     a = torch.ones(p.shape[:2], dtype=torch.float64, device=p.device) if acceptance is None else acceptance
     wanted = a  # a_k, the mass still wanted

@@ -8,6 +8,7 @@ with min(1, p/q); the first that fails is replaced by a draw from max(p - q, 0).
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from branchwise.chance import Chance
 from branchwise.laws import Laws, settled, where_rows
@@ -33,9 +34,13 @@ class Token:
             odds = law.gather(1, token) / q.gather(1, token)
             accepted = here & (chance.first(torch.where(here[:, None], odds.clamp_max(1), 0.0), step) == 0)
             if not settled(laws, accepted | ~here):
-                law = where_rows(laws, here & ~accepted, left_of(laws, law, q), law)
+                law = where_rows(laws, here & ~accepted, self.residual(laws, law, q), law)
             kept += accepted
             if settled(laws, ~accepted):
                 break
             law = where_rows(laws, accepted, laws.rows(path.nodes[:, step + 1]), law)
         return path.verdicts(kept, chance.pick(law))
+
+    def residual(self, laws: Laws, p: Tensor, q: Tensor) -> Tensor:
+        """(batch, vocabulary): what the token after a rejection follows, not normalised."""
+        return left_of(laws, p, q)
