@@ -1,9 +1,9 @@
 """What a verdict costs: every verifier on the same laws, side by side.
 
 The laws look like those of a language model (a few tokens carry the mass, a long tail the rest) over a vocabulary of
-151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree 4,1,1,1,1,1.
-A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync. Verifiers take
-turns on every draft. On a GPU each is timed as it is and captured in a graph.
+151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree
+4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync.
+Verifiers take turns on every draft. On a GPU each is timed as it is and captured in a graph.
 
     python benchmarks/verifiers.py [--device cuda] [--out FILE.jsonl]
 """
@@ -108,7 +108,7 @@ def measure(
                     chance, laws = SeededChance(seeds, torch.ones_like(seeds)), ModelLaws(logits, forest, sequences)
                     if number < 0:
                         continue
-                seconds, verdicts = timed(device, lambda v=verifier, f=forest, l=laws, c=chance: v(f, l, c).read())
+                seconds, verdicts = timed(device, lambda v=verifier, f=forest, p=laws, c=chance: v(f, p, c).read())
                 tokens = statistics.mean(len(verdict.path) for verdict in verdicts)
                 about = {"similarity": similarity, "batch": batch, "verifier": name, "mode": mode}
                 records.append({**about, "draft": number, "turn": turn, "seconds": seconds, "tokens": tokens})
@@ -129,7 +129,7 @@ def draft(
         answer = None
         while True:
             try:
-                sapling, nodes = growing.send(answer)  # type: ignore[arg-type]
+                _, nodes = growing.send(answer)  # type: ignore[arg-type]
             except StopIteration as end:
                 tree = end.value
                 break

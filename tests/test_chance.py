@@ -318,7 +318,8 @@ def test_a_drafter_s_noise_is_not_the_verifier_s() -> None:
     seeds, roots = torch.arange(MANY), torch.zeros(MANY, dtype=torch.long)
     even = flat(MANY, 2)
     verifier, drafter = SeededChance(seeds, roots), SeededChance(seeds, roots, role="draft")
-    for ask in (lambda c: c.pick(even) == 0, lambda c: toss(c, torch.full((MANY,), 0.5), 0), lambda c: c.token(even, 0)):
+    half = torch.full((MANY,), 0.5)
+    for ask in (lambda c: c.pick(even) == 0, lambda c: toss(c, half, 0), lambda c: c.token(even, 0)):
         same = int((ask(verifier) == ask(drafter)).sum())
         assert stats.binomtest(same, MANY).pvalue > FALSE_ALARM
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import branchwise
+from branchwise.audit.exact import emitted
+from branchwise.audit.instances import DRAWS, Drafts, Instance
 from branchwise.draft import DRAFTERS, build_drafter
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
@@ -99,6 +101,12 @@ def test_the_python_snippets_of_the_documentation_run(code: str, monkeypatch: py
     for name in added:
         drafter = DRAFTERS.build(name) if name in DRAFTERS else build_drafter("ngram")
         verifier = VERIFIERS.build(name if name in VERIFIERS else "match")
+        if name in VERIFIERS:
+            for draws in (kind for kind, draw in DRAWS.items() if draw in verifier.accepts):
+                distance, _ = emitted(verifier, Drafts.of(draws, Instance.random(3, 2, 2, sigma=1.0, seed=(0,))))
+                assert distance < 1e-9
+        if drafter.draw not in verifier.accepts:
+            continue
         assert_writes_like_plain_decoding(lambda truth, drafter=drafter: drafter, verifier)  # type: ignore[misc]
 
 

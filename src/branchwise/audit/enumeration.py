@@ -30,10 +30,16 @@ class Outcomes:
     verdicts: Verdicts
 
 
-def outcomes(verify: Callable[[Tensor, Enumerator], Verdicts], rows: int, most: int = 1 << 17) -> Iterator[Outcomes]:
+def outcomes(
+    verify: Callable[[Tensor, Enumerator], Verdicts],
+    rows: int,
+    most: int = 1 << 17,
+    chance: type[Enumerator] | None = None,
+) -> Iterator[Outcomes]:
     """Every outcome of a verifier for `rows` rows.
 
-    `verify` runs it on the given rows (which may repeat) with the given chance; `most` bounds the rows of one run.
+    `verify` runs it on the given rows (which may repeat) with the given chance; `most` bounds the rows of one run. A
+    `chance` of one's own may leave some decisions out.
     """
     scripts: list[tuple[Tensor, dict[Key, Tensor]]] = [(torch.arange(rows), {})]
     while scripts:
@@ -44,11 +50,11 @@ def outcomes(verify: Callable[[Tensor, Enumerator], Verdicts], rows: int, most: 
                 for i in range(0, len(batch), most)
             ]
             continue
-        chance = Enumerator(script, len(batch))
-        verdicts = verify(batch, chance)
-        yield Outcomes(batch, chance.weights, verdicts)
-        if chance.forks:
-            scripts.append(_join(chance, batch))
+        follow = (chance or Enumerator)(script, len(batch))
+        verdicts = verify(batch, follow)
+        yield Outcomes(batch, follow.weights, verdicts)
+        if follow.forks:
+            scripts.append(_join(follow, batch))
 
 
 class Enumerator:

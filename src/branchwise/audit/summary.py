@@ -95,24 +95,30 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = [
-        (similarity, drafts, [line for line in found if line.drafts == drafts])
-        for similarity, found in lines(rows).items()
-        for drafts in dict.fromkeys(line.drafts for line in found)
-    ]
-    heights = [len(found) for _, _, found in panels]
+    found = lines(rows)
+    kinds = list(dict.fromkeys(line.drafts for own in found.values() for line in own))
+    heights = [len({line.verifier for own in found.values() for line in own if line.drafts == kind}) for kind in kinds]
     figure, axes = plt.subplots(
-        len(panels), 1, figsize=(7, 0.32 * sum(heights) + 1.1 * len(panels)), height_ratios=heights, squeeze=False
+        len(kinds),
+        len(found),
+        figsize=(4.2 * len(found) + 0.5, 0.3 * sum(heights) + 0.9 * len(kinds)),
+        height_ratios=heights,
+        squeeze=False,
     )
-    for axis, (similarity, drafts, found) in zip(axes[:, 0], panels, strict=True):
-        names = [line.verifier for line in found][::-1]
-        colours = ["#2a7f62" if line.tv < 1e-9 else "#c03a2b" for line in found][::-1]
-        values = [line.block_efficiency for line in found][::-1]
+    panels = [
+        (axes[row, column], similarity, kind, [line for line in own if line.drafts == kind])
+        for row, kind in enumerate(kinds)
+        for column, (similarity, own) in enumerate(found.items())
+    ]
+    for axis, similarity, drafts, found_here in panels:
+        names = [line.verifier for line in found_here][::-1]
+        colours = ["#2a7f62" if line.tv < 1e-9 else "#c03a2b" for line in found_here][::-1]
+        values = [line.block_efficiency for line in found_here][::-1]
         axis.barh(names, values, color=colours, height=0.7)
-        axis.axvline(found[0].lp, color="black", linewidth=1, linestyle="--")
+        axis.axvline(found_here[0].lp, color="black", linewidth=1, linestyle="--")
         for place, value in enumerate(values):
             axis.text(value - 0.02, place, f"{value:.3f}", va="center", ha="right", color="white", fontsize=8)
-        axis.set_xlim(1, found[0].lp * 1.01)
+        axis.set_xlim(1, found_here[0].lp * 1.01)
         title = f"{similarity}, {drafts}" if similarity else drafts
         axis.set_title(f"{title}: tokens per step (dashed: the optimum)", fontsize=9, loc="left")
         axis.tick_params(labelsize=8)

@@ -2,9 +2,9 @@
 
 Thomas and Pal, "Greedy Multi-Path Block Verification" (arXiv 2602.16961). Of K independent paths the one that ranks
 highest is taken, level by level in the order of p/q, and verified as a block against the law of the highest of K.
-`gbv` always takes that path. It can be worse than verifying one path, since the highest of K lies further from q:
-where q is close to p, that is a loss. `lambda-gbv` therefore takes the first path with a probability lambda that the two
-laws at the root decide, and verifies whichever it took against the mixture of both laws.
+`gbv` always takes that path. It can be worse than verifying one path, since the highest of K lies further from q: where
+q is close to p, that is a loss. `lambda-gbv` therefore takes the first path with a probability lambda that the two laws
+at the root decide, and verifies whichever it took against the mixture of both laws.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def standings(forest: Forest, laws: Laws) -> Tensor:
 def _beaten(contest: tuple[Tensor, ...], among: Tensor) -> Tensor:
     """(batch, paths): how many of the others each path beats, by the first value (batch, paths) in which they differ.
 
-    `among` (batch, paths) are the paths that take part, the others get -1; or (batch, paths, paths) says who meets whom.
+    `among` (batch, paths) are the paths that take part, the others get -1; (batch, paths, paths) says who meets whom.
     """
     beats = torch.zeros_like(contest[0][:, :, None] > contest[0][:, None, :])
     for values in reversed(contest):

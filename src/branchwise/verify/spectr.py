@@ -1,7 +1,7 @@
 """K-sequential selection: accept each of K independent candidates with p / (rho q).
 
-Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023 (arXiv 2310.15141). With m candidates
-at a node, rho is the root of
+Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023 (arXiv 2310.15141). With m
+candidates at a node, rho is the root of
 
     1 - (1 - beta)^m = rho beta,        beta(rho) = sum of min(p / rho, q),        1 <= rho <= m
 
