@@ -63,7 +63,7 @@ class ModelLaws:
         self.forest = forest
         self.lazy = logits.device.type == "cpu"
         self._sequences = sequences
-        self._warp = Warp([sequence.sampling for sequence in sequences], logits.device)
+        self._warp = Warp([sequence.sampling for sequence in sequences], logits.shape[-1], logits.device)
 
     @property
     def greedy(self) -> bool:

@@ -104,7 +104,7 @@ class Warp:
     What the parameters say goes to the device once, so that laws can be asked for without waiting for the host.
     """
 
-    def __init__(self, sampling: Sequence[SamplingParams], device: torch.device | str) -> None:
+    def __init__(self, sampling: Sequence[SamplingParams], vocabulary: int, device: torch.device | str) -> None:
         self.sampling = sampling
         self.greedy = all(params.greedy for params in sampling)
         self.looks_back = any(params.looks_back for params in sampling)
@@ -118,7 +118,7 @@ class Warp:
         # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
         self._temperature = column([max(float(params.temperature), COLDEST) for params in sampling])
         self._plain = all(params.temperature == 1 for params in sampling)
-        ks = [params.top_k for params in sampling]
+        ks = [params.top_k if params.top_k < vocabulary else 0 for params in sampling]
         self._largest_k = max(ks)
         self._k, self._all_k = column([max(k, 1) for k in ks]), column([k == 0 for k in ks])
         ps = [float(params.top_p) for params in sampling]
@@ -127,6 +127,7 @@ class Warp:
         mins = [float(params.min_p) for params in sampling]
         self._cuts_min_p = max(mins) > 0
         self._min_p = column(mins)
+        self._cut = column([k > 0 or p < 1 or least > 0 for k, p, least in zip(ks, ps, mins, strict=True)])
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
         """The laws (…, vocabulary) float32 of logits (batch, vocabulary) or (batch, n, vocabulary).
@@ -141,7 +142,8 @@ class Warp:
         law = torch.softmax(logits if self._plain else logits / self._temperature, dim=-1)
         if self._largest_k or self._cuts_p or self._cuts_min_p:
             law = self._keep_min_p(self._keep_top_p(self._keep_top_k(law)))
-            law = law / total(law)[..., None].to(law.dtype)
+            # A row that nothing was cut from stays as it is alone, whatever happens to the others of its batch.
+            law = law / torch.where(self._cut, total(law)[..., None].to(law.dtype), 1.0)
         if self._some_certain:
             law = torch.where(self._certain, one_hot(logits.argmax(dim=-1), logits.shape[-1]), law)
         return law
@@ -166,8 +168,8 @@ class Warp:
     def _keep_top_k(self, law: Tensor) -> Tensor:
         if not self._largest_k:
             return law
-        top = law.topk(min(self._largest_k, law.shape[-1]), dim=-1).values
-        index = (self._k - 1).clamp_max(top.shape[-1] - 1).expand(-1, law.shape[1], -1)
+        top = law.topk(self._largest_k, dim=-1).values
+        index = (self._k - 1).expand(-1, law.shape[1], -1)
         floor = top.gather(-1, index).masked_fill(self._all_k, 0.0)
         # Tokens that tie with the k-th stay, so the cut does not depend on the order of a sort.
         return law.where(law >= floor, 0.0)
@@ -197,12 +199,12 @@ class Warp:
 
 def adjust(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[Context]) -> Tensor:
     """The stages before temperature for rows (rows, vocabulary); row i follows sampling[i] after contexts[i]."""
-    return Warp(sampling, logits.device).adjust(logits, contexts)
+    return Warp(sampling, logits.shape[-1], logits.device).adjust(logits, contexts)
 
 
 def warp(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[Context]) -> Tensor:
     """The law of each row, (rows, vocabulary) float32; row i follows sampling[i] after contexts[i]."""
-    return Warp(sampling, logits.device)(logits, contexts)
+    return Warp(sampling, logits.shape[-1], logits.device)(logits, contexts)
 
 
 def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
