@@ -136,7 +136,7 @@ def _first(mass: Tensor, keys: Tensor, names: Tensor) -> Tensor:
     """(batch,) int64: which of the runners (batch, count) arrives first; `names` tell their noise apart."""
     bits = _shift(mix(keys[:, None] + spaced(names)), 12)
     uniform = (bits.double() + 0.5) * 2.0**-52  # strictly between 0 and 1, so that no time is 0 and 0 / 0 never met
-    return (-torch.log(uniform) / mass).argmin(dim=-1)
+    return torch.where(mass > 0, -torch.log(uniform) / mass, torch.inf).argmin(dim=-1)
 
 
 # SplitMix64 (Steele, Lea, Flood 2014): a counter stepped by an odd constant and a bijective mixer behind it. int64

@@ -127,7 +127,6 @@ class Warp:
         mins = [float(params.min_p) for params in sampling]
         self._cuts_min_p = max(mins) > 0
         self._min_p = column(mins)
-        self._cut = column([k > 0 or p < 1 or least > 0 for k, p, least in zip(ks, ps, mins, strict=True)])
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
         """The laws (…, vocabulary) float32 of logits (batch, vocabulary) or (batch, n, vocabulary).
@@ -142,8 +141,7 @@ class Warp:
         law = torch.softmax(logits if self._plain else logits / self._temperature, dim=-1)
         if self._largest_k or self._cuts_p or self._cuts_min_p:
             law = self._keep_min_p(self._keep_top_p(self._keep_top_k(law)))
-            # A row that nothing was cut from stays as it is alone, whatever happens to the others of its batch.
-            law = law / torch.where(self._cut, total(law)[..., None].to(law.dtype), 1.0)
+        law = law / total(law)[..., None].to(law.dtype)  # softmax over 150,000 tokens is off by 1e-5 in float32
         if self._some_certain:
             law = torch.where(self._certain, one_hot(logits.argmax(dim=-1), logits.shape[-1]), law)
         return law
@@ -151,16 +149,16 @@ class Warp:
     def adjust(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
         """The stages before temperature, same shape, float32; greedy decoding takes the argmax of these."""
         logits = logits.float()
-        if not self.adjusts:
+        if not self.adjusts or not logits.numel():
             return logits
-        flat = logits.view(-1, logits.shape[-1])
+        flat = logits.reshape(-1, logits.shape[-1])
         each = len(flat) // len(self.sampling)
         rows = []
         for index, row in enumerate(flat.unbind()):
             params = self.sampling[index // each]
             if contexts is not None:
                 for process in params.processors:
-                    row = process(contexts[index].tokens, row)
+                    row = process(contexts[index].tokens, row.clone())  # it may write to its row; ours is the model's
                 row = _penalise(row, params, contexts[index])
             rows.append(_bias(row, params))
         return torch.stack(rows).view(logits.shape)

@@ -135,6 +135,12 @@ class DraftTree:
             raise UsageError("Leaves belong to a tree of paths, and a tree of paths has at least one.")
         if any(not 0 <= leaf < len(shape) or shape.depths[leaf] != shape.depth for leaf in self.leaves):
             raise UsageError(f"Every path must end at the full depth {shape.depth}.")
+        if self.draw is not Draw.FIXED and self.tokens.device.type == "cpu":
+            steps = list(zip(self.parents[1:], self.tokens[1:].tolist(), strict=True))
+            if len(set(steps)) < len(steps):
+                raise UsageError(
+                    f"A tree drawn {self.draw.value} holds the same token twice below one node; merge them."
+                )
         if self.leaves and {*self.parents, *self.leaves} != set(range(-1, len(shape))):
             raise UsageError("Every node of a tree of paths must lie on one of them.")
 

@@ -41,38 +41,69 @@ def outcomes(
     `verify` runs it on the given rows (which may repeat) with the given chance; `most` bounds the rows of one run. A
     `chance` of one's own may leave some decisions out.
     """
-    scripts: list[tuple[Tensor, dict[Key, Tensor]]] = [(torch.arange(rows), {})]
+    scripts = [Script.free(rows)]
     while scripts:
-        batch, script = scripts.pop()
-        if len(batch) > most:
-            scripts += [
-                (batch[i : i + most], {key: column[i : i + most] for key, column in script.items()})
-                for i in range(0, len(batch), most)
-            ]
+        script = scripts.pop()
+        if len(script.rows) > most:
+            scripts += script.split(most)
             continue
-        follow = (chance or Enumerator)(script, len(batch))
+        batch = script.rows
+        follow = (chance or Enumerator)(script)
         verdicts = verify(batch, follow)
         yield Outcomes(batch, follow.weights, verdicts)
         if follow.forks:
-            scripts.append(_join(follow, batch))
+            scripts.append(follow.next())
+
+
+@dataclass(frozen=True, eq=False)
+class Script:
+    """What the next run does: which rows, and which way each has to go where."""
+
+    rows: Tensor
+    weights: Tensor
+    """the probability of all that is prescribed. It counts whether or not a run comes by there: a batch may ask a row
+    for a decision that only other rows need, and a smaller batch may not."""
+    ways: dict[Key, Tensor]
+    """for each row an outcome, or nothing (-1)"""
+
+    @classmethod
+    def free(cls, rows: int) -> Script:
+        """All rows, nothing prescribed."""
+        return cls(torch.arange(rows), torch.ones(rows, dtype=torch.float64), {})
+
+    def split(self, most: int) -> list[Script]:
+        return [
+            Script(
+                self.rows[i : i + most],
+                self.weights[i : i + most],
+                {key: column[i : i + most] for key, column in self.ways.items()},
+            )
+            for i in range(0, len(self.rows), most)
+        ]
 
 
 class Enumerator:
     """Follows a script of prescribed decisions, goes any one way where it says nothing, and notes the other ways."""
 
-    def __init__(self, script: dict[Key, Tensor], rows: int) -> None:
-        """`script` prescribes an outcome for each row, or nothing (-1)."""
+    def __init__(self, script: Script) -> None:
         self._script = script
-        self._free = torch.full((rows,), -1)
-        self.weights = torch.ones(rows, dtype=torch.float64)
+        self._free = torch.full_like(script.rows, -1)
+        self.weights = script.weights
+        """(rows,): of all decisions made and prescribed"""
         self.made: dict[Key, Tensor] = {}
         """decisions in the order in which they were made"""
         self.forks: list[Fork] = []
         self._hopes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tossed: dict[int, Tensor] = {}
+        """by number: the rows for which a coin has decided something"""
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
         odds = odds.double()
         for column in range(odds.shape[1]):
+            decides = (odds[:, column] > 0) & (odds[:, column] < 1)
+            before = self._tossed.get(draw + column)
+            assert before is None or not (before & decides).any(), f"the verifier tossed coin {draw + column} twice"
+            self._tossed[draw + column] = decides if before is None else before | decides
             if draw + column in self._hopes:
                 hope, bound = self._hopes[draw + column]
                 assert (odds[:, column] <= bound + 1e-12).all(), f"the odds of coin {draw + column} pass their bound"
@@ -101,16 +132,35 @@ class Enumerator:
         """One way for each row, (batch,), out of outcomes with these weights (batch, ways)."""
         key = (kind, draw)
         assert key not in self.made, f"the verifier asked twice for {kind} {draw}"
-        prescribed = self._script.get(key, self._free)
+        prescribed = self._script.ways.get(key, self._free)
         decided = torch.where(prescribed >= 0, prescribed, weights.argmax(dim=1))
         others = (weights > 0) & (prescribed < 0)[:, None]
         others.scatter_(1, decided[:, None], False)
         rows, ways = others.nonzero(as_tuple=True)
         if len(rows):
-            self.forks.append(Fork(len(self.made), key, rows, ways))
+            self.forks.append(Fork(len(self.made), key, rows, ways, self.weights[rows] * weights[rows, ways]))
         self.made[key] = decided
-        self.weights = self.weights * weights.gather(1, decided[:, None])[:, 0]
+        taken = weights.gather(1, decided[:, None])[:, 0]
+        self.weights = torch.where(prescribed >= 0, self.weights, self.weights * taken)
         return decided
+
+    def next(self) -> Script:
+        """What is left to do: up to each fork as before, there the other way, then free."""
+        keys = list(dict.fromkeys([*self._script.ways, *self.made]))
+        numbers = {key: number for number, key in enumerate(self.made)}
+        columns: dict[Key, list[Tensor]] = {key: [] for key in keys}
+        for fork in self.forks:
+            for key in keys:
+                if key == fork.key:
+                    column = fork.ways
+                elif key in numbers and numbers[key] < fork.before:
+                    column = self.made[key][fork.rows]
+                else:  # what was prescribed stays so, also where this run did not come by
+                    column = self._script.ways.get(key, self._free)[fork.rows]
+                columns[key].append(column)
+        rows = torch.cat([fork.rows for fork in self.forks])
+        weights = torch.cat([fork.weights for fork in self.forks])
+        return Script(self._script.rows[rows], weights, {key: torch.cat(parts) for key, parts in columns.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,17 +172,5 @@ class Fork:
     key: Key
     rows: Tensor
     ways: Tensor
-
-
-def _join(chance: Enumerator, batch: Tensor) -> tuple[Tensor, dict[Key, Tensor]]:
-    """The rows and the script of the next run: up to the fork as before, there the other way, then free."""
-    keys = list(chance.made)
-    columns: dict[Key, list[Tensor]] = {key: [] for key in keys}
-    for fork in chance.forks:
-        for number, key in enumerate(keys):
-            if number < fork.before:
-                columns[key].append(chance.made[key][fork.rows])
-            else:
-                columns[key].append(fork.ways if key == fork.key else torch.full_like(fork.ways, -1))
-    rows = torch.cat([fork.rows for fork in chance.forks])
-    return batch[rows], {key: torch.cat(parts) for key, parts in columns.items()}
+    weights: Tensor
+    """the probability of having come here and of going that way"""

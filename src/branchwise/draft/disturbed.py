@@ -19,6 +19,7 @@ from branchwise.draft import Budget
 from branchwise.draft.growth import Growing, Growth, Sapling
 from branchwise.draft.paths import Paths
 from branchwise.errors import UsageError
+from branchwise.rows import total
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
 from branchwise.tree import DraftTree, Forest
@@ -80,7 +81,8 @@ class Disturbed:
         text = zlib.crc32(array("q", [*sequence.tokens, *reversed(drafted)]).tobytes())
         noise = torch.randn(len(logits), generator=torch.Generator().manual_seed(text)).to(logits.device)
         temperature = sequence.sampling.temperature or 1.0
-        return torch.softmax(logits.float() / temperature + self.sigma * noise, dim=-1)
+        law = torch.softmax(logits.float() / temperature + self.sigma * noise, dim=-1)
+        return law / total(law).to(law.dtype)
 
 
 def _advance(

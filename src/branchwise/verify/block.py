@@ -22,7 +22,7 @@ from branchwise.chance import Chance
 from branchwise.laws import Laws, settled, where_rows
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts
+from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.match import or_match
 
 
@@ -133,18 +133,18 @@ def verify_block(
     spans: list[Span],
     weights: Tensor,
     drawn_from: Callable[[Span], Tensor],
-    first_coin: int = 0,
+    first_coin: int = 1,
 ) -> Kept:
     """Keep a path up to the last success.
 
     `weights` (batch, n + 1) are the w_i; `drawn_from` gives the rows (batch, n, vocabulary) of the law that the path
-    was drawn from. The coin of node i has the number first_coin + n - i: the last node is asked first.
+    was drawn from. Coins are numbered from the deepest place upwards, since the last node is asked first.
     """
     last = path.tokens.shape[1]
     nodes = torch.arange(last, -1, -1, device=weights.device)
     known = torch.nn.functional.pad(weights, (0, last + 1 - weights.shape[1]))
     at_end = torch.where(nodes == path.length[:, None], known.flip(1), 0.0)
-    whole = chance.first(at_end, first_coin) <= last
+    whole = chance.first(at_end, first_coin + STRIDE - last) <= last
     kept = torch.where(whole, path.length, -1)
     left = spans[0].p[:, 0]
     for span in reversed(spans):
@@ -152,7 +152,7 @@ def verify_block(
             break
         steps = torch.arange(span.start, span.stop, device=weights.device)
         w = weights[:, span.start : span.stop]
-        coin = first_coin + last - span.stop + 1
+        coin = first_coin + STRIDE - span.stop + 1
         if laws.lazy and span.start > 0:
             # No odds h_i are above w_i, and the coin often says enough.
             open_ = (kept < 0) & (path.length > span.start)

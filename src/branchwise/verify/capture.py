@@ -42,7 +42,14 @@ class Captured:
             return self.verifier(forest, laws, chance)
         tables = [getattr(forest, name) for name in TABLES]
         inputs = [*tables, laws.logits, chance.seeds, chance.roots, forest.q]
-        key = (*(table.shape for table in tables), laws.logits.shape, laws.logits.dtype, *forest.widths, laws.shape)
+        key = (
+            *(table.shape for table in tables),
+            laws.logits.shape,
+            laws.logits.dtype,
+            forest.q.dtype,
+            *forest.widths,
+            laws.shape,
+        )
         if key not in self._graphs:
             places = [tensor.clone() for tensor in inputs]
             places[-1] = forest.q.new_zeros(len(forest), forest.nodes, forest.q.shape[2])  # whatever rows will come

@@ -20,7 +20,7 @@ from branchwise.chance import Chance
 from branchwise.laws import Laws, settled, where_rows
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts
+from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.block import Kept, Path
 from branchwise.verify.gbv import GRID, Choice, Draws, Paths
 from branchwise.verify.match import or_match
@@ -38,7 +38,7 @@ class Cascade:
         draws = paths.all
         anchor = torch.zeros_like(draws.depth)  # a path that runs through the node reached so far
         total = paths.nodes.shape[1]
-        coins = paths.nodes.shape[2] + 1  # of one stage: which path, and one for each of its nodes
+        coins = STRIDE + 2  # of one stage: which path, and one for each of its nodes
         for stage in range(total):
             if settled(laws, draws.count == 0):
                 break

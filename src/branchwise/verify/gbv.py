@@ -236,15 +236,10 @@ class Choice:
             ],
             dim=1,
         ).double()
-        # Down the path: X, the mass of the paths through a node, and A, the mass of those that rank below the node.
-        mass = shifted(q.cumprod(dim=1))
-        lower = torch.nn.functional.pad((mass * below).cumsum(dim=1), (1, 0))[:, :-1]
-        share = mass / (lower + mass)
+        share = shares(q, below)
         count = self.draws.count[:, None]
         gain = boost(below, q, share, count, self.most, lazy=laws.lazy)
-        # How the two ways to take a path share its mass down to each node, and so the factor on q in the law of both.
-        by_first, by_rank = self.share[:, None] * mass, (1 - self.share)[:, None] * shifted((gain * q).cumprod(dim=1))
-        first = by_first / (by_first + by_rank)
+        first = odds_of_first(self.share, gain)
         weights = clipped_products(p / (q * (first + (1 - first) * gain)))
 
         def drawn_from(span: Span) -> Tensor:
@@ -264,6 +259,25 @@ class Choice:
         return verify_block(laws, chance, self.path, self.spans, weights, drawn_from, coin)
 
 
-def shifted(products: Tensor) -> Tensor:
-    """Products up to, but not including, each place."""
-    return torch.nn.functional.pad(products, (1, 0), value=1.0)[:, :-1]
+def shares(q: Tensor, below: Tensor) -> Tensor:
+    """(batch, n): X / (A + X) down a path with tokens of mass q (batch, n) and mass `below` ranked below them.
+
+    X is the mass of the paths through a node, A that of the paths that rank below it. Only their ratio is carried on,
+    so that no path is too long.
+    """
+    found = [torch.ones_like(q[:, 0])]
+    for mass, lower in zip(q.unbind(dim=1)[:-1], below.unbind(dim=1)[:-1], strict=True):
+        found.append(found[-1] * mass / (1 - found[-1] + found[-1] * (lower + mass)))
+    return torch.stack(found, dim=1)
+
+
+def odds_of_first(start: Tensor, gain: Tensor) -> Tensor:
+    """(batch, n): how probable it is at each node of a path that it was taken as the first one, and not as the highest.
+
+    `start` (batch,) before anything of the path is known; `gain` (batch, n) is how much likelier the highest is to take
+    each of its steps.
+    """
+    found = [start]
+    for more in gain.unbind(dim=1)[:-1]:
+        found.append(found[-1] / (found[-1] + (1 - found[-1]) * more))
+    return torch.stack(found, dim=1)

@@ -53,12 +53,15 @@ Rule = Callable[[Self, Forest, Laws, Chance], Verdicts]
 
 
 def or_match(rule: Rule[Self]) -> Rule[Self]:
-    """Leave to `match` what needs no other rule: greedy laws, where all of them agree, and batches without a draw."""
+    """Leave greedy laws to `match`, on which all verifiers agree, and draw a token where nothing was drafted."""
 
     @wraps(rule)
     def verify(self: Self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        if laws.greedy or forest.q is None:
+        if laws.greedy:
             return Match()(forest, laws, chance)
+        if forest.depth == 0:
+            root = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
+            return Verdicts(root[:, None], chance.pick(laws.rows(root)))
         return rule(self, forest, laws, chance)
 
     return verify

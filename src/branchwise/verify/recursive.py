@@ -26,7 +26,7 @@ from branchwise.chance import Chance
 from branchwise.laws import Laws, settled
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts, left_of
+from branchwise.verify import STRIDE, Verdicts, left_of
 from branchwise.verify.match import or_match
 
 
@@ -97,7 +97,7 @@ def descend(
     said = at(node)
     for depth in range(forest.depth):
         children, odds = said[:2]
-        turn = chance.first(torch.where(ended[:, None], 0.0, odds), depth * children.shape[1])
+        turn = chance.first(torch.where(ended[:, None], 0.0, odds), depth * STRIDE)
         accepted = turn < children.shape[1]
         child = children.gather(1, turn.clamp_max(children.shape[1] - 1)[:, None])[:, 0]
         ended = ended | ~accepted

@@ -1,0 +1,99 @@
+"""Verdicts on a device: the same as on the host, without a sync, and from a captured graph."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from branchwise.chance import SeededChance
+from branchwise.draft import TREES, Budget
+from branchwise.laws import ModelLaws
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.tree import DraftTree, Draw, Forest, Room
+from branchwise.verify import VERIFIERS
+from branchwise.verify.capture import Captured
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+VOCABULARY = 3000
+BATCH = 3
+PAIRS = [
+    (name, tree)
+    for name in VERIFIERS
+    for tree, draw in (("paths:3x4", Draw.PATHS), ("rsd-c:3,2,1", Draw.WITHOUT_REPLACEMENT))
+    if draw in VERIFIERS.find(name).accepts
+]
+
+
+def draft(tree: str, seed: int) -> tuple[list[DraftTree], torch.Tensor]:
+    """Trees of a batch, and the target's logits over them."""
+    generator = torch.Generator().manual_seed(seed)
+    trees, logits = [], []
+    for row in range(BATCH):
+        chance = SeededChance(torch.tensor([seed * 8 + row]), torch.tensor([3]), role="draft")
+        growing, answer = TREES.build(tree).grow(1, Budget(64, 4), chance), None
+        while True:
+            try:
+                _, nodes = growing.send(answer)
+            except StopIteration as end:
+                trees.append(end.value)
+                break
+            answer = (3 * torch.randn(len(nodes), VOCABULARY, generator=generator)).softmax(dim=-1)
+        noise = torch.randn(len(trees[-1]), VOCABULARY, generator=generator)
+        logits.append(2 * noise)
+        rows = len(trees[-1].q)
+        logits[-1][:rows] += trees[-1].q.log()
+    return trees, torch.nn.utils.rnn.pad_sequence(logits, batch_first=True)
+
+
+def verdicts(name: str, trees: list[DraftTree], logits: torch.Tensor, seed: int, device: str, captured: object = None):  # type: ignore[no-untyped-def]
+    moved = [
+        DraftTree(tree.tokens.to(device), tree.parents, tree.draw, tree.q.to(device), tree.leaves) for tree in trees
+    ]
+    room = Room.for_paths(3, 4) if trees[0].leaves else Room()
+    forest = Forest(moved, device, room)
+    logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1])).to(device)
+    sequences = [Sequence([0, 1, 2, 1], SamplingParams(temperature=1.0, seed=seed + row)) for row in range(BATCH)]
+    seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
+    laws, chance = ModelLaws(logits, forest, sequences), SeededChance(seeds, torch.full_like(seeds, 3))
+    verifier = captured or VERIFIERS.build(name)
+    return lambda: verifier(forest, laws, chance)
+
+
+@pytest.mark.parametrize(("name", "tree"), PAIRS)
+def test_a_device_gives_the_verdicts_of_the_host(name: str, tree: str) -> None:
+    for seed in range(5):
+        trees, logits = draft(tree, seed)
+        here = verdicts(name, trees, logits, seed, "cpu")().read()
+        assert verdicts(name, trees, logits, seed, "cuda")().read() == here
+
+
+@pytest.mark.parametrize(("name", "tree"), PAIRS)
+def test_a_verdict_waits_for_the_device_only_when_it_is_read(name: str, tree: str) -> None:
+    trees, logits = draft(tree, 0)
+    verdicts(name, trees, logits, 0, "cuda")().read()  # tables are looked up, libraries loaded
+    run = verdicts(name, trees, logits, 1, "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        run()  # the tables of this forest go over once
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(found.read()) == BATCH
+
+
+@pytest.mark.parametrize("name", ["match", "block", "cascade", "traversal"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_captured_verdict_is_the_eager_one(name: str, compile: bool) -> None:
+    captured = Captured(VERIFIERS.build(name), compile=compile)
+    for seed in range(4):
+        trees, logits = draft("paths:3x4", seed)
+        eager = verdicts(name, trees, logits, seed, "cuda")().read()
+        assert verdicts(name, trees, logits, seed, "cuda", captured)().read() == eager
+    assert len(captured._graphs) == 1
