@@ -46,13 +46,14 @@ def main() -> None:
         if device.type == "cuda":
             verifiers[name, "graph"] = Captured(VERIFIERS.build(name))
     records = []
-    for similarity, sigma in SIMILARITIES.items():
-        for batch in arguments.batch:
-            records += measure(verifiers, device, similarity, sigma, batch, arguments)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as file:
-        for record in records:
-            file.write(json.dumps({**record, "run": run}) + "\n")
+        for similarity in arguments.similarity:
+            for batch in arguments.batch:
+                found = measure(verifiers, device, similarity, SIMILARITIES[similarity], batch, arguments)
+                file.writelines(json.dumps({**record, "run": run}) + "\n" for record in found)
+                file.flush()
+                records += found
     print(f"{len(records)} records in {arguments.out}")
     summarise(records)
 
@@ -62,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--similarity", nargs="+", choices=SIMILARITIES, default=list(SIMILARITIES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--drafts", type=int, default=12, help="batches of drafts")
     parser.add_argument("--repeat", type=int, default=5, help="verdicts on each, with other seeds")

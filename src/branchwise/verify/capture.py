@@ -8,6 +8,7 @@ graph and replayed on new values. The rule itself stays where it is, in the veri
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -75,11 +76,11 @@ class Recording:
     def __init__(self, program: Callable[..., Any], places: list[Tensor], compile: bool, warmups: int) -> None:
         self._places = places
         run: Any = trace(program, self._places)
-        if compile:
-            run = torch.compile(run, fullgraph=True, dynamic=False)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():
+            if compile:
+                run = compiled_or_not(run, self._places)
             for _ in range(warmups):
                 run(*self._places)
         torch.cuda.current_stream().wait_stream(side)
@@ -94,6 +95,17 @@ class Recording:
         self._graph.replay()
         paths, tokens = self._found
         return paths, tokens
+
+
+def compiled_or_not(run: torch.fx.GraphModule, places: list[Tensor]) -> Any:
+    """The compiled program; where the compiler fails, the program as it is, which is slower and no less right."""
+    fused = torch.compile(run, fullgraph=True, dynamic=False)
+    try:
+        fused(*places)
+    except Exception as error:
+        logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", str(error).splitlines()[0])
+        return run
+    return fused
 
 
 def trace(program: Callable[..., Any], inputs: list[Tensor]) -> torch.fx.GraphModule:

@@ -36,10 +36,11 @@ class KSeq:
             children = rows_at(candidates, nodes)
             p, q, tokens = laws.rows(nodes), forest.q_rows(nodes), tokens_of(forest, children)
             count = (children >= 0).sum(dim=-1)
-            rho, beta = solve(p, q, count, laws)
+            rho, beta = solve(p, q, count, children.shape[-1], laws)
             odds = p.gather(-1, tokens).double() / (rho[..., None] * q.gather(-1, tokens))
             # Exact for every rho from the root upwards: each token's share of what is accepted is taken off.
-            taken = torch.where((beta > 0) & (count > 0), (1 - (1 - beta).clamp_min(0) ** count.double()) / beta, 0.0)
+            missed, _ = powers((1 - beta).clamp_min(0), count, children.shape[-1])
+            taken = torch.where((beta > 0) & (count > 0), (1 - missed) / beta, 0.0)
             return children, torch.where(children >= 0, odds.clamp_max(1).nan_to_num(0.0), 0.0), rho, taken
 
         node, nodes, (_, _, rho, taken) = descend(forest, laws, chance, tries)
@@ -48,9 +49,18 @@ class KSeq:
         return Verdicts(nodes, chance.pick(left_of(laws, p, served, taken)))
 
 
-def solve(p: Tensor, q: Tensor, count: Tensor, laws: Laws) -> tuple[Tensor, Tensor]:
+def powers(base: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """base^count and base^(count - 1), for counts of at most `most`."""
+    power, before = torch.ones_like(base), torch.ones_like(base)
+    for turn in range(most):
+        before = torch.where(turn < count, power, before)
+        power = torch.where(turn < count, power * base, power)
+    return power, before
+
+
+def solve(p: Tensor, q: Tensor, count: Tensor, most: int, laws: Laws) -> tuple[Tensor, Tensor]:
     """rho and beta (batch, n) float64 for laws (batch, n, vocabulary), with rho at or a hair above the root, where the
-    residual is nonnegative.
+    residual is nonnegative. No node has more than `most` candidates.
 
     Newton's method inside a bracket. Each step goes a hair too far, so that the bracket closes from both sides.
     """
@@ -62,14 +72,14 @@ def solve(p: Tensor, q: Tensor, count: Tensor, laws: Laws) -> tuple[Tensor, Tens
         scaled = q * rho[..., None].to(q.dtype)
         slope = total(torch.where(p >= scaled, q, 0.0))
         beta = total(scaled.clamp_(max=p)) / rho
-        missed = (1 - beta).clamp_min(0)
-        excess = rho * beta - 1 + missed**drawn
+        missed, missed_before = powers((1 - beta).clamp_min(0), count, most)
+        excess = rho * beta - 1 + missed
         enough = excess >= 0
         high, low = torch.where(enough, rho, high), torch.where(enough, low, rho)
         best = beta if best is None else torch.where(enough, beta, best)
         if settled(laws, high - low <= 4 * hair * high):
             break
-        steepness = slope + drawn * missed ** (drawn - 1).clamp_min(0) * (beta - slope) / rho
+        steepness = slope + drawn * missed_before * (beta - slope) / rho
         step = rho - excess / steepness
         step = torch.where(enough, step - hair * rho, step + hair * rho)
         rho = torch.where((step > low) & (step < high), step, (low + high) / 2)
