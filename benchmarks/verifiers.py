@@ -28,7 +28,7 @@ from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw, Forest, Room
 from branchwise.verify import VERIFIERS, Verifier
-from branchwise.verify.capture import Captured
+from branchwise.verify.capture import TABLES, Captured
 
 SIMILARITIES = {"close": 0.5, "medium": 1.0, "far": 2.0}
 """noise between the logits of target and drafter"""
@@ -105,6 +105,8 @@ def measure(
                 chance = SeededChance(seeds, torch.ones_like(seeds))
                 logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1]))
                 laws = ModelLaws(logits, forest, sequences)
+                for table in (*TABLES, "q"):
+                    getattr(forest, table)  # part of the draft, not of the verdict
                 if number < 0 or turn == 0:
                     verifier(forest, laws, chance)  # tables are looked up, kernels chosen, graphs captured
                     chance, laws = SeededChance(seeds, torch.ones_like(seeds)), ModelLaws(logits, forest, sequences)
