@@ -1,12 +1,22 @@
-"""Hypothesis strategies shared by the tests: shapes, trees and laws, with the awkward cases made likely."""
+"""What tests draw from: hypothesis strategies for shapes, trees and laws, with the awkward cases made likely, and
+worlds small enough to enumerate."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.tree import DraftTree, Draw
+from branchwise.audit.instances import DRAWS, Drafts, Instance
+from branchwise.chance import Chance
+from branchwise.draft import TREES, Budget
+from branchwise.draft.growth import Sapling
+from branchwise.tree import DraftTree, Draw, Forest
+from tests import slow_truth
 
 
 @st.composite
@@ -59,3 +69,113 @@ def laws(draw: st.DrawFn, min_vocabulary: int = 1, max_vocabulary: int = 12, sca
     weights = draw(st.one_of(tied, uneven, certain).filter(any))
     law = torch.tensor(weights, dtype=torch.float64)
     return (law / law.sum() if scale is None else law * scale).float()
+
+
+# Small worlds: all laws of a target and a drafter, to enumerate; and trees drawn from laws of any size
+
+
+@st.composite
+def worlds(draw: st.DrawFn, max_vocabulary: int = 3, max_depth: int = 2, max_paths: int = 3) -> Instance:
+    """Laws of every prefix. Rows of p and q are awkward each in its own way, or equal, or certain of other tokens."""
+    vocabulary, depth = draw(st.integers(2, max_vocabulary)), draw(st.integers(1, max_depth))
+    row = st.one_of(
+        st.lists(st.integers(0, 3), min_size=vocabulary, max_size=vocabulary).filter(any),  # ties and zeros
+        st.lists(st.floats(0.01, 1), min_size=vocabulary, max_size=vocabulary),
+        st.lists(st.integers(-20, 0).map(lambda w: 10.0**w), min_size=vocabulary, max_size=vocabulary),
+        st.integers(0, vocabulary - 1).map(lambda token: np.eye(vocabulary)[token]),
+    ).map(lambda weights: np.array(weights, dtype=np.float64) / np.sum(weights))
+
+    def table(level: int) -> np.ndarray:
+        return np.array([draw(row) for _ in range(vocabulary**level)])
+
+    p = tuple(table(level) for level in range(depth + 1))
+    same = [np.array([draw(st.booleans()) for _ in laws])[:, None] for laws in p[:-1]]
+    q = tuple(np.where(alike, laws, table(level)) for level, (alike, laws) in enumerate(zip(same, p[:-1], strict=True)))
+    return Instance(p, q, draw(st.integers(1, max_paths)))
+
+
+def world(truth: slow_truth.Instance) -> Instance:
+    """An instance of the slow truth as one of the audit."""
+
+    def tables(laws: dict[tuple[int, ...], np.ndarray], levels: int) -> tuple[np.ndarray, ...]:
+        prefixes = [itertools.product(range(truth.V), repeat=level) for level in range(levels)]
+        return tuple(np.array([laws[prefix] for prefix in level]) for level in prefixes)
+
+    return Instance(tables(truth.p, truth.L + 1), tables(truth.q, truth.L), truth.K)
+
+
+def as_truth(instance: Instance) -> slow_truth.Instance:
+    """An instance of the audit as one of the slow truth."""
+
+    def laws(tables: tuple[np.ndarray, ...]) -> dict[tuple[int, ...], np.ndarray]:
+        found = {}
+        for level, table in enumerate(tables):
+            found |= zip(itertools.product(range(instance.vocabulary), repeat=level), table, strict=True)
+        return found
+
+    return slow_truth.Instance(instance.vocabulary, instance.depth, instance.paths, laws(instance.p), laws(instance.q))
+
+
+def drafts_of(truth: slow_truth.Instance, drawn: slow_truth.Drafts, kind: str, *, by_token: bool = False) -> Drafts:
+    """Drafts of the slow truth as those of the audit: K paths of kind "paths", or trees of any shape.
+
+    The nodes of a level stand in the order in which they were drawn, or by token, which must not matter to paths.
+    """
+    trees, codes, weights = [], [], []
+    for draft, weight in slow_truth.merged(drawn).items():
+        longest = max(map(len, draft))
+        nodes = list(dict.fromkeys(x[:n] for n in range(longest + 1) for x in draft if n <= len(x)))
+        if by_token:
+            nodes.sort(key=lambda u: (len(u), u))
+        index = {u: node for node, u in enumerate(nodes)}
+        rows = [truth.q[u] if len(u) < truth.L else np.zeros(truth.V) for u in nodes]
+        tree = DraftTree(
+            tokens=torch.tensor([u[-1] if u else 0 for u in nodes]),
+            parents=tuple(index[u[:-1]] if u else -1 for u in nodes),
+            draw=DRAWS[kind],
+            q=torch.from_numpy(np.array(rows)),
+            leaves=tuple(index[x] for x in draft) if kind == "paths" else (),
+        )
+        trees.append(tree)
+        weights.append(weight)
+        codes.append([sum(t * truth.V ** (len(u) - 1 - i) for i, t in enumerate(u)) for u in nodes])
+    forest = Forest(trees)
+    padded = torch.tensor([row + [0] * (forest.nodes - len(row)) for row in codes])
+    return Drafts(kind, world(truth), trees, torch.tensor(weights, dtype=torch.float64), forest, padded)
+
+
+Rule = Callable[[tuple[int, ...]], Tensor]
+"""the law (vocabulary,) after the tokens below the root"""
+
+
+def grown(spec: str, law: Rule, chance: Chance, budget: Budget | None = None, root: int = 0) -> DraftTree:
+    """The tree that the growth of a spec such as `paths:4x3` draws from these laws."""
+    growing = TREES.build(spec).grow(root, budget or Budget(nodes=999, depth=99), chance)
+    wish, laws = None, None
+    while True:
+        try:
+            wish = growing.send(laws)
+        except StopIteration as end:
+            tree: DraftTree = end.value
+            return tree
+        sapling, nodes = wish
+        laws = torch.stack([law(tuple(tokens_to(sapling, node))) for node in nodes])
+
+
+def tokens_to(tree: Sapling | DraftTree, node: int) -> list[int]:
+    """The tokens from below the root to a node."""
+    tokens = []
+    while node > 0:
+        tokens.append(int(tree.tokens[node]))
+        node = tree.parents[node]
+    return tokens[::-1]
+
+
+def random_rule(vocabulary: int, seed: int, spread: float = 2.0, near: Rule | None = None, far: float = 1.0) -> Rule:
+    """A law for every prefix: softmax of normal logits of this spread, or of those of another rule, disturbed."""
+
+    def law(prefix: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(vocabulary, generator=torch.Generator().manual_seed(hash((seed, *prefix)) % (1 << 62)))
+        return torch.softmax(spread * noise if near is None else near(prefix).log() + far * noise, dim=-1)
+
+    return law

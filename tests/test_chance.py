@@ -43,7 +43,7 @@ def flat(batch: int, vocabulary: int = FINE) -> Tensor:
 def noise(seeds: list[int] | Tensor, roots: list[int] | Tensor, purpose: str = "pick", draw: int = 0) -> np.ndarray:
     """(batch,) the uniforms behind draws of one purpose."""
     if purpose == "coin":
-        return chance(seeds, roots)._tossed(draw + 1)[:, draw].numpy()
+        return chance(seeds, roots)._tossed(draw, 1)[:, 0].numpy()
     return to_uniform(chance(seeds, roots)._keys(purpose, torch.as_tensor(roots), draw)).numpy()
 
 

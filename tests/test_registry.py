@@ -11,6 +11,7 @@ import pytest
 
 from branchwise.draft import DRAFTERS, TREES, build_drafter
 from branchwise.draft.chain import Chain
+from branchwise.draft.disturbed import Disturbed
 from branchwise.draft.ngram import NGram
 from branchwise.errors import PairingError, UnknownName, UsageError
 from branchwise.registry import Registry, split_spec
@@ -160,6 +161,51 @@ def test_a_drafter_is_built_from_its_own_spec_and_that_of_its_tree() -> None:
     drafter = build_drafter("ngram:3,min=1", "chain:5")
     assert isinstance(drafter, NGram)
     assert (list(drafter.sizes), drafter.tree) == ([3, 2, 1], Chain(5))
+
+
+@pytest.mark.parametrize(
+    ("spec", "branching"), [("rsd-c:4", (4,)), ("rsd-c:4,2,1", (4, 2, 1)), ("rsd-c: 3 , 1,1,1,1", (3, 1, 1, 1, 1))]
+)
+def test_a_part_may_take_a_list_of_any_length(spec: str, branching: tuple[int, ...]) -> None:
+    assert TREES.build(spec).branching == branching
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("rsd-c:4,two", "Tree 'rsd-c' takes branching as int, not 'two'."),
+        ("rsd-c:4,1.5", "Tree 'rsd-c' takes branching as int, not '1.5'."),
+        ("rsd-c:4,branching=2", "Tree 'rsd-c' has no option 'branching'. Use rsd-c."),
+        ("rsd-c:4,width=2", "Tree 'rsd-c' has no option 'width'. Use rsd-c."),
+        ("rsd-c", "RSD-C needs how many children each level has, such as rsd-c:4,2,1."),
+        ("paths:4", "Paths are given as paths:KxL, such as paths:4x6, not paths:4."),
+        ("paths", "Tree 'paths' needs 'shape', as in paths:SHAPE."),
+        ("paths:4x6,2", "Tree 'paths' takes at most 1 values, as in paths:SHAPE."),
+    ],
+)
+def test_a_bad_tree_gets_one_sentence(spec: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        TREES.build(spec)
+    assert sentence(error) == message
+
+
+class Listed:
+    """A list of values and an option behind it."""
+
+    def __init__(self, *sizes: float, label: str = "x", tool: object = None) -> None:
+        self.values = (sizes, label, tool)
+
+
+def test_a_list_may_stand_beside_options_and_what_the_caller_gives() -> None:
+    registry = Registry("part", {"listed": f"{__name__}:Listed"})
+    assert registry.build("listed:1,2.5,label=y", tool=7).values == ((1.0, 2.5), "y", 7)
+    assert registry.build("listed").values == ((), "x", None)
+
+
+def test_a_drafter_grows_the_tree_of_a_list() -> None:
+    drafter = build_drafter("disturbed:0.5", "rsd-c:3,1")
+    assert isinstance(drafter, Disturbed)
+    assert (drafter.sigma, drafter.tree.branching) == (0.5, (3, 1))  # type: ignore[attr-defined]
 
 
 def test_a_drafter_without_a_tree_spec_grows_its_default() -> None:

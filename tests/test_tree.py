@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchwise.errors import UsageError
-from branchwise.tree import DraftTree, Draw, Forest, Topology, topology
+from branchwise.tree import DraftTree, Draw, Forest, Room, Topology, topology
 from tests.strategies import path_trees, topologies, trees
 
 
@@ -197,3 +198,141 @@ def test_a_forest_holds_each_tree_unchanged_and_pads_the_rest(batch: list[DraftT
         assert forest.parents[row].tolist() == [*tree.parents] + [-1] * pad
         assert forest.depths[row].tolist() == [*tree.topology.depths] + [0] * pad
         assert forest.parents[row, 1:size].ge(0).all()
+
+
+# The tables that verifiers look up
+
+
+def slow_children(tree: DraftTree) -> list[list[int]]:
+    """In node order; for paths, in the order in which they first come by."""
+    found: list[list[int]] = [[] for _ in range(len(tree))]
+    ends = [tree.topology.path(leaf) for leaf in tree.leaves] or [tree.topology.path(node) for node in range(len(tree))]
+    for path in ends:
+        for parent, child in itertools.pairwise(path):
+            if child not in found[parent]:
+                found[parent].append(child)
+    return found
+
+
+def slow_postorder(children: list[list[int]], node: int = 0) -> list[int]:
+    return [below for child in children[node] for below in slow_postorder(children, child)] + [node]
+
+
+def filled(table: torch.Tensor) -> list[Any]:
+    """A table as nested lists, without its padding."""
+    if table.ndim == 0:
+        return table.item()  # type: ignore[return-value]
+    return [filled(row) for row in table if row.ndim or row >= 0]
+
+
+any_batch = st.one_of(
+    st.lists(trees(), min_size=1, max_size=4), st.lists(st.one_of(path_trees(), trees()), min_size=1, max_size=4)
+)
+ROOM = Room(nodes=30, children=9, width=10, forks=8)
+
+
+@given(any_batch, st.sampled_from([None, ROOM]))
+def test_tables_hold_what_the_trees_say_and_are_filled_with_minus_one(
+    batch: list[DraftTree], room: Room | None
+) -> None:
+    forest = Forest(batch, room=room)
+    assert forest.lengths.tolist() == [tree.depth for tree in batch]
+    for row, tree in enumerate(batch):
+        children = slow_children(tree)
+        assert [list(below) for below in tree.children] == children
+        assert filled(forest.children[row])[: len(tree)] == children
+        assert (forest.children[row, len(tree) :] == -1).all()
+        assert filled(forest.postorder[row]) == tree.postorder == slow_postorder(children)
+        levels = [[n for n, depth in enumerate(tree.topology.depths) if depth == d] for d in range(tree.depth + 1)]
+        assert filled(forest.levels[row])[: tree.depth + 1] == levels
+        assert (forest.levels[row, tree.depth + 1 :] == -1).all()
+        assert filled(forest.forks[row]) == [node for node, below in enumerate(children) if len(below) > 1]
+        paths = [path for path in filled(forest.paths[row]) if path]
+        assert paths == [tree.topology.path(leaf) for leaf in tree.leaves or (0,)]
+    widest = [max((len(b) for t in batch for n, b in enumerate(t.children) if t.topology.depths[n] == d), default=0)
+              for d in range(forest.depth)]  # fmt: skip
+    assert forest.widths == [max(width, room.children if room else 0) for width in widest]
+
+
+@given(any_batch)
+def test_with_the_same_room_the_tables_of_any_batch_have_the_same_shapes(batch: list[DraftTree]) -> None:
+    forest = Forest(batch, room=ROOM)
+    size = len(batch)
+    assert forest.tokens.shape == forest.parents.shape == forest.depths.shape == forest.postorder.shape == (size, 30)
+    assert forest.children.shape == (size, 30, 9)
+    assert forest.levels.shape == (size, forest.depth + 1, 10)
+    assert forest.forks.shape == (size, 8)
+    plain = Forest(batch)
+    assert torch.equal(forest.tokens[:, : plain.nodes], plain.tokens)
+    assert torch.equal(forest.parents[:, : plain.nodes], plain.parents)
+    assert (forest.parents[:, plain.nodes :] == -1).all()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_the_room_for_paths_holds_whatever_of_them_agrees(count: int, length: int, data: st.DataObject) -> None:
+    path = st.tuples(*[st.integers(0, 2)] * length)
+    paths = data.draw(st.lists(path, min_size=count, max_size=count))
+    nodes = sorted({p[:n] for p in paths for n in range(length + 1)}, key=lambda u: (len(u), u))
+    parents = tuple(nodes.index(u[:-1]) if u else -1 for u in nodes)
+    tree = DraftTree(
+        torch.tensor([u[-1] if u else 0 for u in nodes]),
+        parents,
+        Draw.PATHS,
+        torch.full((len(nodes), 3), 1 / 3),
+        tuple(map(nodes.index, paths)),
+    )
+    room = Room.for_paths(count, length)
+    forest = Forest([tree], room=room)
+    assert forest.nodes == room.nodes
+    assert forest.children.shape[2] == room.children
+    assert forest.levels.shape[2] == room.width
+    assert forest.forks.shape[1] == room.forks
+
+
+@given(any_batch, st.data())
+def test_trees_taken_from_a_forest_keep_all_that_was_looked_up(batch: list[DraftTree], data: st.DataObject) -> None:
+    forest = Forest(batch)
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1, max_size=6)))
+    if data.draw(st.booleans()):
+        assert forest.children is forest.children  # looked up before or after, it is the same
+    taken = forest.take(rows)
+    assert len(taken) == len(rows)
+    for name in ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks"):
+        assert torch.equal(getattr(taken, name), getattr(forest, name)[rows]), name
+    assert (taken.widths, taken.depth, taken.nodes) == (forest.widths, forest.depth, forest.nodes)
+    if forest.q is None:
+        assert taken.q is None
+    else:
+        assert torch.equal(taken.q, forest.q[rows])
+
+
+def test_q_is_that_of_each_tree_and_nothing_where_nothing_was_drawn() -> None:
+    one = DraftTree(TOKENS, PARENTS, Draw.WITHOUT_REPLACEMENT, torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
+    other = DraftTree(torch.tensor([5, 6, 7]), (-1, 0, 1), Draw.WITHOUT_REPLACEMENT, Q[:2])
+    forest = Forest([one, DraftTree.root(5), other])
+    assert forest.q is not None
+    assert forest.q.shape == (3, 2, 4)
+    assert torch.equal(forest.q[0, 0], one.q[0])  # type: ignore[index]
+    assert torch.equal(forest.q[2], Q[:2])
+    assert (forest.q[1] == 0).all()
+    # A node without children has no law: whatever row it gets, asking for it is no error.
+    assert torch.equal(forest.q_rows(torch.tensor([0, 0, 1])), torch.stack([one.q[0], 0 * Q[0], Q[1]]))  # type: ignore[index]
+    assert forest.q_rows(torch.tensor([[0, 2], [0, 0], [1, 2]])).shape == (3, 2, 4)
+    assert Forest([DraftTree.root(1), DraftTree.chain([1, 2])]).q is None
+
+
+def test_the_laws_of_a_single_tree_are_not_copied() -> None:
+    tree = DraftTree(TOKENS, PARENTS, Draw.WITHOUT_REPLACEMENT, Q)
+    forest = Forest([tree])
+    assert forest.q is not None
+    assert forest.q.data_ptr() == Q.data_ptr()
+    assert forest.q_rows(torch.tensor([0])).data_ptr() == Q.data_ptr()
+
+
+def test_children_of_paths_come_in_the_order_of_the_draws_and_not_of_their_nodes() -> None:
+    # Nodes stand by token; the first path takes token 2, the second token 1.
+    tree = DraftTree(torch.tensor([0, 1, 2]), (-1, 0, 0), Draw.PATHS, Q[:1], leaves=(2, 1, 2))
+    assert tree.children == ((2, 1), (), ())
+    assert tree.postorder == [2, 1, 0]
+    assert tree.paths == [[0, 2], [0, 1], [0, 2]]
+    assert Forest([tree]).children[0, 0].tolist() == [2, 1]

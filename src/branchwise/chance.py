@@ -69,7 +69,7 @@ class SeededChance:
         self.seeds = seeds
         self.roots = roots
         self.role = role
-        self._coins = torch.empty(len(seeds), 0)
+        self._coins: dict[int, Tensor] = {}
 
     def token(self, law: Tensor, depth: int) -> Tensor:
         return race(law, self._keys("token", self.roots + (depth + 1), 0))
@@ -78,7 +78,7 @@ class SeededChance:
         return (~self.hopes(odds, draw)).long().cumprod(dim=1).sum(dim=1)
 
     def hopes(self, bounds: Tensor, draw: int) -> Tensor:
-        return self._tossed(draw + bounds.shape[1])[:, draw : draw + bounds.shape[1]] < bounds
+        return self._tossed(draw, bounds.shape[1]) < bounds
 
     def pick(self, law: Tensor, draw: int = 0) -> Tensor:
         return race(law, self._keys("pick", self.roots, draw))
@@ -93,12 +93,15 @@ class SeededChance:
             left.scatter_(1, token, 0.0)
         return torch.cat(drawn, dim=1)
 
-    def _tossed(self, count: int) -> Tensor:
-        """(batch, at least count) float64: the coins of this step, tossed at once, since tossing one costs as much."""
-        if self._coins.shape[1] < count:
-            names = torch.arange(max(COINS, 2 * count), device=self.seeds.device)
-            self._coins = to_uniform(mix(self._keys("coin", self.roots, 0)[:, None] + spaced(names)))
-        return self._coins
+    def _tossed(self, start: int, count: int) -> Tensor:
+        """(batch, count) float64: coins start, start + 1, …; tossed many at once, since tossing one costs as much."""
+        first, last = start // COINS, (start + count - 1) // COINS
+        for chunk in range(first, last + 1):
+            if chunk not in self._coins:
+                names = torch.arange(chunk * COINS, (chunk + 1) * COINS, device=self.seeds.device)
+                self._coins[chunk] = to_uniform(mix(self._keys("coin", self.roots, 0)[:, None] + spaced(names)))
+        coins = torch.cat([self._coins[chunk] for chunk in range(first, last + 1)], dim=1)
+        return coins[:, start - first * COINS : start - first * COINS + count]
 
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
         # The seed is mixed before anything joins it: users count seeds up from 0 just as verifiers count draws.

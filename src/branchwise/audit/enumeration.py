@@ -98,7 +98,7 @@ class Enumerator:
         """by number: the rows for which a coin has decided something"""
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
-        odds = odds.double()
+        odds = odds.double().clone()  # what the verifier handed over stays its own
         for column in range(odds.shape[1]):
             decides = (odds[:, column] > 0) & (odds[:, column] < 1)
             before = self._tossed.get(draw + column)

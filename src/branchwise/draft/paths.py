@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from branchwise.chance import Chance
 from branchwise.draft import Budget
 from branchwise.draft.growth import Growing, Sapling
@@ -26,7 +28,7 @@ class Paths:
         length = min(self.length, budget.depth, (budget.nodes - 1) // self.count)
         tree = Sapling([root])
         if length < 1:
-            return DraftTree.root(root)
+            return DraftTree(torch.tensor([root]), (-1,), self.draw, leaves=(0,) * self.count)
         ends = [0] * self.count
         for level in range(length):
             nodes = sorted(set(ends))

@@ -6,6 +6,8 @@ Jeon et al., "Recursive Speculative Decoding: Accelerating LLM Inference via Sam
 
 from __future__ import annotations
 
+import torch
+
 from branchwise.chance import Chance
 from branchwise.draft import Budget
 from branchwise.draft.growth import Growing, Sapling
@@ -35,4 +37,4 @@ class Branching:
                 drawn = chance.order(laws[place, None], width, (depth << 16) + place)[0].tolist()
                 below += [tree.add(node, token) for token in drawn if token >= 0]
             level = below
-        return tree.finish(self.draw) if tree.laws else DraftTree.root(root)
+        return tree.finish(self.draw) if tree.laws else DraftTree(torch.tensor([root]), (-1,), self.draw)

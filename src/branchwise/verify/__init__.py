@@ -55,7 +55,7 @@ class Verdicts:
         return [Verdict(tuple(node for node in path if node >= 0), token) for *path, token in rows]
 
 
-STRIDE = 128
+STRIDE = 4096
 """Coins are numbered by places in a tree, at most so many to a level or a stage, and never by the size of a batch: a
 sequence gets the same verdict alone as among others."""
 

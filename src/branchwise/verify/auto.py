@@ -19,7 +19,7 @@ class Auto:
 
 
 def choose(forest: Forest) -> Verifier:
-    drawn = {tree.draw for tree in forest.trees if len(tree) > 1}
+    drawn = {tree.draw for tree in forest.trees}
     if Draw.WITHOUT_REPLACEMENT in drawn:
         name = "traversal"
     elif Draw.PATHS in drawn:

@@ -1,0 +1,487 @@
+# ruff: noqa: E501  (texts of the source stay in one piece)
+"""Mutation check: change one operator in a verifier, and a named test must fail.
+
+    python -m tests.mutants                 every mutant; exits with 1 if one survives
+    python -m tests.mutants block cascade   those of some families
+    python -m tests.mutants --jobs 2        so many at a time
+
+The source is copied, one text in one file is replaced, and the tests of the family run until the first failure. Pytest
+does not collect this file, since it takes a while; `test_verify_mutants.py` checks that every mutant still applies, so
+that the table cannot rot. A mutant that changes nothing anybody could see is marked with the reason, and is not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    family: str
+    file: str
+    """below src/branchwise"""
+    old: str
+    """occurs once in the file"""
+    new: str
+    equivalent: str = ""
+    """why no test could tell, where none can"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {' '.join(self.old.split())}  ->  {' '.join(self.new.split()) or 'nothing'}"
+
+    def apply(self, source: Path) -> None:
+        path = source / "branchwise" / self.file
+        text = path.read_text()
+        assert text.count(self.old) == 1, f"{self.name}: the text occurs {text.count(self.old)} times"
+        path.write_text(text.replace(self.old, self.new))
+
+
+def family(name: str, file: str, *changes: tuple[str, ...]) -> list[Mutant]:
+    return [Mutant(name, file, *change) for change in changes]
+
+
+MUTANTS = [
+    *family(
+        "token",
+        "verify/token.py",
+        ("odds = law.gather(1, token) / q.gather(1, token)", "odds = law.gather(1, token)"),
+        ("odds = law.gather(1, token) / q.gather(1, token)", "odds = q.gather(1, token) / law.gather(1, token)"),
+        ("return left_of(laws, p, q)", "return p"),
+        ("return left_of(laws, p, q)", "return left_of(laws, q, p)"),
+        ("here = (kept == step) & (path.length > step)", "here = kept == step"),
+        ("here = (kept == step) & (path.length > step)", "here = path.length > step"),
+        ("torch.where(here[:, None], odds.clamp_max(1), 0.0), step)", "torch.where(here[:, None], odds.clamp_max(1), 0.0), 0)"),
+        ("path.nodes[:, step + 1]", "path.nodes[:, step]"),
+        ("forest.paths[:, 0]", "forest.paths[:, -1]"),
+        ("if settled(laws, ~accepted)", "if settled(laws, accepted)"),
+    ),
+    *family(
+        "block",
+        "verify/block.py",
+        ("forest.paths[:, 0]", "forest.paths[:, -1]"),
+        ("(logs - logs.cummax(dim=1).values).exp()", "logs.exp()"),
+        ("(logs - logs.cummax(dim=1).values).exp()", "logs.clamp_max(0).exp()"),
+        ("pad(ratios.log(), (1, 0)).cumsum(dim=1)", "pad(ratios.log().clamp_max(0), (1, 0)).cumsum(dim=1)"),
+        ("mass / (mass + 1 - w))", "mass / (mass + 1))"),
+        ("mass / (mass + 1 - w))", "mass)"),
+        ("mass / (mass + 1 - w))", "w)"),
+        ("(span.p * w[..., None].to(span.p.dtype)).sub_", "span.p.clone().sub_"),
+        (".sub_(drawn_from(span)).clamp_min_(0)", ".sub_(drawn_from(span)).abs_()"),
+        ("torch.where((w == 1) | (steps == 0), 1.0,", "torch.where(steps == 0, 1.0,"),
+        ("torch.where((w == 1) | (steps == 0), 1.0,", "torch.where(w == 1, 1.0,", "the weight of the first node is always 1"),
+        ("(steps < path.length[:, None]) & (kept < 0)[:, None]", "(steps < path.length[:, None])"),
+        ("(steps < path.length[:, None]) & (kept < 0)[:, None]", "(steps <= path.length[:, None]) & (kept < 0)[:, None]"),
+        ("chance.first(odds.flip(1), coin)", "chance.first(odds, coin)"),
+        ("here = (len(steps) - 1 - turn).clamp_min(0)", "here = turn.clamp_max(len(steps) - 1)"),
+        ("torch.where(nodes == path.length[:, None], known.flip(1), 0.0)", "torch.where(nodes == path.length[:, None], known, 0.0)"),
+        ("torch.where(nodes == path.length[:, None], known.flip(1), 0.0)", "torch.where(nodes == nodes.max(), known.flip(1), 0.0)"),
+        ("whole = chance.first(", "whole = len(nodes) - 1 - chance.first("),
+        ("for span in reversed(spans):", "for span in spans:"),
+        ("open_ = (kept < 0) & (path.length > span.start)", "open_ = path.length > span.start",
+         "rows that are done hope along: that costs a look at a row and decides nothing"),
+        ("if not chance.hopes(torch.where(open_[:, None], w, 0.0), coin).any():", "if not chance.hopes(torch.where(open_[:, None], w * w, 0.0), coin).any():"),
+        ("empty = (mass.gather(1, here[:, None]) == 0) & found[:, None]", "empty = (mass.gather(1, here[:, None]) == 0) & found[:, None] & False"),
+        ("return where_rows(laws, self.whole, end, self.left)", "return self.left"),
+        ("if settled(laws, ~self.whole):", "if settled(laws, self.whole):"),
+        ("length = (nodes >= 0).sum(dim=1) - 1", "length = torch.full_like(nodes[:, 0], nodes.shape[1] - 1)"),
+        ("torch.where(steps <= kept[:, None], self.nodes, -1)", "torch.where(steps < kept[:, None], self.nodes, -1)"),
+        ("if settled(laws, path.length <= start):", "if settled(laws, path.length < start):",
+         "one row more is read below every path and looked at by no one"),
+    ),
+    *family(
+        "gbv",
+        "verify/gbv.py",
+        ("(keys, tokens, below), draws.alive).argmax", "(keys, tokens, below), draws.alive).argmin"),
+        ("(keys, tokens, below), draws.alive)", "(keys, -tokens, below), draws.alive)"),
+        ("(keys, tokens, below), draws.alive)", "(keys, tokens), draws.alive)"),
+        ("(keys, tokens, below), draws.alive)", "(tokens, below), draws.alive)"),
+        ("contest = (rows_at(keys, children), rows_at(forest.tokens, children), standing[:, :, depth + 1])",
+         "contest = (rows_at(keys, children), rows_at(forest.tokens, children))"),
+        ("contest = (rows_at(keys, children), rows_at(forest.tokens, children), standing[:, :, depth + 1])",
+         "contest = (rows_at(keys, children), standing[:, :, depth + 1])"),
+        ("(nodes[:, :, depth, None] == nodes[:, None, :, depth])", "(nodes[:, :, depth, None] >= 0)"),
+        ("beats = (mine > theirs) | ((mine == theirs) & beats)", "beats = (mine >= theirs) | ((mine == theirs) & beats)"),
+        ("beats = (mine > theirs) | ((mine == theirs) & beats)", "beats = (mine > theirs) | beats"),
+        ("wins = (beats & among[:, None, :]).sum(dim=2)", "wins = beats.sum(dim=2)"),
+        ("return torch.where(among, wins, -1)", "return wins"),
+        ("taken_first = chance.first(share[:, None], coin) == 0", "taken_first = chance.first(1 - share[:, None], coin) == 0"),
+        ("taken = torch.where(taken_first, first, self._highest(draws))", "taken = self._highest(draws)"),
+        (".clamp_(max=p)) for share in mixtures", ") for share in mixtures"),
+        ("total(torch.lerp(highest, q, share)", "total(torch.lerp(q, highest, share)"),
+        ("[torch.lerp(highest, q, share).clamp_(max=p)", "[torch.lerp(q, highest, share).clamp_(max=p)"),
+        ("[torch.lerp(highest, q, share).clamp_(max=p)", "[torch.lerp(highest, q, share)"),
+        ("overlaps.amax(dim=1, keepdim=True) - noise", "overlaps.amin(dim=1, keepdim=True) - noise"),
+        ("for number, mixture in reversed(list(enumerate(mixtures))):", "for number, mixture in enumerate(mixtures):"),
+        ("return torch.where(alone, 1.0, share)\n\n\n@dataclass", "return share\n\n\n@dataclass",
+         "with one path the first and the highest are one, and the law of both is q"),
+        ("found.append(found[-1] * mass / (1 - found[-1] + found[-1] * (lower + mass)))", "found.append(found[-1])"),
+        ("found.append(found[-1] * mass / (1 - found[-1] + found[-1] * (lower + mass)))",
+         "found.append(found[-1] * mass / (1 - found[-1] + found[-1] * mass))"),
+        ("found.append(found[-1] * mass / (1 - found[-1] + found[-1] * (lower + mass)))", "found.append(mass / (lower + mass))"),
+        ("found.append(found[-1] / (found[-1] + (1 - found[-1]) * more))", "found.append(found[-1])"),
+        ("found.append(found[-1] / (found[-1] + (1 - found[-1]) * more))", "found.append(found[-1] / (found[-1] + more))"),
+        ("found.append(found[-1] / (found[-1] + (1 - found[-1]) * more))", "found.append(start / (start + (1 - start) * more))"),
+        ("weights = clipped_products(p / (q * (first + (1 - first) * gain)))", "weights = clipped_products(p / (q * gain))"),
+        ("weights = clipped_products(p / (q * (first + (1 - first) * gain)))", "weights = clipped_products(p / q)"),
+        ("return gain.mul_(1 - one).add_(one).mul_(span.q)", "return gain.mul_(span.q)"),
+        ("return gain.mul_(1 - one).add_(one).mul_(span.q)", "return span.q"),
+        ("count = self.draws.count[:, None]", "count = self.draws.count[:, None] * 0 + self.most"),
+    ),
+    *family(
+        "cascade",
+        "verify/cascade.py",
+        ("others = draws.alive & (numbers != choice.taken[:, None])", "others = draws.alive"),
+        ("(active & ~block.whole)[:, None]", "active[:, None]"),
+        ("others &= here == here.gather(1, taken)", "others &= here == here"),
+        ("others &= choice.taken_first[:, None] | (next_ != next_.gather(1, taken))", "others &= next_ != next_.gather(1, taken)"),
+        ("others &= choice.taken_first[:, None] | (next_ != next_.gather(1, taken))", "others &= True"),
+        ("wanted = wanted / total(wanted)[:, None].to(wanted.dtype)", "wanted = wanted * 1.0"),
+        ("lower_q /= total(lower_q)[:, None].to(q.dtype)", "lower_q /= 1"),
+        ("q = where_rows(laws, choice.taken_first, q, lower_q)", "q = lower_q"),
+        ("q = where_rows(laws, choice.taken_first, q, lower_q)", "q = q"),
+        ("law = where_rows(laws, inside, q, law)", "law = q"),
+        ("inside = (kept >= span.start) & (kept < span.stop) & others.any(dim=1)", "inside = (kept >= span.start) & others.any(dim=1)"),
+        ("p = where_rows(paths.laws, active, wanted, draws.p)", "p = wanted"),
+        ("depth = torch.where(active, draws.depth + block.kept, draws.depth)", "depth = draws.depth + block.kept"),
+        ("depth = torch.where(active, draws.depth + block.kept, draws.depth)", "depth = torch.where(active, block.kept, draws.depth)"),
+        ("anchor = torch.where(draws.count > 0, choice.taken, anchor)", "anchor = choice.taken"),
+        ("for stage in range(total):", "for stage in range(1):"),
+        ("most=total - stage)", "most=total)", "a bound that is not as tight; nothing reaches it"),
+        ("last=stage == total - 1)", "last=False)", "the last stage leaves no other paths in either case"),
+        ("wanted = block.residual(paths.forest, paths.laws, choice.path)", "wanted = block.left"),
+    ),
+    *family(
+        "recursive",
+        "verify/recursive.py",
+        ("chance = (a * p_t - b * q_t).clamp_min(0) * z / (c * q_t)", "chance = (a * p_t - b * q_t).clamp_min(0) * z / c"),
+        ("chance = (a * p_t - b * q_t).clamp_min(0) * z / (c * q_t)", "chance = (a * p_t - b * q_t).clamp_min(0) / (c * q_t)"),
+        ("chance = (a * p_t - b * q_t).clamp_min(0) * z / (c * q_t)", "chance = (a * p_t - b * q_t).clamp_min(0) * z / q_t"),
+        ("chance = (a * p_t - b * q_t).clamp_min(0) * z / (c * q_t)", "chance = a * p_t * z / (c * q_t)"),
+        ("chance = (a * p_t - b * q_t).clamp_min(0) * z / (c * q_t)", "chance = (p_t - b * q_t).clamp_min(0) * z / (c * q_t)"),
+        ("next_b = b + c / z", "next_b = b + c"),
+        ("next_b = b + c / z", "next_b = c / z"),
+        ("next_c = left + c * (1 - wanted)", "next_c = left"),
+        ("next_c = left + c * (1 - wanted)", "next_c = left + (1 - wanted)"),
+        ("wanted = torch.where(here, (left / next_c).nan_to_num(0.0), wanted)", "wanted = torch.where(here, left, wanted)"),
+        ("wanted = torch.where(here, (left / next_c).nan_to_num(0.0), wanted)", "wanted = (left / next_c).nan_to_num(0.0)"),
+        ("b, c = torch.where(here, next_b, b), torch.where(here, next_c, c)", "b, c = next_b, next_c"),
+        ("z = torch.where(here, total(untried), z)", "z = torch.where(here, z * (1 - q_t), z)"),
+        ("untried.scatter_(-1, tokens[..., turn, None], 0.0)", "untried"),
+        ("(b / a).nan_to_num(0.0))", "b.nan_to_num(0.0))"),
+        ("if replace or tokens.shape[-1] == 1 else q.clone()", "if replace or tokens.shape[-1] == 1 else q"),
+        ("ended = ended | ~accepted", "ended = ~accepted"),
+        ("torch.where(ended[:, None], 0.0, odds)", "odds"),
+        ("node = torch.where(accepted, child, node)", "node = child"),
+        ("way.append(torch.where(accepted, child, -1))", "way.append(child)"),
+        ("accepted = turn < children.shape[1]", "accepted = turn <= children.shape[1]"),
+        ("torch.where(here == nodes, below, -1).amax(dim=-1)", "torch.where(here == nodes, below, -1).amin(dim=-1)"),
+        ('accepts = frozenset({Draw.PATHS})\n    replace = True', 'accepts = frozenset({Draw.PATHS})\n    replace = False'),
+        ("return next_on_paths(forest)", "return forest.children"),
+        ("        return forest.children\n\n\nclass MSS", "        return forest.children.flip(2)\n\n\nclass MSS"),
+        ("laws.rows(node), forest.q_rows(node), share)", "laws.rows(node), forest.q_rows(node))"),
+    ),
+    *family(
+        "traversal",
+        "verify/traversal.py",
+        ("acceptance=start)", "acceptance=None)"),
+        ("replace=False, acceptance", "replace=True, acceptance"),
+        ("odds.scatter_(1, own, tried.acceptance)", "odds.scatter_(1, own, start)"),
+        ("wanted.scatter_(1, below, tried.odds.flatten(1))", "wanted"),
+        ("odds.scatter_(1, below, tried.odds.flatten(1))", "odds"),
+        ("share.scatter_(1, own, tried.share)", "share"),
+        ("odds[:, 0].fill_(1)", "odds[:, 0]"),
+        ("order = forest.postorder", "order = forest.postorder.flip(1)"),
+        ("order = forest.postorder", "order = torch.arange(forest.nodes).flip(0).expand(len(forest), -1)"),
+        ("torch.where(order >= 0, rows_at(odds, order.clamp_min(0)), 0.0)", "rows_at(odds, order.clamp_min(0))"),
+        ("children = rows_at(forest.children, nodes)[..., :width]", "children = rows_at(forest.children, nodes)[..., :1]"),
+        ("left_of(laws, p, q, share.gather(1, node[:, None])[:, 0])", "left_of(laws, p, q)"),
+        ("left_of(laws, p, q, share.gather(1, node[:, None])[:, 0])", "p"),
+        ("children = torch.where((level >= 0)[..., None], children, -1)", "children = children"),
+        ("own = torch.where(level >= 0, level, forest.nodes)", "own = level.clamp_min(0)"),
+        ("depth = depth - 1", "depth = depth - 0"),
+        ("if settled(laws, level < 0):", "if settled(laws, level <= 0):"),
+    ),
+    *family(
+        "k-seq",
+        "verify/spectr.py",
+        ("/ (rho[..., None] * q.gather(-1, tokens))", "/ q.gather(-1, tokens)"),
+        ("/ (rho[..., None] * q.gather(-1, tokens))", "/ rho[..., None]"),
+        ("count = (children >= 0).sum(dim=-1)", "count = (children >= -1).sum(dim=-1)"),
+        ("count = (children >= 0).sum(dim=-1)", "count = (children >= 0).sum(dim=-1).clamp_max(1)"),
+        ("enough = excess >= 0", "enough = excess <= 0"),
+        ("excess = rho * beta - 1 + missed", "excess = beta - 1 + missed"),
+        ("excess = rho * beta - 1 + missed", "excess = rho * beta - 1"),
+        ("power = torch.where(turn < count, power * base, power)", "power = power * base"),
+        ("for turn in range(most):", "for turn in range(most - 1):"),
+        ("beta = total(scaled.clamp_(max=p)) / rho", "beta = total(scaled.clamp_(max=p))"),
+        ("return high, best", "return low, best"),
+        ("return high, best", "return high, beta"),
+        ("torch.minimum(p / rho[:, None].to(p.dtype), q)", "torch.minimum(p, q)"),
+        ("left_of(laws, p, served, taken)", "left_of(laws, p, served)"),
+        ("left_of(laws, p, served, taken)", "p"),
+        ("candidates = next_on_paths(forest)", "candidates = forest.children"),
+        ("else 4 * ITERATIONS", "else 1"),
+        ("ITERATIONS = 8", "ITERATIONS = 2"),
+    ),
+    *family(
+        "order",
+        "verify/order.py",
+        ("self.q.shape[-1]).argsort(dim=-1, stable=True)", "self.q.shape[-1]).argsort(dim=-1, stable=True, descending=True)"),
+        ("(mass.cumsum(dim=-1) - mass).clamp_min_(0)", "mass.cumsum(dim=-1)"),
+        ("(numbers[None, :] < numbers[:, None])", "(numbers[None, :] > numbers[:, None])"),
+        ("(numbers[None, :] < numbers[:, None])", "(numbers[None, :] <= numbers[:, None])"),
+        ("lower = (theirs < mine)", "lower = (theirs > mine)"),
+        ("lower = (theirs < mine)", "lower = (theirs <= mine)"),
+        ("heavy = heavy + (inside[..., -1, -1:] + before[..., -1:])", "heavy = heavy + before[..., -1:]"),
+        ("[..., :size] - light", "[..., :size]"),
+        ("mass = self.q.gather(-1, slots).where(filled, 0.0)", "mass = self.q.gather(-1, slots)"),
+        ("place = (counted < missing[..., None]).sum(dim=-1)", "place = (counted <= missing[..., None]).sum(dim=-1)"),
+        ("block = (ends[..., None, :] < wanted).sum(dim=-1)", "block = (ends[..., None, :] <= wanted).sum(dim=-1)"),
+        ("[..., : ranked.shape[-1]].long() - 1", "[..., : ranked.shape[-1]].long()"),
+        ("(keys < own) | ((keys == own) & (ids < tokens[..., None]))", "(keys < own) | (keys == own)"),
+        ("(keys < own) | ((keys == own) & (ids < tokens[..., None]))", "keys < own"),
+        ("least = 1 / RANKED if vocabulary > RANKED else 0.0", "least = 0.0"),
+        ("return torch.where(q > least, p / q, -1.0)", "return torch.where(q > least, q / p, -1.0)"),
+        ("self.ranked = heavy[(p[heavy] / q[heavy]).argsort(stable=True)]", "self.ranked = heavy[(-p[heavy] / q[heavy]).argsort(stable=True)]"),
+        ("self.ranked = heavy[(p[heavy] / q[heavy]).argsort(stable=True)]",
+         "self.ranked = heavy.flip(0)[(p[heavy] / q[heavy]).flip(0).argsort(stable=True)]"),
+        ("places = self._masses.cumsum(dim=0) - self._masses + row[-1]", "places = self._masses.cumsum(dim=0) - self._masses"),
+        ("total(self.q[:token]) - self._masses[self.ranked < token].sum()", "total(self.q[:token])"),
+        ("total(self.q) - self._masses[place:].sum()", "total(self.q) - self._masses[place + 1 :].sum()"),
+        ("self.q.index_fill(0, self.ranked[place:], 0.0)", "self.q.index_fill(0, self.ranked[place + 1 :], 0.0)"),
+        ("row[token:] = 0.0", "row[token + 1 :] = 0.0"),
+        ("rest = 1 - share", "rest = 0 * share"),
+        ("low = (below * share).add_(rest)", "low = below.add(rest)"),
+        ("high = (q * share).add_(low)", "high = q.add(low)"),
+        ("_mean_power(high, low, count, most, lazy).div_(norm)", "_mean_power(high, low, count, most, lazy)"),
+        ("result = torch.where(count > 1, result, 1.0)", "pass"),
+        ("if lazy and bool((count > k).all()):", "if True:"),
+        ("power = power * low", "power = low"),
+        ("for k in range(2, most):", "for k in range(2, most - 1):"),
+    ),
+    *family(
+        "match",
+        "verify/match.py",
+        ("done = done | ~found", "done = ~found"),
+        ("node = torch.where(done, node, child)", "node = child"),
+        ("paths[:, depth] = torch.where(done, -1, child)", "paths[:, depth] = child"),
+        ("token = torch.where(done, token, self._draw(laws, node, chance, depth))", "token = self._draw(laws, node, chance, depth)"),
+        ("self._draw(laws, node, chance, depth))", "self._draw(laws, node, chance, depth + 1))"),
+        ("if laws.greedy:\n            return laws.best(node)", "if False:\n            return laws.best(node)"),
+    ),
+    *family(
+        "auto",
+        "verify/auto.py",
+        ('"cascade" if any(len(tree.leaves) > 1 for tree in forest.trees) else "block"', '"block"'),
+        ('"cascade" if any(len(tree.leaves) > 1 for tree in forest.trees) else "block"', '"cascade"'),
+        ('"cascade" if any(len(tree.leaves) > 1 for tree in forest.trees) else "block"',
+         '"cascade" if all(len(tree.leaves) > 1 for tree in forest.trees) else "block"'),
+        ('name = "traversal"', 'name = "rrs"'),
+        ('name = "match"', 'name = "block"'),
+    ),
+    *family(
+        "common",
+        "verify/__init__.py",
+        (".clamp_min_(0)\n    empty", ".abs_()\n    empty"),
+        ("return torch.where(empty[..., None], p, left)", "return left"),
+        ("if laws.lazy and not bool(empty.any()):", "if laws.lazy:"),
+        ("tuple(node for node in path if node >= 0)", "tuple(node for node in path if node > 0)"),
+        ("if draw in verifier.accepts:", "if True:"),
+    ),
+    *family(
+        "common",
+        "laws.py",
+        ("return laws.lazy and bool(done.all())", "return laws.lazy and bool(done.any())"),
+        ("return laws.lazy and bool(done.all())", "return bool(done.all())"),
+        ("if laws.lazy and bool(condition.all()):\n        return one", "if laws.lazy and bool(condition.any()):\n        return one"),
+        ("return torch.where(condition[:, None], one, other)", "return torch.where(condition[:, None], other, one)"),
+    ),
+    *family(
+        "common",
+        "rows.py",
+        ("trees = torch.arange(len(nodes), device=nodes.device) * size", "trees = torch.arange(len(nodes), device=nodes.device) * 0"),
+        ("+ rows[..., whole:].sum(dim=-1, dtype=torch.float64)", ""),
+        ("return blocks, ends.cumsum(dim=-1) - ends", "return blocks, ends.cumsum(dim=-1)"),
+    ),
+    *family(
+        "chance",
+        "chance.py",
+        ("(~self.hopes(odds, draw)).long().cumprod(dim=1).sum(dim=1)", "(~self.hopes(odds, draw)).long().sum(dim=1)"),
+        ("(~self.hopes(odds, draw)).long().cumprod(dim=1).sum(dim=1)", "self.hopes(odds, draw).long().cumprod(dim=1).sum(dim=1)"),
+        ("self._tossed(draw, bounds.shape[1]) < bounds", "self._tossed(draw, bounds.shape[1]) <= bounds"),
+        ("self._tossed(draw, bounds.shape[1]) < bounds", "self._tossed(0, bounds.shape[1]) < bounds"),
+        ("self._tossed(draw, bounds.shape[1]) < bounds", "self._tossed(draw, bounds.shape[1]) > bounds"),
+        ("torch.arange(chunk * COINS, (chunk + 1) * COINS,", "torch.arange(0, COINS,"),
+        ("coins[:, start - first * COINS : start - first * COINS + count]", "coins[:, :count]"),
+        ("left.scatter_(1, token, 0.0)", "left"),
+        ('stream = zlib.crc32(f"{self.role} {purpose}".encode()) << 31 | draw', 'stream = zlib.crc32(purpose.encode()) << 31 | draw'),
+        ("torch.where(left.gather(1, token) > 0, token, -1)", "token"),
+    ),
+    *family(
+        "enumeration",
+        "audit/enumeration.py",
+        ("torch.cat([failed[:, :-1] * odds, failed[:, -1:]], dim=1)", "torch.cat([odds, failed[:, -1:]], dim=1)"),
+        ("(1 - odds).cumprod(dim=1)", "(1 - odds).cumsum(dim=1)"),
+        ("torch.stack([1 - bound, bound], dim=1)", "torch.stack([bound, 1 - bound], dim=1)"),
+        ("torch.where(hope, (odds[:, column] / bound).clamp_max(1).nan_to_num(0.0), 0.0)", "torch.where(hope, odds[:, column], 0.0)"),
+        ("torch.where(hope, (odds[:, column] / bound).clamp_max(1).nan_to_num(0.0), 0.0)", "odds[:, column]"),
+        ("law / law.sum(dim=1, keepdim=True))", "law)"),
+        ("others = (weights > 0) & (prescribed < 0)[:, None]", "others = weights > 0"),
+        ("others = (weights > 0) & (prescribed < 0)[:, None]", "others = (prescribed < 0)[:, None] & (weights >= 0)",
+         "ways of probability 0 are followed too, with the weight 0"),
+        ("others.scatter_(1, decided[:, None], False)", "others"),
+        ('assert key not in self.made, f"the verifier asked twice for {kind} {draw}"', "pass"),
+        ("<= bound + 1e-12).all()", "<= bound + 1).all()"),
+        ("if len(script.rows) > most:", "if False:", "only how many rows run at once"),
+        ("torch.where(prescribed >= 0, self.weights, self.weights * taken)", "self.weights * taken"),
+        ("self.weights[rows] * weights[rows, ways]", "weights[rows, ways]"),
+        ("column = self._script.ways.get(key, self._free)[fork.rows]", "column = torch.full_like(fork.ways, -1)"),
+        ("self._tossed[draw + column] = decides if before is None else before | decides", "pass"),
+    ),
+    *family(
+        "audit",
+        "audit/exact.py",
+        ("return 0.5 * float((law - target).abs().sum()), efficiency", "return float((law - target).abs().sum()), efficiency"),
+        ("return 0.5 * float((law - target).abs().sum()), efficiency", "return 0.0, efficiency"),
+        ("efficiency += (level + 1) * float(ended[level].sum())", "efficiency += level * float(ended[level].sum())"),
+        ("weights = drafts.weights[found.rows] * found.weights", "weights = found.weights"),
+        ("kept = (found.verdicts.paths >= 0).sum(dim=1) - 1", "kept = (found.verdicts.paths > 0).sum(dim=1)",
+         "the root is the only node 0"),
+        ("return self.tv < TOLERANCE", "return self.tv > TOLERANCE"),
+        ("TOLERANCE = 1e-9", "TOLERANCE = 1e-2"),
+    ),
+    *family(
+        "growth",
+        "draft/paths.py",
+        ("length = min(self.length, budget.depth, (budget.nodes - 1) // self.count)", "length = min(self.length, budget.depth, budget.nodes // self.count)"),
+        ("length = min(self.length, budget.depth, (budget.nodes - 1) // self.count)", "length = min(self.length, (budget.nodes - 1) // self.count)"),
+        ("level * self.count + path)", "level)"),
+        ("level * self.count + path)", "path)"),
+        ("if step not in children:", "if True:"),
+        ("laws[nodes.index(end), None]", "laws[0, None]"),
+        ("ends[place] = children[step]", "ends[place] = len(tree) - 1"),
+    ),
+    *family(
+        "growth",
+        "draft/rsd.py",
+        ("if len(tree) + len(level) * width > budget.nodes:", "if len(tree) + len(level) > budget.nodes:"),
+        ("self.branching[: max(budget.depth, 0)]", "self.branching"),
+        ("(depth << 16) + place)", "depth << 16)"),
+        ("(depth << 16) + place)", "place)"),
+        ("laws[place, None]", "laws[0, None]"),
+        ("for token in drawn if token >= 0]", "for token in sorted(drawn) if token >= 0]"),
+        ("for token in drawn if token >= 0]", "for token in drawn]"),
+    ),
+    *family(
+        "growth",
+        "draft/disturbed.py",
+        ("torch.softmax(logits.float() / temperature + self.sigma * noise, dim=-1)", "torch.softmax(logits.float() + self.sigma * noise, dim=-1)"),
+        ("torch.softmax(logits.float() / temperature + self.sigma * noise, dim=-1)", "torch.softmax(logits.float() / temperature, dim=-1)"),
+        ("[*sequence.tokens, *reversed(drafted)]", "[*sequence.tokens]"),
+        ("[*sequence.tokens, *reversed(drafted)]", "[*sequence.tokens, *drafted]",
+         "another disturbance of the same text, which is as good"),
+        ('role="draft")', 'role="verify")'),
+        ("logits[row, node])", "logits[row, 0])"),
+    ),
+    *family(
+        "tree",
+        "tree.py",
+        ("return order[::-1]", "return order"),
+        ("sorted(below, key=first.__getitem__)", "below"),
+        ("first.setdefault(node, turn)", "first[node] = turn"),
+        ("nodes.clamp(0, self.q.shape[1] - 1)", "nodes.clamp(0, 0)"),
+        ("[node for node, below in enumerate(self.children) if len(below) > 1]", "[node for node, below in enumerate(self.children) if below]",
+         "a fork of one way costs a look at its law and decides nothing"),
+        ("widths[depth] = max(widths[depth], len(below))", "widths[depth] = len(below)"),
+        ("for leaf in self.leaves or (0,)]", "for leaf in sorted(self.leaves) or (0,)]"),
+    ),
+]  # fmt: skip
+
+BASE = "tests/conformance/test_verifiers.py"
+TESTS = {
+    "token": ["tests/test_verify_token.py", BASE, "tests/test_verify_batches.py"],
+    "block": ["tests/test_verify_block.py", BASE, "tests/test_verify_batches.py", "tests/test_verify_precision.py"],
+    "gbv": ["tests/test_verify_gbv.py", BASE, "tests/test_verify_batches.py", "tests/test_verify_order.py"],
+    "cascade": ["tests/test_verify_cascade.py", BASE, "tests/test_verify_batches.py", "tests/test_verify_precision.py"],
+    "recursive": ["tests/test_verify_recursive.py", BASE, "tests/test_verify_batches.py"],
+    "traversal": ["tests/test_verify_traversal.py", BASE, "tests/test_verify_batches.py"],
+    "k-seq": ["tests/test_verify_spectr.py", BASE, "tests/test_verify_batches.py"],
+    "order": ["tests/test_verify_order.py", "tests/test_verify_gbv.py", "tests/test_verify_precision.py"],
+    "match": ["tests/test_match.py", BASE],
+    "auto": ["tests/test_verify_auto.py"],
+    "common": [
+        "tests/test_laws.py",
+        "tests/test_registry.py",
+        "tests/test_match.py",
+        "tests/test_verify_order.py",
+        BASE,
+    ],
+    "chance": ["tests/test_chance.py", "tests/test_growth.py"],
+    "enumeration": ["tests/test_enumeration.py"],
+    "audit": ["tests/test_exact_audit.py"],
+    "growth": ["tests/test_growth.py"],
+    "tree": ["tests/test_tree.py", BASE],
+}
+"""what runs for a family, in this order, until the first failure"""
+
+
+def killer(mutant: Mutant, source: Path) -> str | None:
+    """The name of the test that fails, if one does."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(source, Path(folder) / "src")
+        mutant.apply(Path(folder) / "src")
+        return first_failure(Path(folder) / "src", TESTS[mutant.family])
+
+
+def first_failure(source: Path, tests: list[str]) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if run.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", run.stdout, re.MULTILINE)
+    return found[1] if found else f"pytest ended with {run.returncode}: {run.stdout[-300:]}{run.stderr[-300:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Mutation check of the verifiers.")
+    parser.add_argument("families", nargs="*", help=f"of {', '.join(TESTS)}; all unless given")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--source", type=Path, default=ROOT / "src", help="what is mutated")
+    options = parser.parse_args()
+    if unknown := set(options.families) - set(TESTS):
+        parser.error(f"unknown families: {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in MUTANTS if not options.families or mutant.family in options.families]
+    for name in sorted({mutant.family for mutant in chosen}):
+        if (failed := first_failure(options.source, TESTS[name])) is not None:
+            print(f"Without any mutant {failed} fails: nothing can be learnt.")
+            return 2
+    survivors = 0
+    living = [mutant for mutant in chosen if not mutant.equivalent]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, killed in zip(living, pool.map(lambda m: killer(m, options.source), living), strict=True):
+            survivors += killed is None
+            print(
+                f"{'SURVIVES' if killed is None else 'killed  '}  {mutant.name}\n          {killed or '-'}", flush=True
+            )
+    for mutant in chosen:
+        if mutant.equivalent:
+            print(f"equivalent  {mutant.name}\n          {mutant.equivalent}")
+    print(f"{len(living)} mutants, {survivors} survive, {len(chosen) - len(living)} change nothing.")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

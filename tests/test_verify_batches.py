@@ -1,0 +1,296 @@
+"""Batches: a sequence gets in a batch what it gets alone, in both forms of the code, and traced for a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from branchwise.audit.instances import ExactLaws
+from branchwise.chance import SeededChance
+from branchwise.draft import Budget
+from branchwise.laws import ModelLaws
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.tree import DraftTree, Draw, Forest, Room
+from branchwise.verify import VERIFIERS, Verdict
+from branchwise.verify.capture import trace
+from branchwise.verify.match import Match
+from tests.strategies import Rule, grown, random_rule, tokens_to
+
+DRAWN = [name for name in VERIFIERS if name != "match"]
+SHAPES = {
+    Draw.PATHS: ["paths:4x3", "paths:1x5", "paths:3x1", "nothing", "paths:2x4", "paths:4x3"],
+    Draw.WITHOUT_REPLACEMENT: ["rsd-c:3,2,1", "rsd-c:1,1,1,1,1", "rsd-c:4", "nothing", "rsd-c:2,2,2", "rsd-c:3,2,1"],
+}
+"""trees of different depth, number of paths and number of nodes in one batch, and one that drafts nothing"""
+NOTHING = {Draw.PATHS: "paths:4x9", Draw.WITHOUT_REPLACEMENT: "rsd-c:9"}
+PAIRS = [(name, draw) for name in DRAWN for draw in SHAPES if draw in VERIFIERS.find(name).accepts]
+pairs = pytest.mark.parametrize(("name", "draw"), PAIRS, ids=[f"{name} on {draw.value}" for name, draw in PAIRS])
+
+SAMPLING = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_k=3),
+    SamplingParams(temperature=1.0, top_p=0.8),
+    SamplingParams(temperature=1.2),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=1.0),
+]
+
+
+def target(seed: int, vocabulary: int) -> Rule:
+    return random_rule(vocabulary, seed, spread=1.5)
+
+
+@cache
+def tree_of(spec: str, seed: int, vocabulary: int) -> DraftTree:
+    if spec == "nothing":
+        return DraftTree.root(0)
+    if spec in NOTHING.values():  # what is left of these trees where the budget is spent
+        return grown(spec, target(seed, vocabulary), SeededChance(*torch.zeros(2, 1, dtype=torch.long)), Budget(1, 0))
+    rule = random_rule(vocabulary, -seed - 1, near=target(seed, vocabulary), far=0.7)
+    chance = SeededChance(torch.tensor([seed]), torch.tensor([0]), role="draft")
+    return grown(spec, rule, chance, Budget(nodes=64, depth=9))
+
+
+class Batch:
+    """Sequences, their trees and what a target found for them; padding holds nonsense."""
+
+    def __init__(
+        self, specs: Rows[str], seed: int, vocabulary: int = 5, sampling: Rows[SamplingParams] = SAMPLING
+    ) -> None:
+        self.seeds = [1000 * seed + row for row in range(len(specs))]
+        self.trees = [tree_of(spec, s, vocabulary) for spec, s in zip(specs, self.seeds, strict=True)]
+        params = [replace(p, seed=s) for p, s in zip(sampling, self.seeds, strict=False)]
+        self.sequences = [Sequence([0], p) for p in params[: len(specs)]]
+        self.vocabulary = vocabulary
+
+    def logits(self, nodes: int) -> Tensor:
+        logits = torch.full((len(self.trees), nodes, self.vocabulary), float("nan"))
+        for row, (tree, seed) in enumerate(zip(self.trees, self.seeds, strict=True)):
+            rule = target(seed, self.vocabulary)
+            for node in range(len(tree)):
+                logits[row, node] = rule(tuple(tokens_to(tree, node))).log()
+        return logits
+
+    def verdicts(self, name: str, *, lazy: bool = True, room: Room | None = None) -> list[Verdict]:
+        forest = Forest(self.trees, room=room)
+        laws = ModelLaws(self.logits(forest.nodes), forest, self.sequences)
+        laws.lazy = lazy
+        return VERIFIERS.build(name)(forest, laws, self.chance()).read()
+
+    def chance(self) -> SeededChance:
+        return SeededChance(torch.tensor(self.seeds), torch.tensor(self.seeds) % 7 + 3)
+
+    def alone(self, row: int) -> Batch:
+        one = copy.copy(self)
+        one.seeds, one.trees, one.sequences = [self.seeds[row]], [self.trees[row]], [self.sequences[row]]
+        return one
+
+
+def assert_alone_as_together(batch: Batch, name: str, lazy: bool) -> None:
+    together = batch.verdicts(name, lazy=lazy)
+    alone = [batch.alone(row).verdicts(name, lazy=lazy)[0] for row in range(len(batch.trees))]
+    assert together == alone
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
+@pairs
+def test_a_batch_gives_each_sequence_what_it_gets_alone(name: str, draw: Draw, lazy: bool) -> None:
+    # Trees of one shape: what every step but the last of a text looks like.
+    for seed in range(12):
+        assert_alone_as_together(Batch([SHAPES[draw][0]] * 4, seed), name, lazy)
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
+@pairs
+def test_a_tree_gets_the_same_verdict_beside_deeper_and_wider_ones(name: str, draw: Draw, lazy: bool) -> None:
+    # Catches coins that are numbered by the sizes of the batch: then a text depends on who is beside it.
+    specs = [spec for spec in SHAPES[draw] if spec != "nothing"]
+    if name == "auto":  # which rule it picks is for the whole batch, and one drafter draws one number of paths
+        specs = ["paths:3x1", "paths:3x4", "paths:3x2"] if draw is Draw.PATHS else specs
+    for seed in range(12):
+        assert_alone_as_together(Batch(specs, seed), name, lazy)
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
+@pairs
+def test_a_sequence_without_a_draft_gets_the_same_token_beside_others(name: str, draw: Draw, lazy: bool) -> None:
+    # Catches a root that draws with one noise alone and with another in a batch.
+    nothing = NOTHING[draw] if name == "auto" else "nothing"  # by which it tells that the others are drawn
+    for seed in range(12):
+        assert_alone_as_together(Batch([nothing, SHAPES[draw][0], nothing], seed), name, lazy)
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
+@pairs
+def test_a_tree_that_asked_for_its_laws_and_drew_nothing_is_a_root(name: str, draw: Draw, lazy: bool) -> None:
+    q = torch.full((1, 5), 0.2)
+    tree = DraftTree(torch.tensor([0]), (-1,), draw, q, leaves=(0, 0) if draw is Draw.PATHS else ())
+    for size in (1, 2):
+        batch = Batch(["nothing"] * size, seed=1)
+        plain = batch.verdicts("block" if name == "auto" else name, lazy=lazy)
+        batch.trees = [tree] * size
+        assert batch.verdicts(name, lazy=lazy) == plain
+        assert all(verdict.path == (0,) for verdict in plain)
+
+
+@pairs
+def test_host_and_device_give_the_same_verdicts(name: str, draw: Draw) -> None:
+    for seed in range(12):
+        batch = Batch(SHAPES[draw], seed)
+        assert batch.verdicts(name, lazy=True) == batch.verdicts(name, lazy=False)
+
+
+@pairs
+def test_host_and_device_give_the_same_verdicts_in_a_large_vocabulary(name: str, draw: Draw) -> None:
+    # Beyond `RANKED` tokens the host sorts what carries mass row by row, and a device compares all pairs.
+    for seed in range(3):
+        batch = Batch(SHAPES[draw], seed, vocabulary=1500)
+        assert batch.verdicts(name, lazy=True) == batch.verdicts(name, lazy=False)
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
+@pairs
+def test_room_for_more_changes_nothing(name: str, draw: Draw, lazy: bool) -> None:
+    room = Room(nodes=20, children=5, width=6, forks=4)
+    for seed in range(6):
+        batch = Batch(SHAPES[draw], seed)
+        assert batch.verdicts(name, lazy=lazy, room=room) == batch.verdicts(name, lazy=lazy)
+
+
+def test_the_verdicts_compared_here_are_of_every_length() -> None:
+    lengths = {len(v.path) for seed in range(6) for v in Batch(SHAPES[Draw.PATHS], seed).verdicts("cascade")}
+    assert lengths >= {1, 2, 3, 4}
+
+
+# Coins
+
+
+class Watched(SeededChance):
+    """Seeded chance that refuses to decide two things with one coin."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(torch.arange(rows), torch.arange(rows))
+        self.tossed: dict[int, Tensor] = {}
+
+    def first(self, odds: Tensor, draw: int) -> Tensor:
+        assert draw >= 0
+        for coin, column in enumerate(odds.unbind(dim=1), start=draw):
+            decides = (column > 0) & (column < 1)
+            assert not (self.tossed.get(coin, torch.tensor(False)) & decides).any(), f"coin {coin} decides twice"
+            self.tossed[coin] = self.tossed.get(coin, torch.tensor(False)) | decides
+        return super().first(odds, draw)
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("paths:1x200", ["token", "block", "gbv", "cascade", "mss", "traversal", "k-seq"]),
+        ("paths:2x140", ["gbv", "lambda-gbv", "cascade"]),
+        ("paths:140x2", ["gbv", "lambda-gbv", "cascade", "mss", "rrs", "k-seq"]),
+        ("rsd-c:140,1", ["rrs", "traversal"]),
+    ],
+)
+def test_no_coin_decides_twice_in_trees_of_any_size(spec: str, names: list[str], lazy: bool) -> None:
+    # Catches coins that are numbered as if no tree were larger than some.
+    target = random_rule(150, 1, spread=1.0)
+    draft = random_rule(150, 2, near=target, far=0.3)
+    chance = SeededChance(torch.tensor([1]), torch.tensor([0]), role="draft")
+    tree = grown(spec, draft, chance, Budget(nodes=999, depth=999))
+    p = torch.stack([target(tuple(tokens_to(tree, node))) for node in range(len(tree))]).expand(3, -1, -1)
+    for name in names:
+        found = VERIFIERS.build(name)(Forest([tree] * 3), ExactLaws(p, lazy=lazy), Watched(3)).read()
+        assert all(tree.topology.path(verdict.path[-1]) == list(verdict.path) for verdict in found)
+
+
+# Greedy rows
+
+
+@pairs
+def test_a_greedy_row_among_sampled_ones_is_decided_by_no_coin(name: str, draw: Draw) -> None:
+    # p is certain and q is not: whatever is drawn, the longest drafted path that greedy decoding writes is kept.
+    mixed = [SamplingParams() if row % 2 else params for row, params in enumerate(SAMPLING)]
+    for seed in range(6):
+        batch = Batch(SHAPES[draw], seed, sampling=mixed)
+        truth = batch.verdicts("match")
+        for lazy in (True, False):
+            found = batch.verdicts(name, lazy=lazy)
+            for row in range(1, len(mixed), 2):
+                tree = batch.trees[row]
+                written = [*tokens_to(tree, truth[row].path[-1]), truth[row].token]
+                emitted = [*tokens_to(tree, found[row].path[-1]), found[row].token]
+                if name in ("token", "block"):  # which see the first path only
+                    first = tree.paths[0]
+                    kept = [node for node in first if node in truth[row].path]
+                    assert list(found[row].path) == kept
+                    assert emitted == written[: len(emitted)]
+                else:
+                    assert found[row] == truth[row]
+
+
+def test_a_batch_of_greedy_rows_asks_chance_for_nothing() -> None:
+    for name, draw in PAIRS:
+        batch = Batch(SHAPES[draw], 0, sampling=[SamplingParams()] * 6)
+        forest = Forest(batch.trees)
+        laws = ModelLaws(batch.logits(forest.nodes), forest, batch.sequences)
+        found = VERIFIERS.build(name)(forest, laws, chance=None).read()
+        assert found == Match()(forest, laws, chance=None).read()  # type: ignore[arg-type]
+
+
+# Traced
+
+
+TABLES = ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks", "q")
+ROOMY = {
+    Draw.PATHS: (["paths:3x3"] * 3, Room.for_paths(3, 3)),
+    Draw.WITHOUT_REPLACEMENT: (["rsd-c:3,2,1"] * 3, Room(nodes=16, children=3, width=6, forks=4)),
+}
+
+
+def tensors(batch: Batch, forest: Forest) -> list[Tensor]:
+    found = [getattr(forest, name) for name in TABLES[:-1]]
+    assert forest.q is not None
+    q = torch.nn.functional.pad(forest.q, (0, 0, 0, forest.nodes - forest.q.shape[1]))
+    chance = batch.chance()
+    return [*found, q, batch.logits(forest.nodes).nan_to_num(0.0), chance.seeds, chance.roots]
+
+
+@pairs
+def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(name: str, draw: Draw) -> None:
+    # Catches Python that looks at values: a trace remembers the answer that it got.
+    specs, room = ROOMY[draw]
+    sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
+    first = Batch(specs, 0, sampling=sampling)
+    forest = Forest(first.trees, room=room)
+    laws = ModelLaws(first.logits(forest.nodes), forest, first.sequences)
+    laws.lazy = False
+    verifier = VERIFIERS.build(name)
+
+    def program(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        *tables, logits, seeds, roots = inputs
+        same = copy.copy(forest)
+        same.__dict__.update(zip(TABLES, tables, strict=True))
+        verdicts = verifier(same, laws.over(logits, same), SeededChance(seeds, roots))
+        return verdicts.paths, verdicts.tokens
+
+    traced = trace(program, tensors(first, forest))
+    seen = set()
+    for seed in range(8):
+        batch = Batch(specs, seed, sampling=sampling)
+        other = Forest(batch.trees, room=room)
+        paths, tokens = traced(*tensors(batch, other))
+        expected = batch.verdicts(name, lazy=True)
+        found = [
+            Verdict(tuple(node for node in path if node >= 0), token)
+            for path, token in zip(paths.tolist(), tokens.tolist(), strict=True)
+        ]
+        assert found == expected
+        seen |= {len(verdict.path) for verdict in found}
+    assert len(seen) > 1
