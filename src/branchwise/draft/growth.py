@@ -48,6 +48,11 @@ class Sapling:
         )
 
 
+def drawable(laws: Tensor) -> Tensor:
+    """Laws without masses so small that a verifier could not divide by them."""
+    return laws.where(laws >= torch.finfo(laws.dtype).tiny, 0.0)
+
+
 Growing = Generator[tuple[Sapling, list[int]], Tensor, DraftTree]
 """yields (tree so far, nodes to expand), receives their laws (nodes, vocabulary), returns the tree"""
 

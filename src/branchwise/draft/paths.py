@@ -8,7 +8,7 @@ import torch
 
 from branchwise.chance import Chance
 from branchwise.draft import Budget
-from branchwise.draft.growth import Growing, Sapling
+from branchwise.draft.growth import Growing, Sapling, drawable
 from branchwise.errors import UsageError
 from branchwise.tree import DraftTree, Draw
 
@@ -32,7 +32,7 @@ class Paths:
         ends = [0] * self.count
         for level in range(length):
             nodes = sorted(set(ends))
-            laws = yield tree, nodes
+            laws = drawable((yield tree, nodes))
             tree.laws += laws.unbind()
             children: dict[tuple[int, int], int] = {}
             drawn = [

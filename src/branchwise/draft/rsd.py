@@ -10,7 +10,7 @@ import torch
 
 from branchwise.chance import Chance
 from branchwise.draft import Budget
-from branchwise.draft.growth import Growing, Sapling
+from branchwise.draft.growth import Growing, Sapling, drawable
 from branchwise.errors import UsageError
 from branchwise.tree import DraftTree, Draw
 
@@ -30,7 +30,7 @@ class Branching:
         for depth, width in enumerate(self.branching[: max(budget.depth, 0)]):
             if len(tree) + len(level) * width > budget.nodes:
                 break
-            laws = yield tree, level
+            laws = drawable((yield tree, level))
             tree.laws += laws.unbind()
             below = []
             for place, node in enumerate(level):
