@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "records").glob("foundations-*.jsonl"))
+VERDICTS = sorted((ROOT / "benchmarks" / "records").glob("verifiers-*.jsonl"))
 
 
 def script(name: str) -> ModuleType:
@@ -42,6 +43,20 @@ def test_the_benchmark_page_shows_what_the_records_say(
     printed = capsys.readouterr().out
     assert printed.count("\n") > 10
     assert printed in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize("path", VERDICTS, ids=lambda path: path.stem)
+def test_the_benchmark_page_shows_the_verdicts_of_the_records(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = read(path)
+    script("verifiers").summarise(records)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") > 10
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert printed in page
+    for record in records:
+        assert re.fullmatch(r"[0-9a-f]{40}", record["run"]["commit"])
+        # Of a tree that was not clean the page must say so.
+        assert record["run"]["dirty"] is False or (path.stem.startswith("verifiers-h200") and "`dirty: true`" in page)
 
 
 def test_the_table_of_the_readme_shows_what_the_records_say(
