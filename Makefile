@@ -34,7 +34,7 @@ check: setup
 test: check $(OLDEST)/ready
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile
 	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -c 'import transformers as t; assert t.__version__ == "5.17.0", t.__version__'
-	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest --numprocesses auto tests/conformance tests/test_hf.py tests/test_probe.py
+	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest --numprocesses auto tests/conformance/test_target.py tests/conformance/test_drafters.py tests/test_hf.py tests/test_probe.py
 
 bench: setup
 	$(VENV)/bin/python benchmarks/foundations.py

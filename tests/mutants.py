@@ -445,8 +445,10 @@ def killer(mutant: Mutant, source: Path) -> str | None:
         return first_failure(Path(folder) / "src", TESTS[mutant.family])
 
 
-def first_failure(source: Path, tests: list[str]) -> str | None:
+def first_failure(source: Path, tests: list[str], workers: int = 1) -> str | None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+    if workers > 1:
+        command += ["-n", str(workers)]
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if run.returncode == 0:
@@ -464,10 +466,10 @@ def main() -> int:
     if unknown := set(options.families) - set(TESTS):
         parser.error(f"unknown families: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not options.families or mutant.family in options.families]
-    for name in sorted({mutant.family for mutant in chosen}):
-        if (failed := first_failure(options.source, TESTS[name])) is not None:
-            print(f"Without any mutant {failed} fails: nothing can be learnt.")
-            return 2
+    needed = dict.fromkeys(file for mutant in chosen for file in TESTS[mutant.family])
+    if (failed := first_failure(options.source, list(needed), options.jobs)) is not None:
+        print(f"Without any mutant {failed} fails: nothing can be learnt.")
+        return 2
     survivors = 0
     living = [mutant for mutant in chosen if not mutant.equivalent]
     with ThreadPoolExecutor(options.jobs) as pool:

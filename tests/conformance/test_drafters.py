@@ -60,11 +60,17 @@ def test_the_text_is_that_of_plain_decoding(name: str, verifier: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_tree_starts_at_the_root_and_stays_within_the_budget(name: str) -> None:
     rng = random.Random(0)
-    drafter = SHIPPED[name]({})
+    drafter, target = SHIPPED[name]({}), ToyTarget(vocabulary=3, slots=3)
+    if hasattr(drafter, "bind"):
+        drafter.bind(target)
     for _ in range(200):
         sequences = [Sequence([rng.randrange(3) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
         budgets = [Budget(nodes=rng.randint(1, 12), depth=rng.randint(0, 6)) for _ in sequences]
+        for sequence in sequences:
+            target.open(sequence)
         trees = drafter.draft(sequences, budgets)
+        for sequence in sequences:
+            target.close(sequence)
         assert len(trees) == 3
         for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):
             assert int(tree.tokens[0]) == sequence.root
