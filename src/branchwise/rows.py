@@ -31,6 +31,8 @@ def total(rows: Tensor) -> Tensor:
     """
     if rows.dtype == torch.float64 or rows.shape[-1] <= BLOCK:
         return rows.sum(dim=-1, dtype=torch.float64)
+    if rows.device.type != "cpu":  # a launch less, and the padding is never written
+        return filled_blocks(rows).sum(dim=-1).sum(dim=-1, dtype=torch.float64)
     whole = rows.shape[-1] // BLOCK * BLOCK
     blocks: Tensor = rows[..., :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1)
     return blocks.sum(dim=-1, dtype=torch.float64) + rows[..., whole:].sum(dim=-1, dtype=torch.float64)
@@ -42,6 +44,12 @@ def running_total(rows: Tensor) -> tuple[Tensor, Tensor]:
     (…, blocks, BLOCK) within each block, and (…, blocks) before each block; the last block is filled up with zeros. A
     scan of short rows is fast everywhere, one of a long row is not.
     """
-    blocks = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).cumsum(dim=-1)
+    blocks = filled_blocks(rows).cumsum(dim=-1)
     ends = blocks[..., -1]
     return blocks, ends.cumsum(dim=-1) - ends
+
+
+def filled_blocks(rows: Tensor) -> Tensor:
+    """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last one filled up with zeros."""
+    blocks: Tensor = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return blocks

@@ -81,13 +81,22 @@ class Span:
 
 def read(forest: Forest, laws: Laws, path: Path, p: Tensor, q: Tensor) -> Iterator[Span]:
     """The laws along a path; `p` and `q` (batch, vocabulary) are those of its first node."""
-    yield Span(0, p[:, None], q[:, None])
     last = path.tokens.shape[1]
-    for start in range(1, last, 1 if laws.lazy else last):
+    if not laws.lazy:
+        nodes = path.nodes[:, 1:last]
+        yield Span(0, with_first(p, laws.rows(nodes)), with_first(q, forest.q_rows(nodes)))
+        return
+    yield Span(0, p[:, None], q[:, None])
+    for start in range(1, last):
         if settled(laws, path.length <= start):
             return
-        nodes = path.nodes[:, start : start + 1 if laws.lazy else last]
+        nodes = path.nodes[:, start : start + 1]
         yield Span(start, laws.rows(nodes), forest.q_rows(nodes))
+
+
+def with_first(row: Tensor, rows: Tensor) -> Tensor:
+    """(batch, 1 + n, vocabulary): a row (batch, vocabulary) before rows (batch, n, vocabulary)."""
+    return torch.cat([row[:, None], rows], dim=1)
 
 
 def at_tokens(spans: list[Span], tokens: Tensor) -> tuple[Tensor, Tensor]:

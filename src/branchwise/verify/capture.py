@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,27 +41,21 @@ class Captured:
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
         if not laws.capturable or forest.q is None:
             return self.verifier(forest, laws, chance)
-        tables = [getattr(forest, name) for name in TABLES]
-        inputs = [*tables, laws.logits, chance.seeds, chance.roots, forest.q]
-        key = (
-            *(table.shape for table in tables),
-            laws.logits.shape,
-            laws.logits.dtype,
-            forest.q.dtype,
-            *forest.widths,
-            laws.shape,
-        )
+        numbers = [*(getattr(forest, name) for name in TABLES), chance.seeds, chance.roots]
+        shapes = tuple(table.shape for table in numbers)
+        key = (shapes, laws.logits.shape, laws.logits.dtype, forest.q.dtype, *forest.widths, laws.shape)
         if key not in self._graphs:
-            places = [tensor.clone() for tensor in inputs]
-            places[-1] = forest.q.new_zeros(len(forest), forest.nodes, forest.q.shape[2])  # whatever rows will come
-            self._graphs[key] = Recording(self._program(forest, laws), places, self._compile, self._warmups)
-        return Verdicts(*self._graphs[key](inputs))
+            q = forest.q.new_zeros(len(forest), forest.nodes, forest.q.shape[2])  # whatever rows will come
+            places = Places(packed(numbers), laws.logits.clone(), q)
+            self._graphs[key] = Recording(self._program(forest, laws, shapes), places, self._compile, self._warmups)
+        return Verdicts(*self._graphs[key](numbers, laws.logits, forest.q))
 
-    def _program(self, forest: Forest, laws: ModelLaws) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _program(self, forest: Forest, laws: ModelLaws, shapes: tuple[torch.Size, ...]) -> Program:
         """The verifier as a function of tensors alone."""
 
-        def program(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-            *tables, logits, seeds, roots, q = inputs
+        def program(numbers: Tensor, logits: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+            parts = numbers.split([shape.numel() for shape in shapes])
+            *tables, seeds, roots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
             same = copy.copy(forest)
             same.__dict__.update(zip(TABLES, tables, strict=True), q=q)
             found = self.verifier(same, laws.over(logits, same), SeededChance(seeds, roots))
@@ -70,34 +64,51 @@ class Captured:
         return program
 
 
+class Places(NamedTuple):
+    """Where a graph reads its inputs."""
+
+    numbers: Tensor
+    """one after the other, so that one launch brings them all"""
+    logits: Tensor
+    q: Tensor
+
+
+Program = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class Recording:
     """One captured graph with the places that its inputs are copied to."""
 
-    def __init__(self, program: Callable[..., Any], places: list[Tensor], compile: bool, warmups: int) -> None:
+    def __init__(self, program: Program, places: Places, compile: bool, warmups: int) -> None:
         self._places = places
-        run: Any = trace(program, self._places)
+        run: Any = trace(program, places)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():
             if compile:
-                run = compiled_or_not(run, self._places)
+                run = compiled_or_not(run, places)
             for _ in range(warmups):
-                run(*self._places)
+                run(*places)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self._graph):
-            self._found = run(*self._places)
+            self._found = run(*places)
 
-    def __call__(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        *places, q = self._places
-        torch._foreach_copy_(places, inputs[:-1])
-        q[:, : inputs[-1].shape[1]].copy_(inputs[-1])
+    def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        packed(numbers, self._places.numbers)
+        self._places.logits.copy_(logits)
+        self._places.q[:, : q.shape[1]].copy_(q)
         self._graph.replay()
         paths, tokens = self._found
         return paths, tokens
 
 
-def compiled_or_not(run: torch.fx.GraphModule, places: list[Tensor]) -> Any:
+def packed(numbers: list[Tensor], place: Tensor | None = None) -> Tensor:
+    """All tables as one flat tensor."""
+    return torch.cat([table.reshape(-1) for table in numbers], out=place)
+
+
+def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:
     """The compiled program; where the compiler fails, the program as it is, which is slower and no less right."""
     fused = torch.compile(run, fullgraph=True, dynamic=False)
     try:
@@ -108,7 +119,7 @@ def compiled_or_not(run: torch.fx.GraphModule, places: list[Tensor]) -> Any:
     return fused
 
 
-def trace(program: Callable[..., Any], inputs: list[Tensor]) -> torch.fx.GraphModule:
+def trace(program: Program, inputs: Places) -> torch.fx.GraphModule:
     """The operations that a program of tensors performs, whatever Python it is written in."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

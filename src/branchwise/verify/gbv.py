@@ -19,7 +19,7 @@ from branchwise.laws import Laws
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts
-from branchwise.verify.block import Kept, Path, Span, at_tokens, clipped_products, read, verify_block
+from branchwise.verify.block import Kept, Path, Span, at_tokens, clipped_products, read, verify_block, with_first
 from branchwise.verify.match import or_match
 from branchwise.verify.order import Order, boost, sort_keys
 
@@ -56,6 +56,8 @@ class Draws:
     """(batch, vocabulary): the law that the next token must have; below, the target's own"""
     q: Tensor
     """(batch, vocabulary): the law of the next tokens of these paths; below, the drafter's own"""
+    below: Tensor | None = None
+    """(batch, vocabulary): the mass of q that ranks below each token, where it is known already"""
 
     @property
     def count(self) -> Tensor:
@@ -84,12 +86,15 @@ class Paths:
     def all(self) -> Draws:
         root = torch.zeros(len(self.forest), dtype=torch.long, device=self.nodes.device)
         alive = self.nodes[:, :, 0] >= 0
-        return Draws(root, alive, self.laws.rows(root), self.forest.q_rows(root))
+        below = None if self._below is None else self._below[:, 0]
+        return Draws(root, alive, self.laws.rows(root), self.forest.q_rows(root), below)
 
-    def order(self, span: Span, nodes: Tensor) -> Order:
-        """The order of tokens at nodes (batch, n), whose laws are those of the span."""
-        below = None if self._below is None else rows_at(self._below, nodes.clamp_max(self._below.shape[1] - 1))
-        return Order(span.p, span.q, lazy=self.laws.lazy, below=below)
+    def order(self, span: Span, nodes: Tensor, first: Order) -> Order:
+        """The order of tokens at the nodes (batch, n) of a span; `first` is that at the first node of the path."""
+        if self._below is None:
+            return Order(span.p, span.q, lazy=self.laws.lazy) if span.start else first
+        below = rows_at(self._below, nodes[:, 1:].clamp_max(self._below.shape[1] - 1))
+        return Order(span.p, span.q, lazy=False, below=with_first(first.below()[:, 0], below))
 
     def at(self, depth: Tensor, beyond: int = 0) -> Tensor:
         """(batch, paths): the node of each path at a depth (batch,), -1 behind its end."""
@@ -105,7 +110,8 @@ class Paths:
         `most` bounds the number of living paths where that is known without looking.
         """
         most = most or self.nodes.shape[1]
-        order = Order(draws.p[:, None], draws.q[:, None], lazy=self.laws.lazy)
+        below = None if draws.below is None else draws.below[:, None]
+        order = Order(draws.p[:, None], draws.q[:, None], lazy=self.laws.lazy, below=below)
         first = draws.alive.int().argmax(dim=1)
         alone = most == 1 or (self.laws.lazy and bool((draws.count <= 1).all()))
         if alone:
@@ -222,13 +228,13 @@ class Choice:
         """Block verification against the law that the path was taken from, the same whichever way it was taken."""
         laws = self.paths.laws
         self.spans = list(read(self.paths.forest, laws, self.path, self.draws.p, self.draws.q))
-        self.orders = [
-            self.paths.order(span, self.path.nodes[:, span.start : span.stop]) if span.start else self.order
-            for span in self.spans
-        ]
         p, q = at_tokens(self.spans, self.path.tokens)
         if self.alone:
+            self.orders = [self.order] * len(self.spans)  # nobody asks
             return verify_block(laws, chance, self.path, self.spans, clipped_products(p / q), lambda s: s.q, coin)
+        self.orders = [
+            self.paths.order(span, self.path.nodes[:, span.start : span.stop], self.order) for span in self.spans
+        ]
         below = torch.cat(
             [
                 order.below_at(self.path.tokens[:, span.start : span.stop])
