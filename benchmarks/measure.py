@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import platform
 import random
 import statistics
@@ -43,10 +44,11 @@ def interval(values: list[float]) -> str:
 
 
 def provenance(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    changes = git("status", "--porcelain", "--untracked-files=no")
+    changes = None if arguments.commit else git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": arguments.commit or git("rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
+        "source": source(),
         "arguments": {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")},
         "versions": {
             "branchwise": branchwise.__version__,
@@ -58,6 +60,15 @@ def provenance(device: torch.device, arguments: argparse.Namespace) -> dict[str,
         "threads": torch.get_num_threads(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def source() -> str:
+    """A digest of what ran: it tells a commit's own code from a changed one, also where there is no git to ask."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted([*(root / "src").rglob("*.py"), *(root / "benchmarks").glob("*.py")]):
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def git(*words: str) -> str | None:

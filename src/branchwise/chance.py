@@ -75,7 +75,11 @@ class SeededChance:
         return race(law, self._keys("token", self.roots + (depth + 1), 0))
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
-        return (~self.hopes(odds, draw)).long().cumprod(dim=1).sum(dim=1)
+        count = odds.shape[1]
+        places = torch.arange(count, device=odds.device)
+        # A least place and no running product: a device takes a scan by itself and a minimum along with the rest.
+        found = torch.where(self.hopes(odds, draw), places, count)
+        return torch.nn.functional.pad(found, (0, 1), value=count).amin(dim=1)
 
     def hopes(self, bounds: Tensor, draw: int) -> Tensor:
         return self._tossed(draw, bounds.shape[1]) < bounds

@@ -18,6 +18,7 @@ randomness from a `Chance`. One host sync then serves a whole batch, when the en
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -49,10 +50,21 @@ class Verdicts:
     tokens: Tensor
     """(batch,) int64"""
 
+    @classmethod
+    def written(cls, rows: Tensor) -> Verdicts:
+        """Verdicts that lie side by side already."""
+        verdicts = cls(rows[:, :-1], rows[:, -1])
+        verdicts.__dict__["rows"] = rows
+        return verdicts
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(batch, depth + 2): both side by side, so that one copy brings them over."""
+        return torch.cat([self.paths, self.tokens[:, None]], dim=1)
+
     def read(self) -> list[Verdict]:
         """The verdicts on the host; the one sync of a step."""
-        rows = torch.cat([self.paths, self.tokens[:, None]], dim=1).tolist()
-        return [Verdict(tuple(node for node in path if node >= 0), token) for *path, token in rows]
+        return [Verdict(tuple(node for node in path if node >= 0), token) for *path, token in self.rows.tolist()]
 
 
 STRIDE = 4096

@@ -108,12 +108,11 @@ def at_tokens(spans: list[Span], tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clipped_products(ratios: Tensor) -> Tensor:
-    """(batch, n + 1): the running product of ratios (batch, n), held at 1 whenever it would pass it.
-
-    The clipped product is the plain one divided by its highest point so far.
-    """
-    logs = torch.nn.functional.pad(ratios.log(), (1, 0)).cumsum(dim=1)
-    return (logs - logs.cummax(dim=1).values).exp()
+    """(batch, n + 1): the running product of ratios (batch, n), held at 1 whenever it would pass it."""
+    found = [ratios.new_ones(len(ratios))]
+    for ratio in ratios.unbind(dim=1):
+        found.append((found[-1] * ratio).clamp_max(1))
+    return torch.stack(found, dim=1)
 
 
 @dataclass(frozen=True, eq=False)

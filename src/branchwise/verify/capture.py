@@ -48,18 +48,17 @@ class Captured:
             q = forest.q.new_zeros(len(forest), forest.nodes, forest.q.shape[2])  # whatever rows will come
             places = Places(packed(numbers), laws.logits.clone(), q)
             self._graphs[key] = Recording(self._program(forest, laws, shapes), places, self._compile, self._warmups)
-        return Verdicts(*self._graphs[key](numbers, laws.logits, forest.q))
+        return Verdicts.written(self._graphs[key](numbers, laws.logits, forest.q))
 
     def _program(self, forest: Forest, laws: ModelLaws, shapes: tuple[torch.Size, ...]) -> Program:
         """The verifier as a function of tensors alone."""
 
-        def program(numbers: Tensor, logits: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
             parts = numbers.split([shape.numel() for shape in shapes])
             *tables, seeds, roots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
             same = copy.copy(forest)
             same.__dict__.update(zip(TABLES, tables, strict=True), q=q)
-            found = self.verifier(same, laws.over(logits, same), SeededChance(seeds, roots))
-            return found.paths, found.tokens
+            return self.verifier(same, laws.over(logits, same), SeededChance(seeds, roots)).rows
 
         return program
 
@@ -73,7 +72,7 @@ class Places(NamedTuple):
     q: Tensor
 
 
-Program = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Program = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Recording:
@@ -92,15 +91,14 @@ class Recording:
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self._graph):
-            self._found = run(*places)
+            self._found: Tensor = run(*places)
 
-    def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor) -> Tensor:
         packed(numbers, self._places.numbers)
         self._places.logits.copy_(logits)
         self._places.q[:, : q.shape[1]].copy_(q)
         self._graph.replay()
-        paths, tokens = self._found
-        return paths, tokens
+        return self._found
 
 
 def packed(numbers: list[Tensor], place: Tensor | None = None) -> Tensor:

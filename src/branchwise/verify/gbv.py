@@ -9,6 +9,7 @@ at the root decide, and verifies whichever it took against the mixture of both l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,7 +137,8 @@ class Paths:
         below = self.standing.gather(
             2, (draws.depth + 1).clamp_max(last)[:, None, None].expand(-1, self.standing.shape[1], 1)
         )[..., 0]
-        return _beaten((keys, tokens, below), draws.alive).argmax(dim=1)
+        wins = (_beats((keys, tokens, below)) & draws.alive[:, None, :]).sum(dim=2)
+        return torch.where(draws.alive, wins, -1).argmax(dim=1)
 
 
 def standings(forest: Forest, laws: Laws) -> Tensor:
@@ -154,29 +156,22 @@ def standings(forest: Forest, laws: Laws) -> Tensor:
         tokens = forest.tokens[:, None, :].expand(-1, forks.shape[1], -1)
         found = sort_keys(p.gather(2, tokens), q.gather(2, tokens), p.shape[-1])
         keys += torch.where(parents, found, 0.0).sum(dim=1)
-    standing = torch.zeros_like(nodes)
     valid = nodes[:, :, 0] >= 0
-    for depth in range(nodes.shape[2] - 2, -1, -1):
-        children = nodes[:, :, depth + 1].clamp_min(0)
-        together = valid[:, :, None] & valid[:, None, :] & (nodes[:, :, depth, None] == nodes[:, None, :, depth])
-        contest = (rows_at(keys, children), rows_at(forest.tokens, children), standing[:, :, depth + 1])
-        standing[:, :, depth] = _beaten(contest, together)
-    return standing
+    met = (nodes[:, :, None, :] == nodes[:, None, :, :]) & (valid[:, :, None] & valid[:, None, :])[..., None]
+    steps = nodes[:, :, 1:].clamp_min(0).flatten(1)
+    ranks = rows_at(keys, steps).view(nodes[:, :, 1:].shape)
+    tokens = rows_at(forest.tokens, steps).view(ranks.shape)
+    beats = _beats([table for pair in zip(ranks.unbind(dim=2), tokens.unbind(dim=2), strict=True) for table in pair])
+    return (beats[..., None] & met).sum(dim=2)
 
 
-def _beaten(contest: tuple[Tensor, ...], among: Tensor) -> Tensor:
-    """(batch, paths): how many of the others each path beats, by the first value (batch, paths) in which they differ.
-
-    `among` (batch, paths) are the paths that take part, the others get -1; (batch, paths, paths) says who meets whom.
-    """
+def _beats(contest: Sequence[Tensor]) -> Tensor:
+    """(batch, paths, paths): which path beats which, by the first value (batch, paths) in which they differ."""
     beats = torch.zeros_like(contest[0][:, :, None] > contest[0][:, None, :])
     for values in reversed(contest):
         mine, theirs = values[:, :, None], values[:, None, :]
         beats = (mine > theirs) | ((mine == theirs) & beats)
-    if among.ndim == 3:
-        return (beats & among).sum(dim=2)
-    wins = (beats & among[:, None, :]).sum(dim=2)
-    return torch.where(among, wins, -1)
+    return beats
 
 
 def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: int, *, lazy: bool) -> Tensor:
