@@ -3,7 +3,7 @@
 The laws look like those of a language model (a few tokens carry the mass, a long tail the rest) over a vocabulary of
 151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree
 4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync.
-Verifiers take turns on every draft. On a GPU each is timed as it is and captured in a graph.
+Verifiers take turns on every draft. On a GPU they do so twice: as they are, and captured in graphs.
 
     python benchmarks/verifiers.py [--device cuda] [--out FILE.jsonl]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw, Forest, Room
 from branchwise.verify import VERIFIERS, Verifier
-from branchwise.verify.capture import TABLES, Captured
+from branchwise.verify.capture import Captured
 
 SIMILARITIES = {"close": 0.5, "medium": 1.0, "far": 2.0}
 """noise between the logits of target and drafter"""
@@ -91,8 +92,8 @@ def measure(
         drafts = {
             draw: draft(growth, number, sigma, batch, arguments.vocabulary, device) for draw, growth in world.items()
         }
-        for turn in range(arguments.repeat):
-            for (name, mode), verifier in verifiers.items():
+        for mode, turn in product(dict.fromkeys(mode for _, mode in verifiers), range(arguments.repeat)):
+            for name, verifier in ((name, verifier) for (name, own), verifier in verifiers.items() if own == mode):
                 without = Draw.WITHOUT_REPLACEMENT in verifier.accepts and name != "match"
                 trees, logits = drafts[Draw.WITHOUT_REPLACEMENT if without else Draw.PATHS]
                 sequences = [
@@ -105,7 +106,7 @@ def measure(
                 chance = SeededChance(seeds, torch.ones_like(seeds))
                 logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1]))
                 laws = ModelLaws(logits, forest, sequences)
-                for table in (*TABLES, "q"):
+                for table in ("numbers", "widths", "q"):
                     getattr(forest, table)  # part of the draft, not of the verdict
                 if number < 0 or turn == 0:
                     verifier(forest, laws, chance)  # tables are looked up, kernels chosen, graphs captured

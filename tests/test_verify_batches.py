@@ -18,8 +18,8 @@ from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw, Forest, Room
-from branchwise.verify import VERIFIERS, Verdict
-from branchwise.verify.capture import trace
+from branchwise.verify import VERIFIERS, Verdict, Verdicts
+from branchwise.verify.capture import Places, as_program, numbers_of, packed, trace
 from branchwise.verify.match import Match
 from tests.strategies import Rule, grown, random_rule, tokens_to
 
@@ -254,12 +254,10 @@ ROOMY = {
 }
 
 
-def tensors(batch: Batch, forest: Forest) -> list[Tensor]:
-    found = [getattr(forest, name) for name in TABLES[:-1]]
+def inputs(batch: Batch, forest: Forest) -> Places:
     assert forest.q is not None
     q = torch.nn.functional.pad(forest.q, (0, 0, 0, forest.nodes - forest.q.shape[1]))
-    chance = batch.chance()
-    return [*found, q, batch.logits(forest.nodes).nan_to_num(0.0), chance.seeds, chance.roots]
+    return Places(packed(numbers_of(forest, batch.chance())), batch.logits(forest.nodes).nan_to_num(0.0), q)
 
 
 @pairs
@@ -271,26 +269,12 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(na
     forest = Forest(first.trees, room=room)
     laws = ModelLaws(first.logits(forest.nodes), forest, first.sequences)
     laws.lazy = False
-    verifier = VERIFIERS.build(name)
-
-    def program(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        *tables, logits, seeds, roots = inputs
-        same = copy.copy(forest)
-        same.__dict__.update(zip(TABLES, tables, strict=True))
-        verdicts = verifier(same, laws.over(logits, same), SeededChance(seeds, roots))
-        return verdicts.paths, verdicts.tokens
-
-    traced = trace(program, tensors(first, forest))
+    traced = trace(as_program(VERIFIERS.build(name), forest, laws), inputs(first, forest))
     seen = set()
     for seed in range(8):
         batch = Batch(specs, seed, sampling=sampling)
         other = Forest(batch.trees, room=room)
-        paths, tokens = traced(*tensors(batch, other))
-        expected = batch.verdicts(name, lazy=True)
-        found = [
-            Verdict(tuple(node for node in path if node >= 0), token)
-            for path, token in zip(paths.tolist(), tokens.tolist(), strict=True)
-        ]
-        assert found == expected
+        found = Verdicts.written(traced(*inputs(batch, other))).read()
+        assert found == batch.verdicts(name, lazy=True)
         seen |= {len(verdict.path) for verdict in found}
     assert len(seen) > 1

@@ -265,32 +265,45 @@ class Forest:
     @cached_property
     def lengths(self) -> Tensor:
         """(batch,): how deep each tree is."""
-        return self._table("lengths", lambda tree: tree.depth)
+        return self._table("lengths")
 
     @cached_property
     def paths(self) -> Tensor:
         """(batch, paths, depth + 1): the nodes of every drawn path, root first, in draw order."""
-        return self._table("paths", lambda tree: tree.paths)
+        return self._table("paths")
 
     @cached_property
     def children(self) -> Tensor:
         """(batch, nodes, most children): the children of every node in draw order."""
-        return self._table("children", lambda tree: tree.children, (self.nodes, self.room.children))
+        return self._table("children")
 
     @cached_property
     def levels(self) -> Tensor:
         """(batch, depth + 1, widest level): the nodes of every level."""
-        return self._table("levels", lambda tree: tree.topology.levels, (0, self.room.width))
+        return self._table("levels")
 
     @cached_property
     def postorder(self) -> Tensor:
         """(batch, nodes): every node behind its children, which come in draw order."""
-        return self._table("postorder", lambda tree: tree.postorder, (self.nodes,))
+        return self._table("postorder")
 
     @cached_property
     def forks(self) -> Tensor:
         """(batch, most forks): the nodes with more than one child, where drawn paths part."""
-        return self._table("forks", lambda tree: tree.topology.forks, (self.room.forks,))
+        return self._table("forks")
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """(n,): all of these one behind the other. Asking for it brings them to the device in one copy."""
+        if self._source is not None:
+            return torch.cat([getattr(self, name).flatten() for name in LOOKED_UP])
+        arrays = {name: self._array(name) for name in LOOKED_UP}
+        numbers = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()])).to(self.device)
+        parts = numbers.split([array.size for array in arrays.values()])
+        self.__dict__.update(
+            (name, part.view(array.shape)) for (name, array), part in zip(arrays.items(), parts, strict=True)
+        )
+        return numbers
 
     @cached_property
     def widths(self) -> list[int]:
@@ -326,18 +339,39 @@ class Forest:
     def take(self, rows: Tensor) -> Forest:
         """The forest of the given trees, which may repeat; nothing is looked up again on the host."""
         taken: Forest = copy.copy(self)
-        for name in ("q", "lengths", "paths", "children", "levels", "postorder", "forks"):
+        for name in ("q", "numbers", *LOOKED_UP):
             taken.__dict__.pop(name, None)
         taken.tokens, taken.parents, taken.depths = self.tokens[rows], self.parents[rows], self.depths[rows]
         taken._source = (self, rows)
         return taken
 
-    def _table(self, name: str, build: Callable[[DraftTree], Any], least: tuple[int, ...] = ()) -> Tensor:
+    def _table(self, name: str) -> Tensor:
         if self._source is not None:
             source, rows = self._source
             table: Tensor = getattr(source, name)[rows]
             return table
-        return torch.from_numpy(padded([build(tree) for tree in self.trees], least)).to(self.device)
+        return torch.from_numpy(self._array(name)).to(self.device)
+
+    def _array(self, name: str) -> NDArray[np.int64]:
+        room = self.room
+        least = {
+            "children": (self.nodes, room.children),
+            "levels": (0, room.width),
+            "postorder": (self.nodes,),
+            "forks": (room.forks,),
+        }
+        return padded([LOOKED_UP[name](tree) for tree in self.trees], least.get(name, ()))
+
+
+LOOKED_UP: dict[str, Callable[[DraftTree], Any]] = {
+    "lengths": lambda tree: tree.depth,
+    "paths": lambda tree: tree.paths,
+    "children": lambda tree: tree.children,
+    "levels": lambda tree: tree.topology.levels,
+    "postorder": lambda tree: tree.postorder,
+    "forks": lambda tree: tree.topology.forks,
+}
+"""the tables of a forest, from each of its trees"""
 
 
 def padded(lists: Sequence[Any], least: tuple[int, ...] = ()) -> NDArray[np.int64]:

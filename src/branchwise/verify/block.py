@@ -125,6 +125,8 @@ class Kept:
     """(batch,) bool: all of the path"""
     left: Tensor
     """(batch, vocabulary): unnormalised law of the token after a path that was not kept whole"""
+    mass: Tensor
+    """(batch,) float64: of the residual"""
 
     def residual(self, forest: Forest, laws: Laws, path: Path) -> Tensor:
         """(batch, vocabulary): the unnormalised law of the token that follows."""
@@ -154,7 +156,7 @@ def verify_block(
     at_end = torch.where(nodes == path.length[:, None], known.flip(1), 0.0)
     whole = chance.first(at_end, first_coin + STRIDE - last) <= last
     kept = torch.where(whole, path.length, -1)
-    left = spans[0].p[:, 0]
+    left, left_mass = spans[0].p[:, 0], torch.ones_like(weights[:, 0])
     for span in reversed(spans):
         if settled(laws, kept >= 0):
             break
@@ -174,8 +176,10 @@ def verify_block(
         found = turn < len(steps)
         here = (len(steps) - 1 - turn).clamp_min(0)
         # Where p equals q nothing is left, and no coin of odds 1 fails; rounding may still ask, and p is the answer.
-        empty = (mass.gather(1, here[:, None]) == 0) & found[:, None]
-        row = where_rows(laws, empty[:, 0], rows_at(span.p, here), rows_at(rows, here))
+        here_mass = mass.gather(1, here[:, None])[:, 0]
+        empty = found & (here_mass == 0)
+        row = where_rows(laws, empty, rows_at(span.p, here), rows_at(rows, here))
         left = where_rows(laws, found, row, left)
+        left_mass = torch.where(found & ~empty, here_mass, left_mass)
         kept = torch.where(found, here + span.start, kept)
-    return Kept(kept, whole, left)
+    return Kept(kept, whole, left, torch.where(whole, 1.0, left_mass))

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from branchwise.chance import SeededChance
 from branchwise.laws import ModelLaws
-from branchwise.tree import Draw, Forest
+from branchwise.tree import LOOKED_UP, Draw, Forest
 from branchwise.verify import Verdicts, Verifier
 
-TABLES = ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks")
+TABLES = ("tokens", "parents", "depths", *LOOKED_UP)
 """what a verifier may read of a forest"""
 
 
@@ -41,26 +41,41 @@ class Captured:
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
         if not laws.capturable or forest.q is None:
             return self.verifier(forest, laws, chance)
-        numbers = [*(getattr(forest, name) for name in TABLES), chance.seeds, chance.roots]
-        shapes = tuple(table.shape for table in numbers)
-        key = (shapes, laws.logits.shape, laws.logits.dtype, forest.q.dtype, *forest.widths, laws.shape)
+        numbers = numbers_of(forest, chance)
+        key = (shapes_of(forest), laws.logits.shape, laws.logits.dtype, forest.q.dtype, *forest.widths, laws.shape)
         if key not in self._graphs:
             q = forest.q.new_zeros(len(forest), forest.nodes, forest.q.shape[2])  # whatever rows will come
             places = Places(packed(numbers), laws.logits.clone(), q)
-            self._graphs[key] = Recording(self._program(forest, laws, shapes), places, self._compile, self._warmups)
+            program = as_program(self.verifier, forest, laws)
+            self._graphs[key] = Recording(program, places, self._compile, self._warmups)
         return Verdicts.written(self._graphs[key](numbers, laws.logits, forest.q))
 
-    def _program(self, forest: Forest, laws: ModelLaws, shapes: tuple[torch.Size, ...]) -> Program:
-        """The verifier as a function of tensors alone."""
 
-        def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
-            parts = numbers.split([shape.numel() for shape in shapes])
-            *tables, seeds, roots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            same = copy.copy(forest)
-            same.__dict__.update(zip(TABLES, tables, strict=True), q=q)
-            return self.verifier(same, laws.over(logits, same), SeededChance(seeds, roots)).rows
+Program = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-        return program
+
+def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws) -> Program:
+    """A verifier as a function of tensors alone, for all batches of the same shapes."""
+    shapes = shapes_of(forest)
+
+    def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+        batch = len(logits)
+        seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
+        same = copy.copy(forest)
+        same.__dict__.update({name: part.view(shape) for name, part, shape in zip(TABLES, parts, shapes, strict=True)})
+        same.__dict__["q"] = q
+        return verifier(same, laws.over(logits, same), SeededChance(seeds, roots)).rows
+
+    return program
+
+
+def shapes_of(forest: Forest) -> tuple[torch.Size, ...]:
+    return tuple(getattr(forest, name).shape for name in TABLES)
+
+
+def numbers_of(forest: Forest, chance: SeededChance) -> list[Tensor]:
+    """What a program splits up again: seeds and roots, then the tables."""
+    return [chance.seeds, chance.roots, forest.tokens, forest.parents, forest.depths, forest.numbers]
 
 
 class Places(NamedTuple):
@@ -70,9 +85,6 @@ class Places(NamedTuple):
     """one after the other, so that one launch brings them all"""
     logits: Tensor
     q: Tensor
-
-
-Program = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Recording:

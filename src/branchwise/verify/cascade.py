@@ -55,7 +55,7 @@ def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
     paths, draws = choice.paths, choice.draws
     active = draws.count > 0
     wanted = block.residual(paths.forest, paths.laws, choice.path)
-    wanted = wanted / total(wanted)[:, None].to(wanted.dtype)
+    wanted = wanted / block.mass[:, None].to(wanted.dtype)
     p = where_rows(paths.laws, active, wanted, draws.p)
     depth = torch.where(active, draws.depth + block.kept, draws.depth)
     if last:
