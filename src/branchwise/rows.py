@@ -38,17 +38,6 @@ def total(rows: Tensor) -> Tensor:
     return blocks.sum(dim=-1, dtype=torch.float64) + rows[..., whole:].sum(dim=-1, dtype=torch.float64)
 
 
-def running_total(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of each row (…, vocabulary) up to and including each place, in two parts that add up to it.
-
-    (…, blocks, BLOCK) within each block, and (…, blocks) before each block; the last block is filled up with zeros. A
-    scan of short rows is fast everywhere, one of a long row is not.
-    """
-    blocks = filled_blocks(rows).cumsum(dim=-1)
-    ends = blocks[..., -1]
-    return blocks, ends.cumsum(dim=-1) - ends
-
-
 def filled_blocks(rows: Tensor) -> Tensor:
     """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last one filled up with zeros."""
     blocks: Tensor = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))

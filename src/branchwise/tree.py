@@ -208,6 +208,8 @@ class Room:
     """The least size of what a forest holds: with the same room, the shapes of a batch are the same at every step."""
 
     nodes: int = 0
+    inner: int = 0
+    """nodes with children, and those before them"""
     children: int = 0
     """of one node"""
     width: int = 0
@@ -217,7 +219,7 @@ class Room:
     @classmethod
     def for_paths(cls, count: int, length: int) -> Room:
         """Whatever of `count` paths of `length` tokens agrees."""
-        return cls(nodes=count * length + 1, children=count, width=count, forks=count - 1)
+        return cls(count * length + 1, count * (length - 1) + 1, children=count, width=count, forks=count - 1)
 
 
 class Forest:

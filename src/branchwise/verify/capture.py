@@ -44,7 +44,8 @@ class Captured:
         numbers = numbers_of(forest, chance)
         key = (shapes_of(forest), laws.logits.shape, laws.logits.dtype, forest.q.dtype, *forest.widths, laws.shape)
         if key not in self._graphs:
-            q = forest.q.new_zeros(len(forest), forest.nodes, forest.q.shape[2])  # whatever rows will come
+            rows = forest.room.inner or forest.nodes  # whatever will come
+            q = forest.q.new_zeros(len(forest), rows, forest.q.shape[2])
             places = Places(packed(numbers), laws.logits.clone(), q)
             program = as_program(self.verifier, forest, laws)
             self._graphs[key] = Recording(program, places, self._compile, self._warmups)
@@ -108,7 +109,8 @@ class Recording:
     def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor) -> Tensor:
         packed(numbers, self._places.numbers)
         self._places.logits.copy_(logits)
-        self._places.q[:, : q.shape[1]].copy_(q)
+        rows = min(q.shape[1], self._places.q.shape[1])  # nobody reads the rows of leaves
+        self._places.q[:, :rows].copy_(q[:, :rows])
         self._graph.replay()
         return self._found
 

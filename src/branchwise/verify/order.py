@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.rows import BLOCK, running_total, total
+from branchwise.rows import BLOCK, filled_blocks, total
 
 RANKED = 512
 """At most so many tokens are sorted: in a vocabulary beyond it, those with q above 1 / RANKED."""
@@ -70,38 +70,45 @@ class Order:
             return torch.empty_like(self.q).scatter_(-1, order, (mass.cumsum(dim=-1) - mass).clamp_min_(0))
         size = self.q.shape[-1]
         ranked = self.q > 1 / RANKED
-        slots, filled, places = _nth(ranked)
-        mass = self.q.gather(-1, slots).where(filled, 0.0)
-        keys = self.p.gather(-1, slots) / mass
+        slots = _places(ranked)
+        exists = slots < size
+        inside = slots.clamp_max(size - 1)
+        mass = self.q.gather(-1, inside).where(exists, 0.0)
+        keys = self.p.gather(-1, inside) / mass
         # Who ranks below whom is asked of all pairs at once: fewer steps than a sort, and a device has hands to spare.
         mine, theirs = keys[..., :, None], keys[..., None, :]
         numbers = torch.arange(RANKED, device=self.q.device)
         lower = (theirs < mine) | ((theirs == mine) & (numbers[None, :] < numbers[:, None]))
         heavy = torch.where(lower, mass[..., None, :], 0.0).sum(dim=-1)
-        light = torch.where(ranked, 0.0, self.q)
-        inside, before = running_total(light)
-        heavy = heavy + (inside[..., -1, -1:] + before[..., -1:])
-        below = (inside + before[..., None]).flatten(-2)[..., :size] - light
-        return torch.where(ranked, heavy.gather(-1, places), below)
+        light = filled_blocks(torch.where(ranked, 0.0, self.q))
+        within = light.cumsum(dim=-1) - light
+        before, everything = _before(light.sum(dim=-1))
+        below = (within + before[..., None]).flatten(-2)[..., :size]
+        # One place more than there are tokens, for those that do not exist.
+        below = torch.nn.functional.pad(below, (0, 1)).scatter(-1, slots, heavy + everything)
+        return below[..., :size]
 
 
-def _nth(ranked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first RANKED places (…, RANKED) of a mask (…, vocabulary), which of them exist, and the number of each place.
+def _before(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of all before each of the numbers (…, n), and that of all (…, 1)."""
+    running = blocks.cumsum(dim=-1)
+    return running - blocks, running[..., -1:]
+
+
+def _places(ranked: Tensor) -> Tensor:
+    """(…, RANKED): the first RANKED places of a mask (…, vocabulary); where there are fewer, the vocabulary's size.
 
     Found by counting, first of blocks, then within one: shapes that a device likes, where a sort or a search is slow.
     """
-    inside, before = running_total(ranked.to(torch.int32))
-    wanted = torch.arange(1, RANKED + 1, device=ranked.device, dtype=torch.int32)[:, None]
-    ends = before + inside[..., -1]
-    block = (ends[..., None, :] < wanted).sum(dim=-1)  # (…, RANKED)
-    filled = block < ends.shape[-1]
-    block = block.clamp_max(ends.shape[-1] - 1)
-    counted = inside.gather(-2, block[..., None].expand(*block.shape, BLOCK))
-    missing = wanted[:, 0] - before.gather(-1, block)
-    place = (counted < missing[..., None]).sum(dim=-1)
-    slots = torch.where(filled, block * BLOCK + place, 0)
-    numbers = (inside + before[..., None]).flatten(-2)[..., : ranked.shape[-1]].long() - 1
-    return slots, filled, numbers.clamp_min(0)
+    blocks = filled_blocks(ranked)
+    counts = blocks.sum(dim=-1, dtype=torch.int32)
+    before, everything = _before(counts)
+    wanted = torch.arange(1, RANKED + 1, device=ranked.device, dtype=torch.int32)
+    block = ((before + counts)[..., None, :] < wanted[:, None]).sum(dim=-1).clamp_max(blocks.shape[-2] - 1)
+    members = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK)).cumsum(dim=-1, dtype=torch.int32)
+    missing = wanted - before.gather(-1, block)
+    place = block * BLOCK + (members < missing[..., None]).sum(dim=-1)
+    return torch.where(wanted <= everything, place, ranked.shape[-1])
 
 
 class RowOrder:
