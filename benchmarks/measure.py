@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-import branchwise
+from branchwise.bench.provenance import PACKAGE, source_digest
+from branchwise.bench.provenance import provenance as about
 
 
 def timed(device: torch.device, call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
@@ -44,45 +41,6 @@ def interval(values: list[float]) -> str:
 
 
 def provenance(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    changes = None if arguments.commit else git("status", "--porcelain", "--untracked-files=no")
-    return {
-        "commit": arguments.commit or git("rev-parse", "HEAD"),
-        "dirty": None if changes is None else bool(changes),
-        "source": source(),
-        "arguments": {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")},
-        "versions": {
-            "branchwise": branchwise.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": torch.get_num_threads(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def source() -> str:
-    """A digest of what ran: it tells a commit's own code from a changed one, also where there is no git to ask."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for file in sorted([*(root / "src").rglob("*.py"), *(root / "benchmarks").glob("*.py")]):
-        digest.update(f"{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def git(*words: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{named}, {sum(line.startswith('processor') for line in lines)} cores"
+    asked = {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")}
+    found = about(device, asked, arguments.commit)
+    return {**found, "source": source_digest(PACKAGE, Path(__file__).parent)}

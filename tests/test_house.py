@@ -25,9 +25,10 @@ LEVELS = [
     {"sequence"},
     {"laws"},
     {"verify", "target", "draft"},
-    {"engine", "testing"},
+    {"engine", "testing", "methods"},
     {"llm", "hf"},
-    {"audit"},
+    {"tune"},
+    {"audit", "bench"},
     {"cli", "demo", "__main__"},
 ]
 """from the ground up: a module imports from its own level or below, never from above"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from branchwise.stats import PHASES, Stats, Stopwatch
 
@@ -65,4 +66,52 @@ def test_a_stopwatch_books_each_lap_once(monkeypatch: pytest.MonkeyPatch) -> Non
     clock = Stopwatch()
     for phase in ("draft", "score", "draft"):
         clock.lap(phase)
-    assert clock.seconds == {"draft": 1.5, "score": 2.0}
+    assert clock.settle() == {"draft": 1.5, "score": 2.0}
+    assert clock.settle() == {}
+
+
+def test_a_step_that_failed_leaves_no_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 5.0, 20.0, 21.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = Stopwatch()
+    clock.lap("draft")
+    clock.start()
+    clock.lap("draft")
+    assert clock.settle() == {"draft": 1.0}
+
+
+class Event:
+    """A CUDA event: its time is on the device's clock, and known when the device has come past it."""
+
+    device = 0.0  # how far the device has come
+    queue = 0.0  # when it will have done all that was asked
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time = Event.queue
+
+    def query(self) -> bool:
+        return self.time <= Event.device
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query(), "looked at an event that has not passed: this would wait"
+        return 1e3 * (end.time - self.time)
+
+
+def test_on_cuda_a_lap_is_told_when_the_device_has_passed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Stopwatch(torch.device("cuda"))
+    for phase, cost in (("draft", 1.0), ("score", 2.0), ("commit", 4.0)):
+        Event.queue += cost
+        clock.lap(phase)
+    assert clock.settle() == {}
+    Event.device = 3.0  # as after the read of the verdicts
+    assert clock.settle() == {"draft": 1.0, "score": 2.0}
+    clock.start()
+    Event.queue += 1.0
+    clock.lap("draft")
+    Event.device = Event.queue
+    assert clock.settle() == {"commit": 4.0, "draft": 1.0}

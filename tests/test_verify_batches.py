@@ -78,10 +78,12 @@ class Batch:
                 logits[row, node] = rule(tuple(tokens_to(tree, node))).log()
         return logits
 
-    def verdicts(self, name: str, *, lazy: bool = True, room: Room | None = None) -> list[Verdict]:
+    def verdicts(
+        self, name: str, *, lazy: bool = True, together: bool = True, room: Room | None = None
+    ) -> list[Verdict]:
         forest = Forest(self.trees, room=room)
         laws = ModelLaws(self.logits(forest.nodes), forest, self.sequences)
-        laws.lazy = lazy
+        laws.lazy, laws.together = lazy, together
         return VERIFIERS.build(name)(forest, laws, self.chance()).read()
 
     def chance(self) -> SeededChance:
@@ -144,7 +146,8 @@ def test_a_tree_that_asked_for_its_laws_and_drew_nothing_is_a_root(name: str, dr
 def test_host_and_device_give_the_same_verdicts(name: str, draw: Draw) -> None:
     for seed in range(12):
         batch = Batch(SHAPES[draw], seed)
-        assert batch.verdicts(name, lazy=True) == batch.verdicts(name, lazy=False)
+        host = batch.verdicts(name, lazy=True)
+        assert host == batch.verdicts(name, lazy=False) == batch.verdicts(name, lazy=False, together=False)
 
 
 @pairs
@@ -152,7 +155,8 @@ def test_host_and_device_give_the_same_verdicts_in_a_large_vocabulary(name: str,
     # Beyond `RANKED` tokens the host sorts what carries mass row by row, and a device compares all pairs.
     for seed in range(3):
         batch = Batch(SHAPES[draw], seed, vocabulary=1500)
-        assert batch.verdicts(name, lazy=True) == batch.verdicts(name, lazy=False)
+        host = batch.verdicts(name, lazy=True)
+        assert host == batch.verdicts(name, lazy=False) == batch.verdicts(name, lazy=False, together=False)
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
@@ -260,15 +264,18 @@ def inputs(batch: Batch, forest: Forest) -> Places:
     return Places(packed(numbers_of(forest, batch.chance())), batch.logits(forest.nodes).nan_to_num(0.0), q)
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["all rows", "rows on the walk"])
 @pairs
-def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(name: str, draw: Draw) -> None:
+def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
+    name: str, draw: Draw, together: bool
+) -> None:
     # Catches Python that looks at values: a trace remembers the answer that it got.
     specs, room = ROOMY[draw]
     sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
     first = Batch(specs, 0, sampling=sampling)
     forest = Forest(first.trees, room=room)
     laws = ModelLaws(first.logits(forest.nodes), forest, first.sequences)
-    laws.lazy = False
+    laws.lazy, laws.together = False, together
     traced = trace(as_program(VERIFIERS.build(name), forest, laws), inputs(first, forest))
     seen = set()
     for seed in range(8):

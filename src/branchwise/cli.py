@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from branchwise.audit.commands import app as audit
+from branchwise.bench.commands import bench, report
+from branchwise.bench.tune_command import tune
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.models import DEFAULT_MODEL
 
@@ -30,6 +32,8 @@ app = typer.Typer(
 )
 
 app.add_typer(audit)
+for command in (bench, report, tune):
+    app.command()(command)
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")

@@ -7,7 +7,6 @@ no batch of one. Plain decoding is this loop with a drafter that proposes nothin
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -81,6 +80,8 @@ class Generation:
     """an open sequence of the same tokens, from which its cache rows are copied"""
     pieces: list[Piece] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+    prefill: Stopwatch | None = None
+    """runs until the prefill is known to be over"""
     finish_reason: FinishReason | None = None
 
     @property
@@ -91,23 +92,27 @@ class Generation:
     def token_ids(self) -> list[int]:
         return self.sequence.output
 
-    def budget(self, nodes: int, context: int) -> Budget:
+    def budget(self, most: Budget, context: int) -> Budget:
         """What a tree may hold so that nothing in it is past the wanted length or the context."""
         wanted = self.request.max_new_tokens - len(self.sequence.output)
         room = context - len(self.sequence.tokens)
-        return Budget(nodes, depth=min(wanted, room) - 1)
+        return Budget(most.nodes, depth=min(wanted, room, most.depth + 1) - 1)
 
 
 class Engine:
     """Runs generations together on one target. Sequences join and leave between steps."""
 
-    def __init__(self, target: Target, drafter: Drafter, verifier: Verifier) -> None:
+    def __init__(self, target: Target, drafter: Drafter, verifier: Verifier, most: Budget | None = None) -> None:
+        """`most` bounds every tree; by default only the target does."""
         check_pairing(verifier, drafter.draw, drafter.name)
         if hasattr(drafter, "bind"):
             drafter.bind(target)
         self.target = target
         self.drafter = drafter
         self.verifier = verifier
+        given = most or Budget(target.max_nodes, target.context)
+        self.most = Budget(min(given.nodes, target.max_nodes), given.depth)
+        self._clock = Stopwatch(target.device)
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
@@ -161,28 +166,31 @@ class Engine:
                 )
             return []
         sequences = [generation.sequence for generation in generations]
-        budgets = [generation.budget(self.target.max_nodes, self.target.context) for generation in generations]
-        clock = Stopwatch()
+        budgets = [generation.budget(self.most, self.target.context) for generation in generations]
+        clock = self._clock
+        clock.start()
 
         forest = self._forest(self.drafter.draft(sequences, budgets), sequences, budgets)
         clock.lap("draft")
         scored = self.target.score(sequences, forest)
         clock.lap("score")
         laws = ModelLaws(scored.logits, forest, sequences)
-        verdicts = self.verifier(forest, laws, self._chance(sequences)).read()
+        found = self.verifier(forest, laws, self._chance(sequences))
         clock.lap("verify")
+        verdicts = found.read()
         self.drafter.observe(sequences, scored, verdicts)
         self.target.commit(sequences, verdicts)
         clock.lap("commit")
 
+        seconds = clock.settle()
         for row, generation in enumerate(generations):
-            self._emit(generation, forest.trees[row], verdicts[row], scored.logits[row], clock.seconds)
+            self._emit(generation, forest.trees[row], verdicts[row], scored.logits[row], seconds)
         return generations
 
     def _admit(self) -> None:
         while self._waiting and self.target.free_slots:
             generation = self._waiting.popleft()
-            start = time.perf_counter()
+            clock = Stopwatch(self.target.device)
             try:
                 if generation.like is None:
                     self.target.open(generation.sequence)
@@ -191,7 +199,8 @@ class Engine:
             except BaseException:
                 generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
                 raise
-            generation.stats.prefill_seconds = time.perf_counter() - start
+            clock.lap("prefill")
+            generation.prefill = clock
             self._running.append(generation)
 
     def _forest(self, trees: Rows[DraftTree], sequences: Rows[Sequence], budgets: Rows[Budget]) -> Forest:
@@ -232,6 +241,9 @@ class Engine:
             if reason is not None:
                 self._finish(generation, reason)
                 break
+        if generation.prefill is not None:  # the verdicts came behind it, so it is over
+            generation.stats.prefill_seconds = generation.prefill.settle().get("prefill", 0.0)
+            generation.prefill = None
         generation.stats.record(
             nodes=len(tree) - 1,
             depth=tree.depth,

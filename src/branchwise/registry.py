@@ -38,6 +38,21 @@ def split_spec(spec: str) -> tuple[str, list[str], dict[str, str]]:
     return name.strip(), positional, options
 
 
+def split_specs(text: str) -> list[str]:
+    """Specs between commas or blanks; a comma inside one, as in rsd-c:4,2 or ngram:max=4,min=2, belongs to it."""
+    specs: list[str] = []
+    for part in text.split():
+        for number, piece in enumerate(part.split(",")):
+            inside = (
+                number > 0 and specs and ":" in specs[-1] and (piece[:1].isdigit() or "=" in piece.partition("/")[0])
+            )
+            if inside:
+                specs[-1] += f",{piece}"
+            elif piece:
+                specs.append(piece)
+    return specs
+
+
 class Registry:
     """One kind of part: its names, where each lives, and how to build one from a spec."""
 

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 PHASES = ("draft", "score", "verify", "commit")
 
 
@@ -70,15 +72,44 @@ class Stats:
 
 
 class Stopwatch:
-    """Time by phase. On a device that runs ahead of the host, a phase ends when its work is queued; the verdicts are
-    waited for in "verify"."""
+    """Time by phase, lap by lap.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+    On the host a lap ends when its work is done. A CUDA device runs behind the host: there the ends of laps are events
+    on its stream, looked at once they have passed, so that measuring never makes anyone wait.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._cuda = device is not None and device.type == "cuda"
+        self._laps: list[tuple[str, Any, Any]] = []
+        self.start()
+
+    def start(self) -> None:
+        if not self._cuda:
+            self._laps = []  # of a step that failed half-way
+        self._last = self._mark()
 
     def lap(self, phase: str) -> None:
         """Book the time since the last lap."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        now = self._mark()
+        self._laps.append((phase, self._last, now))
         self._last = now
+
+    def settle(self) -> dict[str, float]:
+        """Seconds by phase of the laps that are over; one that still runs is told the next time."""
+        seconds: dict[str, float] = {}
+        running = []
+        for phase, start, end in self._laps:
+            if self._cuda and not end.query():
+                running.append((phase, start, end))
+            else:
+                spent = start.elapsed_time(end) / 1e3 if self._cuda else end - start
+                seconds[phase] = seconds.get(phase, 0.0) + spent
+        self._laps = running
+        return seconds
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

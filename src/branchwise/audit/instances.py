@@ -126,6 +126,7 @@ class ExactLaws:
         """`p` (batch, nodes, vocabulary); `lazy` as on the host, or not, as on a device."""
         self.p = p
         self.lazy = lazy
+        self.together = True
 
     def rows(self, nodes: Tensor) -> Tensor:
         return rows_at(self.p, nodes)

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +69,8 @@ class Record:
     """cold: the drafter was fresh for the item; warm: it had seen all before"""
 
     prompt_tokens: int
+    prompt_hash: str
+    """of the prompt's ids: in a dialogue they hold the contestant's own earlier answers"""
     tokens: int
     """emitted, counted by ids"""
     ids: tuple[int, ...]
@@ -114,47 +116,78 @@ class Record:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False, separators=(",", ":"))
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """How an answer compares with the baseline's: a line of its own, since either of the two may be written first."""
+
+    key: Key
+    equal: bool
+    difference: Difference | None
+
+    def line(self) -> str:
+        found = None if self.difference is None else dataclasses.asdict(self.difference)
+        values = {"version": VERSION, "compares": self.key, "equal": self.equal, "difference": found}
+        return json.dumps(values, separators=(",", ":"))
+
+
 def hash_ids(ids: Iterable[int]) -> str:
     """Sixteen hexadecimal digits that stand for a list of token ids."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
-FIELDS = {f.name: f for f in dataclasses.fields(Record)}
-NEEDED = {n for n, f in FIELDS.items() if f.default is f.default_factory is dataclasses.MISSING}
-
-
-def parse(line: str, where: str) -> Record:
-    """A record from its line; `where` names the place in errors."""
+def parse(line: str, where: str) -> Record | Comparison:
+    """A record or a comparison from its line; `where` names the place in errors."""
     try:
         values = json.loads(line)
     except ValueError:
         raise UsageError(f"{where} is no JSON; is this a file of branchwise bench?") from None
-    if not isinstance(values, dict) or "version" not in values or "contestant" not in values:
+    if not isinstance(values, dict) or "version" not in values or not values.keys() & {"contestant", "compares"}:
         raise UsageError(f"{where} is no record of branchwise bench.")
     if values["version"] != VERSION:
         raise UsageError(
             f"{where} has records of version {values['version']}, and this Branchwise reads version {VERSION}."
         )
-    unknown, missing = set(values) - set(FIELDS), NEEDED - set(values)
-    if unknown or missing:
-        wrong = f"an unknown field {min(unknown)!r}" if unknown else f"no field {min(missing)!r}"
-        raise UsageError(f"{where} is a damaged record: it has {wrong}.")
-    for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
-        values[name] = tuple(values.get(name, ()))
-    if values.get("difference") is not None:
-        values["difference"] = Difference(**values["difference"])
-    return Record(**values)
+    try:
+        if values.get("difference") is not None:
+            values["difference"] = Difference(**values["difference"])
+        if "compares" in values:
+            return Comparison(Key(*values["compares"]), values["equal"], values["difference"])
+        for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
+            values[name] = tuple(values.get(name, ()))
+        return Record(**values)
+    except (TypeError, KeyError) as error:
+        raise UsageError(f"{where} is a damaged record: {error}.") from None
+
+
+def parse_lines(lines: Iterable[str], name: str) -> list[Record]:
+    """The records of a file, each with what its comparison found."""
+    records: dict[Key, Record] = {}
+    for number, line in enumerate(lines, 1):
+        where = f"{name}, line {number}"
+        found = parse(line, where)
+        if isinstance(found, Comparison):
+            if found.key not in records:
+                raise UsageError(f"{where} compares an answer that the file does not hold.")
+            records[found.key] = compared(records[found.key], found)
+        elif found.key in records:
+            raise UsageError(f"{where} is the second record of one request: {', '.join(map(str, found.key))}.")
+        else:
+            records[found.key] = found
+    return list(records.values())
+
+
+def compared(record: Record, found: Comparison) -> Record:
+    return dataclasses.replace(record, equal=found.equal, difference=found.difference)
 
 
 def read(path: Path) -> list[Record]:
     """All records of a file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return parse_lines(path.read_text(encoding="utf-8").splitlines(), str(path))
     except OSError as error:
         raise UsageError(f"The records {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UsageError(f"The records {path} are not UTF-8 text.") from None
-    return [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 class Ledger:
@@ -165,26 +198,42 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file: IO[bytes] = path.open("a+b")
-        _lock(self._file, path)
+        try:
+            _lock(self._file, path)
+            self._records = {record.key: record for record in self._whole_lines()}
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _whole_lines(self) -> list[Record]:
         self._file.seek(0)
-        whole = self._file.read()
-        keep = whole.rfind(b"\n") + 1
-        if keep < len(whole):
+        text = self._file.read()
+        keep = text.rfind(b"\n") + 1
+        if keep < len(text):
             self._file.truncate(keep)
-        lines = whole[:keep].decode().splitlines()
-        self.records = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+        return parse_lines(text[:keep].decode().splitlines(), str(self.path))
 
     @property
-    def done(self) -> set[Key]:
-        return {record.key for record in self.records}
+    def records(self) -> list[Record]:
+        return list(self._records.values())
 
-    def add(self, records: Sequence[Record]) -> None:
-        """Write the records of a group, all or none of which count as done."""
-        assert not {record.key for record in records} & self.done, "a request was done twice"
-        self._file.write("".join(record.line() + "\n" for record in records).encode())
+    def get(self, key: Key) -> Record | None:
+        return self._records.get(key)
+
+    def add(self, record: Record) -> None:
+        assert record.key not in self._records, "a request was done twice"
+        self._write(record.line())
+        self._records[record.key] = record
+
+    def add_comparison(self, found: Comparison) -> None:
+        self._write(found.line())
+        self._records[found.key] = compared(self._records[found.key], found)
+
+    def _write(self, line: str) -> None:
+        """One call for a whole line, and on the disk before anything else happens."""
+        self._file.write(line.encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.records += records
 
     def close(self) -> None:
         self._file.close()

@@ -31,7 +31,11 @@ class Budget:
 
 
 class Drafter(Protocol):
-    """What proposes trees. One that needs the target itself also has `bind(target)`, called before anything else."""
+    """What proposes trees.
+
+    One that needs the target itself also has `bind(target)`, called before anything else. One that runs a model counts
+    its passes in `passes`. One that learns across requests says so with `learns = True`.
+    """
 
     name: str
     draw: Draw

@@ -37,6 +37,7 @@ class Disturbed:
         if not hasattr(self.tree, "grow"):
             raise UsageError("Drafter 'disturbed' draws its trees; use --tree paths:KxL or rsd-c:B1,B2,….")
         self.draw = self.tree.draw
+        self.passes = 0
         self._target: Target | None = None
 
     def bind(self, target: Target) -> None:
@@ -57,6 +58,7 @@ class Disturbed:
                 [DraftTree(torch.tensor(tree.tokens), tuple(tree.parents)) for tree in saplings], self._target.device
             )
             logits = self._target.score(sequences, forest).logits
+            self.passes += 1
             served, wishes = wishes, {}
             for row, (tree, nodes) in served.items():
                 laws = torch.stack([self._law(sequences[row], tree, node, logits[row, node]) for node in nodes])

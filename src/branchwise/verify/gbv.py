@@ -74,10 +74,11 @@ class Paths:
         self.nodes = forest.paths
         """(batch, paths, depth + 1), padded with -1"""
         self.standing = standings(forest, laws) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes)
-        self._below = None if laws.lazy or self.nodes.shape[1] == 1 else self._all_below()
+        at_once = not laws.lazy and laws.together and self.nodes.shape[1] > 1
+        self._below = self._all_below() if at_once else None
 
     def _all_below(self) -> Tensor:
-        """(batch, rows, vocabulary): the masses that rank below, at every node; on a device, where one go is cheap."""
+        """(batch, rows, vocabulary): the masses that rank below, at every node."""
         q = self.forest.q
         assert q is not None
         nodes = torch.arange(q.shape[1], device=q.device).expand(len(q), -1)
@@ -92,9 +93,12 @@ class Paths:
 
     def order(self, span: Span, nodes: Tensor, first: Order) -> Order:
         """The order of tokens at the nodes (batch, n) of a span; `first` is that at the first node of the path."""
+        if self.laws.lazy:
+            return Order(span.p, span.q, lazy=True) if span.start else first
         if self._below is None:
-            return Order(span.p, span.q, lazy=self.laws.lazy) if span.start else first
-        below = rows_at(self._below, nodes[:, 1:].clamp_max(self._below.shape[1] - 1))
+            below = Order(span.p[:, 1:], span.q[:, 1:], lazy=False).below()
+        else:
+            below = rows_at(self._below, nodes[:, 1:].clamp_max(self._below.shape[1] - 1))
         return Order(span.p, span.q, lazy=False, below=with_first(first.below()[:, 0], below))
 
     def at(self, depth: Tensor, beyond: int = 0) -> Tensor:

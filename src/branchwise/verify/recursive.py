@@ -86,8 +86,9 @@ def descend(
     node = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
     ended = torch.zeros_like(node, dtype=torch.bool)
     way = [node]
-    # On the host a node is looked at when the walk comes to it; on a device all of them in one go.
-    known = None if laws.lazy else tries(torch.arange(forest.nodes, device=forest.device).expand(len(forest), -1))
+    known = None  # what is said of all nodes, where it does not wait for the walk to come to them
+    if not laws.lazy and laws.together:
+        known = tries(torch.arange(forest.nodes, device=forest.device).expand(len(forest), -1))
 
     def at(node: Tensor) -> tuple[Tensor, ...]:
         if known is None:

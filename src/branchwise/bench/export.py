@@ -1,0 +1,118 @@
+"""Records in the formats of others, so that their tools can read a run of ours.
+
+Each function takes the records of one contestant; `metrics.by_contestant` parts them. What records do not hold is left
+out, never made up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from branchwise.bench.metrics import group_sizes, shares, sum_per_depth
+from branchwise.bench.records import Record
+
+
+def spec_bench_lines(records: Sequence[Record]) -> list[str]:
+    """The answer file of Spec-Bench (Xia et al., 2024): one JSON line for each question, a choice for each round.
+
+    `wall_time` of an answer is its share of the clock of its batch. Records hold how many steps accepted so many
+    tokens, but not in which order: `accept_lengths` has every length as often as it occurred, the longest first, which
+    is all that Spec-Bench's mean needs. It is empty where a contestant does not tell.
+    """
+    _check(records)
+    times = {id(record): spent for record, spent in zip(records, shares(records), strict=True)}
+    lines = []
+    for item in dict.fromkeys(record.item for record in records):
+        own = sorted((record for record in records if record.item == item), key=lambda record: record.turn)
+        choices = []
+        for index, played in enumerate(sorted({(record.state, record.round) for record in own})):
+            turns = [record for record in own if (record.state, record.round) == played]
+            choices.append(
+                {
+                    "index": index,
+                    "turns": [record.text for record in turns],
+                    "decoding_steps": [record.steps for record in turns],
+                    "new_tokens": [record.tokens for record in turns],
+                    "wall_time": [times[id(record)] for record in turns],
+                    "accept_lengths": [length for record in turns for length in accept_lengths(record)],
+                }
+            )
+        line = {
+            "question_id": int(item) if item.isdecimal() else item,
+            "category": own[0].category,
+            "model_id": _model_id(own[0]),
+            "choices": choices,
+        }
+        lines.append(json.dumps(line, ensure_ascii=False))
+    return lines
+
+
+def accept_lengths(record: Record) -> list[int]:
+    """Tokens of every step, the target's own one included, the longest first; empty where the record does not tell.
+
+    Of the steps that accepted a node at depth d, those that accepted none at d + 1 accepted d tokens.
+    """
+    if record.steps is None or sum(record.accepted_per_depth) != record.accepted:
+        return []
+    reached = [record.steps, *record.accepted_per_depth, 0]
+    counts = [here - deeper for here, deeper in pairwise(reached)]
+    return [length for length in range(len(counts), 0, -1) for _ in range(counts[length - 1])]
+
+
+def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
+    """What `vllm bench serve --save-result` would write, in its words.
+
+    A draft of vLLM is a step that had one, so steps without a draft do not lower its acceptance length, and its rates
+    per position are shares of all drafts. Rates are percentages there. Times of single tokens are not in records.
+    """
+    _check(records)
+    first, duration = records[0], sum(shares(records))
+    read, written = (sum(counts) for counts in zip(*((r.prompt_tokens, r.tokens) for r in records), strict=True))
+    result = {
+        "date": first.run.get("time"),
+        "backend": "branchwise",
+        "label": first.contestant,
+        "model_id": first.run.get("model"),
+        "num_prompts": len(records),
+        "max_concurrency": max(group_sizes(records).values()),
+        "duration": duration,
+        "completed": len(records),
+        "failed": 0,
+        "total_input_tokens": read,
+        "total_output_tokens": written,
+        "request_throughput": len(records) / duration if duration else None,
+        "output_throughput": written / duration if duration else None,
+        "total_token_throughput": (read + written) / duration if duration else None,
+    }
+    return {key: value for key, value in result.items() if value is not None} | _vllm_speculation(records)
+
+
+def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
+    told = [r for r in records if r.drafted_per_depth and r.drafted is not None and r.accepted is not None]
+    drafted, accepted = sum(r.drafted or 0 for r in told), sum(r.accepted or 0 for r in told)
+    if not drafted:  # vLLM leaves the keys out too
+        return {}
+    drafts = sum_per_depth(told, "drafted_per_depth")[0]
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / drafted,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_per_position_acceptance_rates": [
+            taken / drafts for taken in sum_per_depth(told, "accepted_per_depth")
+        ],
+    }
+
+
+def _model_id(record: Record) -> str:
+    """Spec-Bench names a model and its method in one word."""
+    model = record.run.get("model")
+    return f"{model}-{record.contestant}" if model else record.contestant
+
+
+def _check(records: Sequence[Record]) -> None:
+    assert len({record.contestant for record in records}) == 1, "an export is of one contestant"

@@ -1,0 +1,475 @@
+"""The figures of a report: what each shows, the sentence that says it in numbers, and the pixels, light and dark.
+
+A figure is 3.8 inches wide, so that its letters can be read on a phone, where the page is about as wide. Colours are
+those of Okabe and Ito, which colour-blind people can tell apart; shapes of marks say the same again.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from branchwise.bench.metrics import ALL, OTHER, Ratio, Row, shown_ratio, summarise
+from branchwise.bench.records import PLAIN, STATES, Record
+from branchwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 3.8
+DPI = 200
+MARKS = "os^DvPX"
+TARGET = "target"
+"""the source of the target's own tokens"""
+
+
+@dataclass(frozen=True)
+class Theme:
+    name: str
+    paper: str
+    ink: str
+    faint: str
+    neutral: str
+    """what is not a matter of taste: the baseline, the rest"""
+    colours: tuple[str, ...]
+
+
+LIGHT = Theme(
+    "light",
+    "#ffffff",
+    "#1f2328",
+    "#d8dde3",
+    "#7a828c",
+    ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+)
+DARK = Theme(
+    "dark",
+    "#161b22",
+    "#e6edf3",
+    "#363d47",
+    "#9aa4b0",
+    ("#56b4e9", "#e69f00", "#2bc49a", "#e39ac4", "#f0e442", "#ff8a5c"),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    """of the file, without its ending"""
+    title: str
+    finding: str
+    """what the picture shows, for those who do not see it"""
+    reading: str
+    """how to read it"""
+    height: float
+    """of the axes, in inches"""
+    paint: Callable[[Axes, Theme], None]
+    from_records: bool = True
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure that cannot be drawn, and why."""
+
+    title: str
+    why: str
+
+
+def figures(
+    records: Sequence[Record], rows: Sequence[Row], costs: Sequence[Mapping[str, Any]] | None
+) -> list[Figure | Missing]:
+    found = [
+        speed_up_by_category(rows),
+        acceptance_by_depth(rows),
+        tokens_against_nodes(rows),
+        time_by_phase(rows),
+        tokens_by_source(rows),
+        cold_against_warm(records),
+        accuracy_by_category(rows),
+    ]
+    return found if costs is None else [*found, scoring_cost(costs)]
+
+
+def draw(figure: Figure, theme: Theme) -> bytes:
+    """The figure as a PNG, byte for byte the same for the same numbers."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UsageError("A report needs matplotlib. Install it with: pip install 'branchwise[plot]'") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    style: dict[Any, Any] = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "text.parse_math": False,  # names may hold dollars
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.edgecolor": theme.neutral,
+        "xtick.color": theme.ink,
+        "ytick.color": theme.ink,
+    }
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a name in a script that the font does not have is drawn as boxes
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(style)
+        canvas = Canvas(figsize=(WIDTH, figure.height + 0.5), facecolor=theme.paper, layout="constrained")
+        axes = canvas.add_subplot(facecolor=theme.paper)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+        figure.paint(axes, theme)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            columns = 2 if max(map(len, labels)) > 9 else 3
+            canvas.set_figheight(figure.height + 0.5 + 0.2 * -(-len(labels) // columns))
+            canvas.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, columnspacing=1.2)
+        file = io.BytesIO()
+        FigureCanvasAgg(canvas).print_figure(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()
+
+
+# ---- speed -------------------------------------------------------------------------------------------------------
+
+
+def speed_up_by_category(rows: Sequence[Row]) -> Figure | Missing:
+    title = "Speed-up by category"
+    told = [row for row in rows if row.speed_up is not None]
+    if not told:
+        return Missing(title, "No contestant has requests that the baseline has done too.")
+    overall = [row for row in told if row.category == ALL]
+    values = {(row.contestant, row.category): row.speed_up for row in told}
+    return Figure(
+        "speed-up",
+        title,
+        _sentence(
+            f"{row.contestant} is {shown_ratio(row.speed_up)} times as fast as plain decoding{_range(row, told)}"
+            for row in overall
+        ),
+        "Time per token of plain decoding over that of the contestant, with 95 % intervals over prompts. "
+        "Right of the line is faster.",
+        *_dots(values, _names(rows), "times as fast as plain decoding", reference=1.0),
+    )
+
+
+def cold_against_warm(records: Sequence[Record]) -> Figure | Missing:
+    title = "Cold against warm"
+    states = {state: [record for record in records if record.state == state] for state in STATES}
+    if not all(states.values()):
+        only = "cold" if states["cold"] else "warm"
+        return Missing(title, f"All records are {only}; run the benchmark in the other state too to compare.")
+    rows = {state: [row for row in summarise(own) if row.category == ALL] for state, own in states.items()}
+    values = {(row.contestant, state): row.speed_up for state, found in rows.items() for row in found if row.speed_up}
+    both = [name for name in _names(rows["cold"]) if all((name, state) in values for state in STATES)]
+    if not both:
+        return Missing(title, "No contestant has a speed-up in both states.")
+    return Figure(
+        "cold-warm",
+        title,
+        _sentence(
+            f"{name} goes from {shown_ratio(values[name, 'cold'])} cold to {shown_ratio(values[name, 'warm'])} warm"
+            for name in both
+        ),
+        "Times as fast as plain decoding. Cold: the drafter is fresh for every prompt. Warm: it keeps what it saw.",
+        *_dots(
+            {key: ratio for key, ratio in values.items() if key[0] in both},
+            _names(records),
+            "times as fast as plain decoding",
+            reference=1.0,
+        ),
+    )
+
+
+# ---- speculation -------------------------------------------------------------------------------------------------
+
+
+def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
+    title = "Acceptance by depth"
+    told = [row for row in rows if row.category == ALL and row.acceptance_per_depth]
+    if not told:
+        return Missing(title, "No contestant says at which depth its drafts were accepted.")
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for row in told:
+            depths = range(1, 1 + len(row.acceptance_per_depth))
+            shares = [100 * share for share in row.acceptance_per_depth]
+            axes.plot(depths, shares, markersize=4, linewidth=1.4, **_look(row.contestant, _names(rows), theme))
+        axes.set_ylim(0, 100)
+        axes.set_xlabel("depth in the draft")
+        axes.set_ylabel("accepted, %")
+        axes.locator_params(axis="x", integer=True)
+        axes.grid(color=theme.faint, linewidth=0.6)
+
+    def ends(row: Row) -> str:
+        shares = row.acceptance_per_depth
+        last = "" if len(shares) == 1 else f" and {shares[-1]:.0%} at depth {len(shares)}"
+        return f"{row.contestant} accepts {shares[0]:.0%} at depth 1{last}"
+
+    return Figure(
+        "acceptance-by-depth",
+        title,
+        _sentence(map(ends, told)),
+        "Of the steps whose draft reached a depth, the share that accepted a token there.",
+        2.4,
+        paint,
+    )
+
+
+def tokens_against_nodes(rows: Sequence[Row]) -> Figure | Missing:
+    title = "Tokens per step against nodes scored"
+    told = [
+        (row, row.nodes_per_step, row.block_efficiency)
+        for row in rows
+        if row.nodes_per_step is not None and row.block_efficiency is not None
+    ]
+    if not any(nodes != 1 for _, nodes, _ in told):
+        return Missing(title, "No contestant says how many nodes it drafted.")
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for row, nodes, efficiency in told:
+            look = _look(row.contestant, _names(rows), theme)
+            whole = row.category == ALL
+            look |= {"label": look["label"] if whole else None, "markersize": 8 if whole else 4, "linestyle": "none"}
+            axes.plot(nodes, efficiency, alpha=1 if whole else 0.45, **look)
+        axes.set_xlabel("nodes scored per step")
+        axes.set_ylabel("tokens per step")
+        axes.set_xlim(left=0)
+        axes.margins(0.08)
+        axes.grid(color=theme.faint, linewidth=0.6)
+
+    return Figure(
+        "tokens-against-nodes",
+        title,
+        _sentence(
+            f"{row.contestant} writes {efficiency:.2f} tokens per step and scores {nodes:.1f} nodes"
+            for row, nodes, efficiency in told
+            if row.category == ALL
+        ),
+        "Large marks are over all prompts, small ones are single categories. Higher is more text per pass, further "
+        "right is more work per pass.",
+        2.4,
+        paint,
+    )
+
+
+def tokens_by_source(rows: Sequence[Row]) -> Figure | Missing:
+    title = "Tokens by source"
+    told = [row for row in rows if row.category == ALL and any(name != TARGET for name in row.tokens_by_source)]
+    if not told:
+        return Missing(title, "No contestant says who proposed its tokens.")
+    parts = {
+        row.contestant: {
+            name: count / (sum(row.tokens_by_source.values()) or 1) for name, count in row.tokens_by_source.items()
+        }
+        for row in told
+    }
+    names = [name for name in dict.fromkeys(name for part in parts.values() for name in part) if name != TARGET]
+    return Figure(
+        "tokens-by-source",
+        title,
+        _sentence(f"{name} has {_largest(part)}" for name, part in parts.items()),
+        "Who proposed the tokens that were emitted; “target” are the model's own.",
+        *_bars(parts, [*names, TARGET], TARGET, "share of tokens, %"),
+    )
+
+
+def time_by_phase(rows: Sequence[Row]) -> Figure | Missing:
+    title = "Share of time by phase"
+    parts = {row.contestant: row.phase_shares for row in rows if row.category == ALL and row.phase_shares}
+    if not parts:
+        return Missing(title, "No contestant says where its time went.")
+    names = [name for name in dict.fromkeys(name for part in parts.values() for name in part) if name != OTHER]
+    return Figure(
+        "time-by-phase",
+        title,
+        _sentence(f"{name} spends {_largest(part)}" for name, part in parts.items()),
+        "Wall clock of all requests; “other” is what no phase has booked.",
+        *_bars(parts, [*names, OTHER], OTHER, "share of time, %"),
+    )
+
+
+# ---- the rest ----------------------------------------------------------------------------------------------------
+
+
+def accuracy_by_category(rows: Sequence[Row]) -> Figure | Missing:
+    title = "Accuracy by category"
+    told = [row for row in rows if row.accuracy is not None]
+    if not told:
+        return Missing(title, "No item of these records has a checker.")
+    values = {(row.contestant, row.category): Ratio(100 * (row.accuracy or 0), None, None, 1) for row in told}
+    return Figure(
+        "accuracy",
+        title,
+        _sentence(f"{row.contestant} answers {row.accuracy:.1%} right" for row in told if row.category == ALL),
+        "The share of right answers among those that could be checked. Lossless methods answer as plain decoding does.",
+        *_dots(values, _names(rows), "right answers, %", reference=None),
+    )
+
+
+def scoring_cost(costs: Sequence[Mapping[str, Any]]) -> Figure | Missing:
+    title = "Cost of a pass"
+    points = sorted((int(cost["nodes"]), 1e3 * float(cost["seconds"])) for cost in costs)
+    if not points:
+        return Missing(title, "No pass was timed.")
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        nodes, times = zip(*points, strict=True)
+        axes.plot(nodes, times, marker="o", markersize=4, linewidth=1.4, color=theme.colours[0])
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("nodes scored in one pass")
+        axes.set_ylabel("milliseconds")
+        axes.grid(color=theme.faint, linewidth=0.6)
+
+    (least, first), (most, last) = points[0], points[-1]
+    return Figure(
+        "scoring-cost",
+        title,
+        f"A pass over {least} nodes takes {first:.1f} ms, one over {most} takes {last:.1f} ms.",
+        "Time of one pass of the target over trees of so many nodes.",
+        2.4,
+        paint,
+        from_records=False,
+    )
+
+
+# ---- how it is drawn ---------------------------------------------------------------------------------------------
+
+Drawing = tuple[float, Callable[["Axes", Theme], None]]
+"""height and paint of a figure"""
+
+
+def _dots(
+    values: Mapping[tuple[str, str], Ratio | None], names: Sequence[str], label: str, reference: float | None
+) -> Drawing:
+    """A line for each place (a category, a state), and in it a mark with its interval for each contestant."""
+    own = [name for name in names if any(key[0] == name for key in values)]
+    places = list(dict.fromkeys(place for _, place in values))
+    if len(places) == 2 and ALL in places:
+        places = [ALL]  # a single category is all there is
+    band = len(own) + 0.6
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for rank, name in enumerate(own):
+            look = _look(name, names, theme) | {"linestyle": "none"}
+            for number, place in enumerate(places):
+                ratio = values.get((name, place))
+                if ratio is None:
+                    continue
+                y = number * band + rank
+                low, high = (ratio.value if end is None else end for end in (ratio.low, ratio.high))
+                axes.plot([low, high], [y, y], color=look["color"], linewidth=1.6, solid_capstyle="round")
+                axes.plot(ratio.value, y, markersize=6, **look)
+                look["label"] = None
+                axes.annotate(
+                    f"{ratio.value:.2f}" if reference is not None else f"{ratio.value:.0f}",
+                    (high, y),
+                    xytext=(6, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
+                )
+        if reference is not None:
+            axes.axvline(reference, color=theme.neutral, linewidth=1, linestyle="--", zorder=0)
+        for number in range(1, len(places)):
+            axes.axhline(number * band - 0.8, color=theme.faint, linewidth=0.6)
+        axes.set_yticks([number * band + (len(own) - 1) / 2 for number in range(len(places))], map(_short, places))
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(places) * band - 0.8, -0.8)
+        axes.margins(x=0.14)
+        if reference is None:
+            axes.set_xlim(0, 112)  # a percentage, and room for its number
+        axes.set_xlabel(label)
+        axes.grid(axis="x", color=theme.faint, linewidth=0.6)
+
+    return max(0.7, 0.19 * band * len(places)), paint
+
+
+def _bars(parts: Mapping[str, Mapping[str, float]], names: Sequence[str], neutral: str, label: str) -> Drawing:
+    """A bar of 100 % for each contestant, its name above it."""
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for place, name in enumerate(names):
+            colour = theme.neutral if name == neutral else theme.colours[place % len(theme.colours)]
+            starts = [100 * sum(part.get(before, 0.0) for before in names[:place]) for part in parts.values()]
+            widths = [100 * part.get(name, 0.0) for part in parts.values()]
+            axes.barh(
+                range(len(parts)),
+                widths,
+                left=starts,
+                height=0.5,
+                color=colour,
+                label=_short(name),
+                edgecolor=theme.paper,
+            )
+            for line, (start, width) in enumerate(zip(starts, widths, strict=True)):
+                if width >= 9:
+                    axes.text(
+                        start + width / 2, line, f"{width:.0f}", ha="center", va="center", color=_on(colour), fontsize=8
+                    )
+        for line, name in enumerate(parts):
+            axes.text(0, line - 0.3, _short(name, 44), va="bottom")
+        axes.set_ylim(len(parts) - 0.6, -0.75)
+        axes.set_xlim(0, 100)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel(label)
+
+    return 0.5 * len(parts) + 0.1, paint
+
+
+def _look(name: str, names: Sequence[str], theme: Theme) -> dict[str, Any]:
+    """Colour and mark of a contestant, the same in every figure; the baseline comes first and is grey."""
+    place = list(names).index(name)
+    colour = theme.neutral if place == 0 else theme.colours[(place - 1) % len(theme.colours)]
+    return {"label": _short(name), "color": colour, "marker": MARKS[place % len(MARKS)]}
+
+
+def _names(rows: Iterable[Row | Record]) -> list[str]:
+    """The contestants in the order that gives them their colours; the first place is kept for the baseline."""
+    kinds = {row.contestant: row.kind for row in rows}
+    plain = [name for name, kind in kinds.items() if kind == PLAIN]
+    return [plain[0] if plain else "", *(name for name in kinds if name not in plain[:1])]
+
+
+def _short(name: str, most: int = 20) -> str:
+    """Long enough to be known, short enough for a phone; the middle is the part that can go."""
+    name = " ".join(name.split())
+    return name if len(name) <= most else f"{name[: most - most // 3 - 1]}…{name[-(most // 3) :]}"
+
+
+def _on(colour: str) -> str:
+    """Black or white, whichever can be read on a colour."""
+    red, green, blue = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    return "#000000" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "#ffffff"
+
+
+# ---- how it is said ----------------------------------------------------------------------------------------------
+
+
+def _sentence(clauses: Iterable[str], most: int = 5) -> str:
+    found = list(clauses)
+    rest = f"; {len(found) - most} more are in the summary table" if len(found) > most else ""
+    return "; ".join(found[:most]) + rest + "."
+
+
+def _range(row: Row, told: Sequence[Row]) -> str:
+    """Where a contestant is best and where it is worst."""
+    own = [
+        (other.speed_up.value, other.category)
+        for other in told
+        if other.contestant == row.contestant and other.category != ALL and other.speed_up
+    ]
+    if len(own) < 2:
+        return ""
+    (worst, where), (best, there) = min(own), max(own)
+    return f", from {worst:.2f} in {where} to {best:.2f} in {there}"
+
+
+def _largest(part: Mapping[str, float]) -> str:
+    """`61 % in score and 20 % in draft`."""
+    top = sorted(part.items(), key=lambda pair: -pair[1])[:2]
+    return " and ".join(f"{share:.0%} in {name}" for name, share in top)

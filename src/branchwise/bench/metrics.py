@@ -1,0 +1,471 @@
+"""What records say: each number is defined here once, and everything that shows a number asks for it here.
+
+A function takes the records of one contestant and leaves out those that cannot tell; where none can, the answer is
+None. `seconds` of a record is the clock of its whole group, so it is counted once for the group. Where `records` are
+only a part of the groups, as the records of one category may be, `among` holds them all, and a request answers for its
+equal share of the clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile, zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from scipy.special import ndtr, stdtrit  # type: ignore[import-untyped]
+
+from branchwise.bench.records import PLAIN, Difference, Key, Record
+from branchwise.stats import PHASES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ALL = "all"
+"""the category of a row over all categories"""
+OTHER = "other"
+"""the phase of the time that no phase has"""
+ABSENT = "–"
+DRAWS = 4000
+"""of the bootstrap"""
+
+
+# ---- time --------------------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Requests that ran together. The state is a part of it, since cold and warm runs may be read together."""
+
+    contestant: str
+    state: str
+    round: int
+    turn: int
+    name: str
+
+
+def group_of(record: Record) -> Group:
+    return Group(record.contestant, record.state, record.round, record.turn, record.group)
+
+
+def group_sizes(records: Iterable[Record]) -> dict[Group, int]:
+    """How many items each group has; an item counts once, also where files of several runs are read together."""
+    items: dict[Group, set[str]] = {}
+    for record in records:
+        items.setdefault(group_of(record), set()).add(record.item)
+    return {group: len(found) for group, found in items.items()}
+
+
+def shares(records: Sequence[Record], among: Sequence[Record] | None = None) -> list[float]:
+    """The seconds that each request answers for: an equal share of its group's clock."""
+    sizes = group_sizes(records if among is None else among)
+    return [record.seconds / sizes[group_of(record)] for record in records]
+
+
+def tokens_per_second(records: Sequence[Record], among: Sequence[Record] | None = None) -> float | None:
+    """Emitted tokens over the clocks of all groups, prefill included."""
+    return _over(sum(record.tokens for record in records), sum(shares(records, among)))
+
+
+def phase_shares(records: Sequence[Record], among: Sequence[Record] | None = None) -> dict[str, float] | None:
+    """Where the time went: shares that sum to 1, with `other` for what no phase has.
+
+    The requests of a group are prefilled one after another and then step together: a prefill is a request's own, and of
+    the other phases the request that ran longest has seen all.
+    """
+    among = records if among is None else among
+    sizes = group_sizes(among)
+    seen: dict[tuple[Group, float], dict[str, float]] = {}
+    for record in among:
+        longest = seen.setdefault((group_of(record), record.seconds), {})
+        for name, spent in record.phases.items():
+            longest[name] = max(spent, longest.get(name, 0.0))
+    told = [record for record in records if record.phases]
+    sums: dict[str, float] = {}
+    for record in told:
+        for name, longest_spent in seen[group_of(record), record.seconds].items():
+            own = record.phases.get(name, 0.0) if name == "prefill" else longest_spent / sizes[group_of(record)]
+            sums[name] = sums.get(name, 0.0) + own
+    if not any(sums.values()):
+        return None
+    sums[OTHER] = max(0.0, sum(shares(told, among)) - sum(sums.values()))
+    whole = sum(sums.values())
+    order = ("prefill", *PHASES, *(name for name in sums if name not in ("prefill", *PHASES, OTHER)), OTHER)
+    return {name: sums[name] / whole for name in order if name in sums}
+
+
+# ---- speed-up ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster than the baseline, with a 95 % interval."""
+
+    value: float
+    low: float | None
+    high: float | None
+    units: int
+    """items, or batches of items, that it rests on; with one there is no interval"""
+
+
+def speed_up(
+    records: Sequence[Record],
+    baseline: Sequence[Record],
+    among: Sequence[Record] | None = None,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Ratio | None:
+    """The baseline's time per token over the contestant's, on the requests that both have done.
+
+    The interval is a bootstrap over items, because prompts differ more than rounds do. Items of one batch share a clock
+    and are drawn together. Its quantiles are widened for small samples (Hesterberg, What Teachers Should Know About the
+    Bootstrap, 2015: the expanded percentile interval), without which ten items would give intervals that are too short.
+    """
+    among = [*records, *baseline] if among is None else among
+    both = {_asked(record) for record in records} & {_asked(record) for record in baseline}
+    sides = [[record for record in side if _asked(record) in both] for side in (baseline, records)]
+    unit = _units([*sides[0], *sides[1]])
+    sums = np.zeros((len(set(unit.values())), 4))  # columns: seconds and tokens of the baseline, then of the contestant
+    for column, side in zip((0, 2), sides, strict=True):
+        for record, spent in zip(side, shares(side, among), strict=True):
+            sums[unit[record.item], column : column + 2] += spent, record.tokens
+    whole = sums.sum(axis=0)
+    if not whole.all():
+        return None
+    value, count = float(_ratio(whole)), len(sums)
+    if count == 1:
+        return Ratio(value, None, None, 1)
+    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=draws)
+    drawn = weights @ sums
+    drawn = drawn[drawn.all(axis=1)]
+    tail = float(ndtr(np.sqrt(count / (count - 1)) * stdtrit(count - 1, 0.025)))
+    low, high = np.quantile(_ratio(drawn), (tail, 1 - tail))
+    return Ratio(value, float(low), float(high), count)
+
+
+def _ratio(sums: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
+    return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+
+
+def _asked(record: Record) -> tuple[str, int, int, str]:
+    """What two contestants must share to be compared; runs in different states have clocks of their own."""
+    return record.item, record.turn, record.round, record.state
+
+
+def _units(records: Iterable[Record]) -> dict[str, int]:
+    """A number for each item, the same for items that ever ran in one group."""
+    leader: dict[str, str] = {}
+
+    def lead(item: str) -> str:
+        while leader.setdefault(item, item) != item:
+            item = leader[item]
+        return item
+
+    first: dict[Group, str] = {}
+    for record in records:
+        leader[lead(record.item)] = lead(first.setdefault(group_of(record), record.item))
+    numbers: dict[str, int] = {}
+    return {item: numbers.setdefault(lead(item), len(numbers)) for item in leader}
+
+
+# ---- speculation -------------------------------------------------------------------------------------------------
+
+
+def _over(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
+def _per_step(records: Sequence[Record], count: Callable[[Record], int | None]) -> float | None:
+    """The sum of a count over the sum of steps, of the records that have both."""
+    told = [(counted, record.steps) for record in records if (counted := count(record)) is not None and record.steps]
+    return _over(sum(counted for counted, _ in told), sum(steps for _, steps in told))
+
+
+def mean_acceptance_length(records: Sequence[Record]) -> float | None:
+    """1 + accepted drafts per step: what vLLM calls so. The last step counts whole where a text ends within it."""
+    accepted = _per_step(records, lambda record: record.accepted)
+    return None if accepted is None else 1 + accepted
+
+
+def block_efficiency(records: Sequence[Record]) -> float | None:
+    """Emitted tokens per step."""
+    return _per_step(records, lambda record: record.tokens)
+
+
+def nodes_per_step(records: Sequence[Record]) -> float | None:
+    """What a pass of the target scores for one text: the drafted nodes and the root."""
+    drafted = _per_step(records, lambda record: record.drafted)
+    return None if drafted is None else 1 + drafted
+
+
+def target_passes_per_step(records: Sequence[Record]) -> float | None:
+    return _passes_per_step(records, lambda record: record.target_passes)
+
+
+def draft_passes_per_step(records: Sequence[Record]) -> float | None:
+    return _passes_per_step(records, lambda record: record.draft_passes)
+
+
+def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | None]) -> float | None:
+    """A pass serves all texts of a group, so a group has the passes and the steps of the text that ran longest."""
+    longest: dict[tuple[Group, float], tuple[int, int]] = {}
+    for record in records:
+        passes = count(record)
+        if passes is not None and record.steps:
+            most = longest.get(key := (group_of(record), record.seconds), (0, 0))
+            longest[key] = max(passes, most[0]), max(record.steps, most[1])
+    return _over(sum(passes for passes, _ in longest.values()), sum(steps for _, steps in longest.values()))
+
+
+def memory_bound_speed_up(records: Sequence[Record], draft_cost: float | None = None) -> float | None:
+    """MBSU, the speed-up if time were bytes read: block efficiency / (1 + draft cost · draft passes per step).
+
+    `draft_cost` is the bytes of the draft model over those of the target. It is not needed where no draft model runs.
+    """
+    efficiency, passes = block_efficiency(records), draft_passes_per_step(records)
+    if efficiency is None or passes is None or (passes and draft_cost is None):
+        return None
+    return efficiency / (1 + (draft_cost or 0.0) * passes)
+
+
+def acceptance_per_depth(records: Sequence[Record]) -> tuple[float, ...]:
+    """Of the steps whose tree reached a depth, the share that accepted a node there; index d - 1 is depth d."""
+    drafted, accepted = (sum_per_depth(records, name) for name in ("drafted_per_depth", "accepted_per_depth"))
+    pairs = takewhile(lambda pair: pair[0], zip_longest(drafted, accepted, fillvalue=0))
+    return tuple(taken / reached for reached, taken in pairs)
+
+
+def sum_per_depth(records: Sequence[Record], field: str) -> list[int]:
+    """Counts per depth, summed; a record that never went so deep counts nothing there."""
+    rows = [getattr(record, field) for record in records]
+    return [sum(row[depth] for row in rows if depth < len(row)) for depth in range(max(map(len, rows), default=0))]
+
+
+def tokens_by_source(records: Sequence[Record]) -> dict[str, int]:
+    """Emitted tokens by who proposed them, the largest first."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts.update(record.by_source)
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+# ---- fidelity and content ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Equality:
+    """How many answers are the baseline's, token for token."""
+
+    compared: int
+    equal: int
+    differences: tuple[tuple[Key, Difference], ...]
+    """where each of the others parts from it"""
+
+    @property
+    def max_gap(self) -> float | None:
+        """The widest gap between the target's logits at a first difference: near 0 for a near-tie."""
+        return max((found.gap for _, found in self.differences if found.gap is not None), default=None)
+
+
+def equality(records: Sequence[Record]) -> Equality | None:
+    compared = [record for record in records if record.equal is not None]
+    if not compared:
+        return None
+    apart = tuple((record.key, record.difference) for record in compared if record.difference is not None)
+    return Equality(len(compared), sum(record.equal is True for record in compared), apart)
+
+
+def accuracy(records: Sequence[Record]) -> float | None:
+    """The share of right answers among those that could be checked."""
+    checked = [record.correct for record in records if record.correct is not None]
+    return _over(sum(checked), len(checked))
+
+
+def output_length(records: Sequence[Record]) -> float | None:
+    """The mean number of tokens of an answer."""
+    return _over(sum(record.tokens for record in records), len(records))
+
+
+def repeat_rate(records: Sequence[Record], size: int = 4) -> float | None:
+    """The share of an answer's runs of four tokens that it had written before: high where a model loops."""
+    seen = new = 0
+    for record in records:
+        runs = max(0, len(record.ids) - size + 1)
+        distinct = len(set(zip(*(record.ids[start:] for start in range(size)), strict=False)))
+        seen, new = seen + runs - distinct, new + distinct
+    return _over(seen, seen + new)
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """All numbers of one contestant in one category, or in all. None is what its records do not tell."""
+
+    contestant: str
+    kind: str
+    category: str
+    state: str
+    """cold or warm; both where the records are mixed"""
+    items: int
+    requests: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    speed_up: Ratio | None
+    """None for the baseline"""
+    mean_acceptance_length: float | None
+    block_efficiency: float | None
+    memory_bound_speed_up: float | None
+    nodes_per_step: float | None
+    target_passes_per_step: float | None
+    draft_passes_per_step: float | None
+    acceptance_per_depth: tuple[float, ...]
+    phase_shares: dict[str, float] | None
+    tokens_by_source: dict[str, int]
+    equality: Equality | None
+    accuracy: float | None
+    output_length: float | None
+    repeat_rate: float | None
+
+
+def by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each contestant, the baseline first, the others as they came."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.contestant, []).append(record)
+    return dict(sorted(found.items(), key=lambda pair: pair[1][0].kind != PLAIN))
+
+
+def categories(records: Iterable[Record]) -> list[str]:
+    return list(dict.fromkeys(record.category for record in records))
+
+
+def summarise(records: Sequence[Record], draft_costs: Mapping[str, float] | None = None) -> list[Row]:
+    """For each contestant a row over all categories, then one for each; `draft_costs` by contestant are for MBSU."""
+    costs = draft_costs or {}
+    baseline = [record for record in records if record.kind == PLAIN]
+    rows = []
+    for name, own in by_contestant(records).items():
+        among = own if own[0].kind == PLAIN else [*own, *baseline]
+        rows.append(_row(ALL, own, baseline, among, costs.get(name)))
+        for category in categories(records):
+            mine, base = ([record for record in side if record.category == category] for side in (own, baseline))
+            if mine:
+                rows.append(_row(category, mine, base, among, costs.get(name)))
+    return rows
+
+
+def _row(
+    category: str, own: list[Record], baseline: list[Record], among: Sequence[Record], draft_cost: float | None
+) -> Row:
+    states = {record.state for record in own}
+    return Row(
+        contestant=own[0].contestant,
+        kind=own[0].kind,
+        category=category,
+        state=states.pop() if len(states) == 1 else "both",
+        items=len({record.item for record in own}),
+        requests=len(own),
+        tokens=sum(record.tokens for record in own),
+        seconds=sum(shares(own, among)),
+        tokens_per_second=tokens_per_second(own, among),
+        speed_up=None if own[0].kind == PLAIN else speed_up(own, baseline, among),
+        mean_acceptance_length=mean_acceptance_length(own),
+        block_efficiency=block_efficiency(own),
+        memory_bound_speed_up=memory_bound_speed_up(own, draft_cost),
+        nodes_per_step=nodes_per_step(own),
+        target_passes_per_step=target_passes_per_step(own),
+        draft_passes_per_step=draft_passes_per_step(own),
+        acceptance_per_depth=acceptance_per_depth(own),
+        phase_shares=phase_shares(own, among),
+        tokens_by_source=tokens_by_source(own),
+        equality=equality(own),
+        accuracy=accuracy(own),
+        output_length=output_length(own),
+        repeat_rate=repeat_rate(own),
+    )
+
+
+def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows as plain values for `json.dumps`; what is absent is null."""
+    plain = []
+    for row in rows:
+        values = dataclasses.asdict(row)
+        if row.equality is not None:
+            apart = [{**key._asdict(), **dataclasses.asdict(found)} for key, found in row.equality.differences]
+            values["equality"] |= {"differences": apart, "max_gap": row.equality.max_gap}
+        plain.append(values)
+    return plain
+
+
+# ---- for people --------------------------------------------------------------------------------------------------
+
+
+def shown(value: float | None, pattern: str = ".2f") -> str:
+    return ABSENT if value is None else format(value, pattern)
+
+
+def shown_ratio(ratio: Ratio | None) -> str:
+    """`1.88 [1.31, 2.40]`."""
+    if ratio is None:
+        return ABSENT
+    interval = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{ratio.value:.2f}{interval}"
+
+
+def _shown_equality(row: Row) -> str:
+    return ABSENT if row.equality is None else f"{row.equality.equal}/{row.equality.compared}"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "contestant": lambda row: row.contestant,
+    "category": lambda row: row.category,
+    "tokens/s": lambda row: shown(row.tokens_per_second, ".1f"),
+    "speed-up": lambda row: shown_ratio(row.speed_up),
+    "acceptance": lambda row: shown(row.mean_acceptance_length),
+    "tokens/step": lambda row: shown(row.block_efficiency),
+    "nodes/step": lambda row: shown(row.nodes_per_step, ".1f"),
+    "MBSU": lambda row: shown(row.memory_bound_speed_up),
+    "equal": _shown_equality,
+    "max gap": lambda row: shown(row.equality.max_gap if row.equality else None, ".3g"),
+    "accuracy": lambda row: shown(row.accuracy, ".1%"),
+    "length": lambda row: shown(row.output_length, ".1f"),
+    "repeats": lambda row: shown(row.repeat_rate, ".1%"),
+}
+LEFT = ("contestant", "category")
+"""columns of words; the others are numbers"""
+
+
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and texts of a table; a column that no row can fill is left out."""
+    full = {title: [show(row) for row in rows] for title, show in COLUMNS.items()}
+    kept = {title: texts for title, texts in full.items() if set(texts) != {ABSENT}}
+    if {row.category for row in rows} == {ALL}:
+        kept.pop("category")
+    return list(kept), [list(line) for line in zip(*kept.values(), strict=True)]
+
+
+def in_order(rows: Sequence[Row], per_category: bool) -> list[Row]:
+    """The rows over all categories first, then, if asked for, each category with all its contestants."""
+    overall = [row for row in rows if row.category == ALL]
+    names = dict.fromkeys(row.category for row in rows if row.category != ALL)
+    return overall + [row for name in names for row in rows if row.category == name and per_category]
+
+
+def table(rows: Sequence[Row], per_category: bool = False) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    wanted = in_order(rows, per_category)
+    titles, lines = cells(wanted)
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    for title in titles:
+        found.add_column(title, justify="left" if title in LEFT else "right", overflow="fold")
+    ends = {place for place, (row, later) in enumerate(pairwise(wanted)) if row.category != later.category}
+    for place, line in enumerate(lines):
+        found.add_row(*map(Text, line), end_section=place in ends)
+    return found

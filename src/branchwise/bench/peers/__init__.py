@@ -1,0 +1,46 @@
+"""Peers: what others would write the same answers with, behind the same verb.
+
+    transformers                        `generate` on the very weights that we run
+    transformers-lookup[:tokens=10]     the same with its prompt lookup
+    transformers-assisted:MODEL         the same with a smaller model that drafts
+    llama.cpp[:PATH.gguf]               llama.cpp in this process, by the package xllamacpp
+    openai:URL[,model=NAME]             any OpenAI-compatible server
+
+A peer starts from the same token ids, is asked for the same number of tokens, and is timed from outside like everyone.
+Adding one is a file with a class of this shape and a line in `PEERS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from branchwise.bench.contest import Contestant
+from branchwise.errors import UsageError
+from branchwise.llm import LLM
+from branchwise.registry import Registry
+
+PEERS = Registry(
+    "peer",
+    {
+        "llama.cpp": "branchwise.bench.peers.llamacpp:LlamaCpp",
+        "openai": "branchwise.bench.peers.openai:OpenAI",
+        "transformers": "branchwise.bench.peers.transformers:Plain",
+        "transformers-assisted": "branchwise.bench.peers.transformers:Assisted",
+        "transformers-lookup": "branchwise.bench.peers.transformers:Lookup",
+    },
+)
+
+
+def build_peer(spec: str, llm: LLM, *, threads: int | None = None) -> Contestant:
+    """The peer of a spec, for the model that `llm` runs; `threads` are for peers that keep threads of their own."""
+    name, colon, place = (part.strip() for part in spec.partition(":"))
+    part = PEERS.find(name)
+    usage: str | None = getattr(part, "usage", None)
+    if usage is None:
+        peer: Any = PEERS.build(spec, name=spec, llm=llm, threads=threads)
+    else:
+        # What follows is one path or address, which may hold ':', ',' and '=' itself.
+        if colon and not place:
+            raise UsageError(f"Nothing follows the colon of {spec!r}; write it as {usage}.")
+        peer = part(place or None, name=spec, llm=llm, threads=threads)
+    return peer  # type: ignore[no-any-return]

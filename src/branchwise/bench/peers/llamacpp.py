@@ -1,0 +1,148 @@
+"""llama.cpp in this process, on the GGUF file that our weights come from.
+
+xllamacpp wraps llama.cpp's own server; requests go to it by a call, not through the network. The weights stay
+quantised, as its users run them, while ours were dequantised: the law is nearly, not exactly, the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from branchwise.bench.contest import Answer, Asked
+from branchwise.bench.ours import synchronized
+from branchwise.bench.records import PEER
+from branchwise.errors import ModelError, PairingError, UsageError
+from branchwise.llm import LLM
+from branchwise.models import ALIASES, gguf_path
+from branchwise.models.gguf import read_header
+
+SHORTEST_CONTEXT = 1024
+"""tokens for each sequence; more are taken when a prompt needs them, in powers of two, so that it happens rarely"""
+
+
+class LlamaCpp:
+    """Prompts of a batch run together, each in a slot of its own."""
+
+    kind = PEER
+    comparable = False
+    usage = "llama.cpp:PATH.gguf"
+
+    def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None) -> None:
+        try:
+            self._library: Any = importlib.import_module("xllamacpp")
+        except ImportError:
+            raise UsageError(
+                "Peer 'llama.cpp' needs the package xllamacpp, which is not here. "
+                "Install it with: pip install 'branchwise[peers]'"
+            ) from None
+        self.name = name
+        self._path = _gguf(place or llm.name, given=place is not None)
+        words = len(read_header(self._path).metadata.get("tokenizer.ggml.tokens", ()))
+        if words != llm.engine.target.vocabulary:
+            raise PairingError(
+                f"{self._path} has a vocabulary of {words} tokens and {llm.name} one of {llm.engine.target.vocabulary}; "
+                "give the GGUF file of the same model."
+            )
+        self._llm = llm
+        # Its threads spin while they wait: more of them than free cores are far slower than one.
+        self._threads = threads or torch.get_num_threads()
+        self._slots = self._context = 0
+        self._server: Any = None
+
+    def forget(self) -> None: ...
+
+    def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
+        self._make_room(len(prompts), max(map(len, prompts)) + asked.max_new_tokens)
+        requests = [self._request(prompt, asked, number) for number, prompt in enumerate(prompts)]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            start = synchronized(torch.device("cpu"))
+            found = list(pool.map(self._server.handle_completions, requests))
+            seconds = synchronized(torch.device("cpu")) - start
+        return [self._answer(reply, asked, seconds) for reply in found]
+
+    def _request(self, prompt: Sequence[int], asked: Asked, number: int) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "prompt": list(prompt),
+            "max_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "top_k": asked.top_k,
+            "top_p": asked.top_p,
+            "min_p": 0.0,
+            "cache_prompt": False,  # every request pays for its own prefill, as everyone's does
+            "return_tokens": True,
+            "verbose": True,  # the tokens come with it
+            "ignore_eos": not asked.stop_tokens,
+            "logit_bias": [[token, False] for token in sorted(asked.forbidden)],
+        }
+        if asked.seeds:
+            request["seed"] = asked.seeds[number] % (1 << 32)
+        return request
+
+    def _answer(self, reply: dict[str, Any], asked: Asked, seconds: float) -> Answer:
+        if "error" in reply:
+            said = str(reply["error"].get("message", reply["error"])).rstrip(".")
+            raise UsageError(f"llama.cpp refused a prompt: {said}.")
+        choice, times = reply["choices"][0], reply.get("timings") or {}
+        text, counted_by = str(choice["text"]), "ids"
+        ids = (reply.get("__verbose") or {}).get("tokens")
+        if ids is None:
+            ids, counted_by = self._llm.tokenizer(text, add_special_tokens=False)["input_ids"], "retokenised"
+        # llama.cpp ends at the ends of text that it finds in the file; those that were asked for may be others.
+        end = next((number for number, token in enumerate(ids, 1) if token in asked.stop_tokens), None)
+        ended = end is not None or choice["finish_reason"] == "stop"
+        phases = {"prefill": times.get("prompt_ms"), "decode": times.get("predicted_ms")}
+        return Answer(
+            ids=list(ids[:end]),
+            finish_reason="stop" if ended else "length",
+            seconds=seconds,
+            text=None if end is not None and end < len(ids) else text,
+            counted_by=counted_by,
+            phases={phase: value / 1e3 for phase, value in phases.items() if value is not None},
+        )
+
+    def _make_room(self, slots: int, tokens: int) -> None:
+        """A server with at least so many slots of so many tokens; loading the file again is not on anyone's clock."""
+        if slots <= self._slots and tokens <= self._context:
+            return
+        self._slots = max(slots, self._slots)
+        # One more: it stops where a slot is full.
+        self._context = max(SHORTEST_CONTEXT, self._context, 1 << tokens.bit_length())
+        self._server = None  # frees the memory of the last one
+        params = self._library.CommonParams()
+        params.model.path = str(self._path)
+        params.n_parallel = self._slots
+        params.n_ctx = self._slots * self._context
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._threads
+        params.cache_ram_mib = 0
+        params.verbosity = -1  # it writes to stderr otherwise
+        params.ui = False
+        if self._llm.model.device.type == "cpu":
+            params.n_gpu_layers = 0
+        try:
+            self._server = self._library.Server(params)
+        except RuntimeError:
+            self._slots = self._context = 0
+            raise ModelError(
+                f"llama.cpp cannot load {self._path} with a context of {params.n_ctx} tokens; is there memory for it, "
+                "and does this version of xllamacpp know the model?"
+            ) from None
+
+
+def _gguf(place: str, *, given: bool) -> Path:
+    """The file to run: the one that was given, else the one that the model was loaded from."""
+    if place in ALIASES:
+        return gguf_path(place)
+    path = Path(place).expanduser()
+    if path.is_file() and (given or path.suffix == ".gguf"):
+        return path
+    if given:
+        raise ModelError(f"There is no file {place!r} for llama.cpp. Check the path.")
+    raise UsageError(
+        f"llama.cpp reads GGUF files, and {place} was loaded from something else; give one as {LlamaCpp.usage}."
+    )

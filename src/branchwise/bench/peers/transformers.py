@@ -1,0 +1,225 @@
+"""transformers' own `generate`, on the weights that we run: plain, with prompt lookup, and with an assistant.
+
+Outside a pass our target leaves the model as it found it, so `generate` attends as it always does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from branchwise.bench.contest import Answer, Asked
+from branchwise.bench.ours import synchronized
+from branchwise.bench.records import PEER
+from branchwise.errors import PairingError, UsageError
+from branchwise.llm import LLM
+from branchwise.models import load_model
+from branchwise.models.show import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Plain:
+    """One token a pass. A batch is padded on the left."""
+
+    kind = PEER
+    comparable = False
+
+    def __init__(self, *, name: str, llm: LLM) -> None:
+        self.name = name
+        self._model: PreTrainedModel = llm.model
+        known = (llm.tokenizer.pad_token_id, llm.tokenizer.eos_token_id, 0)
+        self._pad = next(token for token in known if token is not None)
+
+    def forget(self) -> None: ...
+
+    def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
+        width = max(map(len, prompts))
+        rows = [[self._pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        with self._generating(asked):
+            start = synchronized(self._model.device)
+            written = self._generate(rows, mask, asked)
+            seconds = synchronized(self._model.device) - start
+        answers = [_answer(row, asked, seconds) for row in written.tolist()]
+        for answer in answers:
+            tokens = len(answer.ids)
+            answer.steps = answer.target_passes = tokens
+            answer.drafted = answer.accepted = answer.draft_passes = 0
+            answer.by_source = {"target": tokens}
+        return answers
+
+    def _generate(self, rows: list[list[int]], mask: list[list[int]], asked: Asked, **more: Any) -> Tensor:
+        """(batch, new tokens): what follows each row; one that ended early is padded on the right."""
+        device = self._model.device
+        generate: Any = self._model.generate
+        found: Tensor = generate(
+            torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            generation_config=_config(asked, self._pad, self._options()),
+            **more,
+        )
+        return found[:, len(rows[0]) :]
+
+    def _options(self) -> dict[str, Any]:
+        """What else the generation config says."""
+        return {}
+
+    @contextlib.contextmanager
+    def _generating(self, asked: Asked) -> Iterator[None]:
+        """Nothing written to the screen, nothing that a checkpoint recommends, and the seed that was asked for.
+
+        A checkpoint's generation config may hold penalties and cuts, which `generate` would add to what is asked.
+        """
+        recommended = self._model.generation_config
+        device = self._model.device
+        self._model.generation_config = GenerationConfig()
+        try:
+            with quiet(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                if asked.seeds:
+                    torch.manual_seed(asked.seeds[0])
+                yield
+        finally:
+            self._model.generation_config = recommended
+
+
+class Drafting(Plain):
+    """Several tokens a pass. `generate` drafts for one sequence only, so the prompts of a batch are written one after
+    the other, as its users have to do; each answer says how long they took together."""
+
+    source: str
+    """who proposes"""
+
+    def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
+        answers = []
+        start = synchronized(self._model.device)
+        for number, prompt in enumerate(prompts):
+            own = Asked(**{**vars(asked), "seeds": asked.seeds[number : number + 1]})
+            answers.append(self._write(list(prompt), own))
+        seconds = synchronized(self._model.device) - start
+        for answer in answers:
+            answer.seconds = seconds
+        return answers
+
+    def _write(self, prompt: list[int], asked: Asked) -> Answer:
+        """`generate` does not tell what was drafted; the widths of the passes do.
+
+        Its first pass takes the prompt and the first draft together, so every pass is a step: it emits one token of
+        the target and those of the draft before it that fit.
+        """
+        with self._generating(asked), _widths(self._model) as widths:
+            [written] = self._generate([prompt], [[1] * len(prompt)], asked, **self._helper()).tolist()
+        answer = _answer(written, asked, seconds=0.0)
+        answer.steps = answer.target_passes = len(widths)
+        answer.drafted = sum(widths) - len(prompt) - (len(widths) - 1)
+        answer.accepted = len(answer.ids) - len(widths)
+        answer.draft_passes = 0
+        answer.by_source = {"target": len(widths), self.source: answer.accepted}
+        return answer
+
+    def _helper(self) -> dict[str, Any]:
+        return {}
+
+
+class Lookup(Drafting):
+    """Saxena's prompt lookup, as transformers has it."""
+
+    source = "lookup"
+
+    def __init__(self, tokens: int = 10, *, name: str, llm: LLM) -> None:
+        super().__init__(name=name, llm=llm)
+        if tokens < 1:
+            raise UsageError(f"tokens must be at least 1, not {tokens}.")
+        self._tokens = tokens
+
+    def _options(self) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": self._tokens}
+
+
+class Assisted(Drafting):
+    """A smaller model drafts; its length of draft is what transformers and the checkpoint choose."""
+
+    source = "assistant"
+    usage = "transformers-assisted:MODEL"
+
+    def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None = None) -> None:
+        super().__init__(name=name, llm=llm)
+        if place is None:
+            raise UsageError(f"Peer 'transformers-assisted' needs a model that drafts; write it as {self.usage}.")
+        self._assistant, tokenizer = load_model(place, dtype=llm.model.dtype, device=str(llm.model.device))
+        sizes = [model.config.get_text_config().vocab_size for model in (llm.model, self._assistant)]
+        if sizes[0] != sizes[1] or tokenizer.get_vocab() != llm.tokenizer.get_vocab():
+            raise PairingError(
+                f"{place} has another vocabulary than {llm.name}, so it cannot draft for it; take a model with the "
+                "same tokenizer."
+            )
+        # With some schedules transformers leaves in the assistant how long the drafts were at last.
+        self._length = self._lengths.num_assistant_tokens
+
+    def forget(self) -> None:
+        self._lengths.num_assistant_tokens = self._length
+
+    def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
+        return super().write(prompts, asked)
+
+    def _write(self, prompt: list[int], asked: Asked) -> Answer:
+        with _widths(self._assistant) as widths:
+            answer = super()._write(prompt, asked)
+        answer.draft_passes = len(widths)
+        return answer
+
+    def _helper(self) -> dict[str, Any]:
+        return {"assistant_model": self._assistant}
+
+    @property
+    def _lengths(self) -> Any:
+        return self._assistant.generation_config
+
+
+def _config(asked: Asked, pad: int, options: dict[str, Any]) -> GenerationConfig:
+    sampling = {"do_sample": False}
+    if asked.temperature > 0:
+        sampling = {
+            "do_sample": True,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k,
+        }  # type: ignore[dict-item]
+    build: Any = GenerationConfig
+    config: GenerationConfig = build(
+        max_new_tokens=asked.max_new_tokens,
+        eos_token_id=sorted(asked.stop_tokens) or None,
+        suppress_tokens=sorted(asked.forbidden) or None,
+        pad_token_id=pad,
+        **sampling,
+        **options,
+    )
+    return config
+
+
+def _answer(written: list[int], asked: Asked, seconds: float) -> Answer:
+    """The row up to its first stop token; what stands behind is padding."""
+    ends = (number for number, token in enumerate(written, 1) if token in asked.stop_tokens)
+    end = next(ends, None)
+    return Answer(written[:end], "length" if end is None else "stop", seconds)
+
+
+@contextlib.contextmanager
+def _widths(model: nn.Module) -> Iterator[list[int]]:
+    """How many tokens each pass of the model takes, while the context is open."""
+    widths: list[int] = []
+
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        widths.append(kwargs["input_ids"].shape[1])
+
+    handle = model.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        yield widths
+    finally:
+        handle.remove()

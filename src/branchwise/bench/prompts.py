@@ -1,0 +1,302 @@
+"""Where items come from: prompt files in the forms that benchmarks are published in, told apart by what is in them.
+
+    form          a line                                      item
+    Spec-Bench    {"question_id", "category", "turns"}        a dialogue; so is MT-bench
+    HumanEval     {"task_id", "prompt", …}                    a text to continue as it is, category "code"
+    GSM8K         {"question", "answer": "… #### 18"}         a question with a checker, category "math"
+    ours          {"prompt"}                                  a question, category "prompts"
+    plain text    any line that is not empty                  a question, category "prompts"
+
+The first four are JSON lines; any of them may be packed with gzip. The first line tells the form, and every other line
+must have it. A line of plain text is one prompt, so a prompt of several lines needs one of the other forms.
+
+Spec-Bench holds the 80 dialogues of MT-bench as eight categories of ten (writing, roleplay, reasoning, math, coding,
+extraction, stem, humanities). They keep these names: there is no category "mt-bench" here, and a mean over the
+thirteen categories weighs MT-bench more than the six tasks of the paper do.
+
+The data sets are not part of Branchwise. They are read where they lie, and never copied.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+from branchwise.bench.items import Item
+from branchwise.errors import UnknownName, UsageError
+from branchwise.registry import nearest
+
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
+
+FOLDER_VARIABLE = "BRANCHWISE_DATA"
+
+_SPEC_BENCH_FILES = ("spec_bench.jsonl", "spec_bench/question.jsonl")
+SUITES: dict[str, tuple[str, ...]] = {
+    "spec-bench": _SPEC_BENCH_FILES,
+    "mt-bench": ("mt_bench.jsonl", "mt_bench/question.jsonl", *_SPEC_BENCH_FILES),
+    "humaneval": ("humaneval.jsonl", "HumanEval.jsonl"),
+    "gsm8k": ("gsm8k.jsonl", "gsm8k/test.jsonl"),
+}
+"""the sets that are known by name, and the file names under which they are looked for; each may end in .gz"""
+
+
+def load_items(
+    files: Sequence[Path] = (), suites: Sequence[str] = (), folder: Path | None = None, limit: int | None = None
+) -> list[Item]:
+    """The items of sets known by name, then of files; of each category of a set only the first `limit`."""
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be at least 1, not {limit}.")
+    if not files and not suites:
+        raise UsageError(f"There is nothing to run; name a prompt file or one of the sets {', '.join(SUITES)}.")
+    sources = [(find_suite(name, folder), name) for name in suites] + [(path, None) for path in files]
+    found: dict[str, Path] = {}
+    kept: list[Item] = []
+    for path, suite in sources:
+        taken: Counter[str] = Counter()
+        for item in _items_of(path, suite) if suite else read_items(path):
+            if item.id in found:
+                other = "twice" if found[item.id] == path else f"after {found[item.id]}"
+                raise UsageError(
+                    f"{path} was given {other}, and both have the item {item.id}; give a set once, or rename a file."
+                )
+            found[item.id] = path
+            taken[item.category] += 1
+            if limit is None or taken[item.category] <= limit:
+                kept.append(item)
+    return kept
+
+
+def find_suite(name: str, folder: Path | None = None) -> Path:
+    """The file of a set that is known by name: in `folder`, else in the folder that BRANCHWISE_DATA names."""
+    if name not in SUITES:
+        raise UnknownName(f"Unknown set of prompts {name!r}.{nearest(name, SUITES)} Known: {', '.join(SUITES)}.")
+    named = os.environ.get(FOLDER_VARIABLE)
+    folders = [*([folder] if folder else []), *([Path(named).expanduser()] if named else [])]
+    if not folders:
+        raise UsageError(
+            f"The set {name!r} is not part of Branchwise; name the folder that holds {SUITES[name][0]} "
+            f"with {FOLDER_VARIABLE}."
+        )
+    for place in folders:
+        for file in SUITES[name]:
+            for path in (place / file, place / f"{file}.gz"):
+                if os.path.isfile(path):  # unlike Path.is_file this never raises: a closed folder holds nothing
+                    return path
+    raise UsageError(
+        f"The set {name!r} was not found: none of {', '.join(SUITES[name])}, with or without .gz, lies in "
+        f"{' or '.join(map(str, folders))}; put it there, or name another folder with {FOLDER_VARIABLE}."
+    )
+
+
+def _items_of(path: Path, suite: str) -> list[Item]:
+    """The items of a set that was found by its file name, which may hold something else."""
+    items = read_items(path)
+    if suite == "mt-bench" and items[0].suite == "spec-bench":
+        items = [
+            replace(item, suite=suite, id=item.id.replace("spec-bench", suite, 1))
+            for item in items
+            if item.category in MT_BENCH
+        ]
+    if not items or items[0].suite != suite:
+        raise UsageError(f"{path} has the name of the set {suite!r} but not its form; put the right file there.")
+    return items
+
+
+def read_items(path: Path) -> list[Item]:
+    """The items of a prompt file, in the order of its lines."""
+    # Not splitlines: a line separator of Unicode inside a JSON string ends no line.
+    lines = [(number, line) for number, line in enumerate(_text_of(path).split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"The prompt file {path} is empty; a prompt is a line of text or of JSON.")
+    stem = path.name.split(".")[0] or path.name
+    must_be_json = {".json", ".jsonl"} & set(path.suffixes)
+    if not must_be_json and not lines[0][1].lstrip().startswith("{"):
+        return [Item(f"{stem}/{number}", stem, "prompts", (line.strip(),)) for number, line in lines]
+    entries = [_Line.parse(line, number, path) for number, line in lines]
+    items = _items_from(entries, stem)
+    line_of: dict[str, int] = {}
+    for entry, item in zip(entries, items, strict=True):
+        if item.id in line_of:
+            entry.refuse(f"is another {item.id}, after line {line_of[item.id]}; ids must differ")
+        line_of[item.id] = entry.number
+    return items
+
+
+def _text_of(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder; name a prompt file in it.") from None
+    except OSError as error:
+        raise UsageError(f"The prompt file {path} cannot be read: {error.strerror}.") from None
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error):
+            raise UsageError(f"The prompt file {path} is damaged: gzip cannot unpack it; fetch it again.") from None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"Line {line} of {path} is not UTF-8 text; save the file as UTF-8.") from None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of JSON that knows its place, and takes nothing from it unchecked."""
+
+    values: dict[str, Any]
+    number: int
+    path: Path
+
+    @classmethod
+    def parse(cls, text: str, number: int, path: Path) -> _Line:
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UsageError(f"Line {number} of {path} is not JSON; every line must be one JSON object.") from None
+        if not isinstance(values, dict):
+            raise UsageError(f"Line {number} of {path} is no JSON object; every line must be one.")
+        return cls(values, number, path)
+
+    def refuse(self, why: str) -> NoReturn:
+        raise UsageError(f"Line {self.number} of {self.path} {why}.")
+
+    def take(self, field: str) -> Any:
+        if field not in self.values:
+            self.refuse(f"has no field {field!r}, which lines of its form need")
+        return self.values[field]
+
+    def text(self, field: str) -> str:
+        return self._checked(self.take(field), field)
+
+    def texts(self, field: str) -> tuple[str, ...]:
+        values = self.take(field)
+        if not isinstance(values, list) or not values:
+            self.refuse(f"must have a list of texts as {field!r}, and at least one")
+        return tuple(self._checked(value, field) for value in values)
+
+    def name(self, field: str) -> str:
+        """A text or a whole number, to make an id from."""
+        value = self.take(field)
+        return str(value) if type(value) is int else self._checked(value, field)
+
+    def _checked(self, value: object, field: str) -> str:
+        if not isinstance(value, str):
+            self.refuse(f"has something else than text in {field!r}")
+        if not value.strip():
+            self.refuse(f"has an empty text in {field!r}")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            self.refuse(f"has half of a surrogate pair in {field!r}, which no tokenizer can read")
+        return value
+
+
+_FORMS = '"question_id", "category" and "turns", or "task_id" and "prompt", or "prompt", or "question" and "answer"'
+
+
+def _items_from(entries: list[_Line], stem: str) -> list[Item]:
+    fields = entries[0].values.keys()
+    if fields & {"question_id", "turns"}:
+        return _dialogues(entries, stem)
+    if "task_id" in fields:
+        return [_function(entry) for entry in entries]
+    if "prompt" in fields:
+        return [Item(f"{stem}/{entry.number}", stem, "prompts", (entry.text("prompt"),)) for entry in entries]
+    if not fields & {"question", "answer"}:
+        entries[0].refuse(f"has no form that is known; its fields must be {_FORMS}")
+    return [_word_problem(entry) for entry in entries]
+
+
+def _dialogues(entries: list[_Line], stem: str) -> list[Item]:
+    items = [Item(entry.name("question_id"), "", entry.text("category"), entry.texts("turns")) for entry in entries]
+    categories = {item.category for item in items}
+    suite = "mt-bench" if categories <= set(MT_BENCH) else "spec-bench" if categories <= set(SPEC_BENCH) else stem
+    return [replace(item, id=f"{suite}/{item.id}", suite=suite) for item in items]
+
+
+def _function(entry: _Line) -> Item:
+    name = entry.name("task_id").removeprefix("HumanEval/")
+    return Item(f"humaneval/{name}", "humaneval", "code", (entry.text("prompt"),), raw=True)
+
+
+def _word_problem(entry: _Line) -> Item:
+    """A problem of GSM8K has no name of its own; the number of its line is stable, and finds it in the file."""
+    _, marker, after = entry.text("answer").rpartition("####")
+    value = number_in(after) if marker else None
+    if value is None:
+        entry.refuse("has no number after #### in 'answer', so that no answer could be checked")
+    return Item(f"gsm8k/{entry.number}", "gsm8k", "math", (entry.text("question"),), check=NumberIs(value))
+
+
+@dataclass(frozen=True)
+class NumberIs:
+    """A checker: the answer's number is this one."""
+
+    value: Fraction
+
+    def __call__(self, text: str) -> bool:
+        return number_in(text) == self.value
+
+
+_MARKER = re.compile(r"\banswer(?:\s{1,3}is\b|\*{0,2}\s{0,3}:)|####|(?P<box>\\boxed\s?\{)", re.IGNORECASE)
+_DIGITS = r"[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]+"
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\].])(?P<minus>[-−]))?\\?\$?"  # a minus behind a number or a bracket is a subtraction
+    rf"(?P<value>(?:{_DIGITS})(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:\s?/\s?(?P<below>[0-9]+))?"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s?\{(-?[0-9]{1,20})\}\s?\{([0-9]{1,20})\}")
+_LONGEST_NUMBER = 60
+"""characters; Python refuses to convert numbers of thousands of digits, and no problem has such an answer"""
+
+
+def number_in(text: str) -> Fraction | None:
+    """The number that an answer gives: the last of the line after "Answer:", "####" or in \\boxed{}, else the last.
+
+    Where several places are marked the last one counts that has a number; "the answer is" marks like "Answer:".
+    """
+    text = _FRACTION.sub(r"\1/\2", text.replace("{,}", ",").replace("\\!", "").replace("\\,", ""))
+    lines = (line for part in marked(text) for line in part.split("\n"))
+    for place in (*lines, text):
+        found = None
+        for found in _NUMBER.finditer(place):  # noqa: B007  only the last is wanted
+            pass
+        if found is not None:
+            return _value(found)
+    return None
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    if len(found[0]) > _LONGEST_NUMBER:
+        return None
+    below = int(found["below"] or 1)
+    value = Fraction(found["value"].replace(",", ""))
+    return None if below == 0 else (-value if found["minus"] else value) / below
+
+
+def marked(text: str) -> Iterator[str]:
+    """What stands after each mark of an answer up to the next mark, the last first; of \\boxed{} the inside."""
+    end = len(text)
+    for mark in reversed(list(_MARKER.finditer(text))):
+        part = text[mark.end() : end]
+        yield _up_to_brace(part) if mark["box"] else part
+        end = mark.start()
+
+
+def _up_to_brace(text: str) -> str:
+    depth = 1
+    for place, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:place]
+    return text

@@ -1,0 +1,73 @@
+"""Where a record comes from: code, machine, versions, arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def provenance(device: torch.device, arguments: Mapping[str, Any], commit: str | None = None) -> dict[str, Any]:
+    """`commit` names the code by hand where there is no git to ask; the digest of the source stands beside it."""
+    changes = None if commit else git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": commit or git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "source": source_digest(PACKAGE),
+        "command": " ".join(["branchwise", *sys.argv[1:]]),
+        "arguments": dict(arguments),
+        "versions": versions(),
+        "machine": cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def versions() -> dict[str, str]:
+    import branchwise
+
+    found = {"branchwise": branchwise.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("transformers", "xllamacpp"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_digest(*folders: Path) -> str:
+    """What ran: it tells a commit's own code from a changed one, also where there is no git to ask."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def git(*words: str) -> str | None:
+    """What git says about the code that runs; nothing where it runs from an installed package."""
+    if not any((folder / ".git").exists() for folder in PACKAGE.parents[:2]):
+        return None
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=PACKAGE)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()

@@ -1,0 +1,250 @@
+"""The contest: every contestant on every item, in turn, one record at a time.
+
+Order decides what is compared. Interleaved, all contestants write one item before the next one begins, and who starts
+moves on by one from item to item: a machine that gets slower, or a first call that pays for the rest, meets all alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from branchwise.bench.contest import Answer, Asked, Contestant
+from branchwise.bench.equality import compare, to_compare
+from branchwise.bench.items import Item
+from branchwise.bench.records import Key, Ledger, Record, hash_ids
+from branchwise.errors import UsageError
+from branchwise.llm import LLM
+
+ORDERS = ("interleaved", "sequential")
+
+Progress = Callable[[int, int, str], None]
+"""requests done, requests in all, what is being done"""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is the same for all."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    full_length: bool = False
+    """write on where the model would end, so that all answers have one length"""
+    batch: int = 1
+    rounds: int = 1
+    order: str = "interleaved"
+    state: str = "cold"
+
+    def __post_init__(self) -> None:
+        for name, value in (("max-new-tokens", self.max_new_tokens), ("batch", self.batch), ("repeat", self.rounds)):
+            if value < 1:
+                raise UsageError(f"--{name} must be at least 1, not {value}.")
+        if self.order not in ORDERS:
+            raise UsageError(f"Unknown order {self.order!r}. Known: {', '.join(ORDERS)}.")
+
+
+@dataclass(frozen=True)
+class Play:
+    """One contestant on the items of one group, in one round."""
+
+    contestant: Contestant
+    round: int
+    number: int
+    """of the group"""
+    items: tuple[Item, ...]
+
+    @property
+    def keys(self) -> list[Key]:
+        turns = ((item.id, turn) for item in self.items for turn in range(len(item.turns)))
+        return [Key(self.contestant.name, item, turn, self.round) for item, turn in turns]
+
+
+def plan(contestants: Sequence[Contestant], items: Sequence[Item], rules: Rules) -> list[Play]:
+    """All plays in the order in which they happen."""
+    groups = [tuple(items[start : start + rules.batch]) for start in range(0, len(items), rules.batch)]
+    if rules.order == "sequential":
+        return [
+            Play(contestant, turn, number, group)
+            for contestant in contestants
+            for turn in range(rules.rounds)
+            for number, group in enumerate(groups)
+        ]
+    plays = []
+    for turn in range(rules.rounds):
+        for number, group in enumerate(groups):
+            shift = (turn + number) % len(contestants)
+            rotated = [*contestants[shift:], *contestants[:shift]]
+            plays += [Play(contestant, turn, number, group) for contestant in rotated]
+    return plays
+
+
+@dataclass
+class Contest:
+    """A run over a ledger; what the ledger already holds is not done again."""
+
+    llm: LLM
+    contestants: Sequence[Contestant]
+    items: Sequence[Item]
+    rules: Rules
+    ledger: Ledger
+    run: dict[str, Any]
+    """provenance of every record"""
+    progress: Progress = field(default=lambda done, total, what: None)
+
+    def __post_init__(self) -> None:
+        check_same_run(self.ledger, self.run)
+
+    def play(self) -> None:
+        plays = plan(self.contestants, self.items, self.rules)
+        total = sum(len(play.keys) for play in plays)
+        if all(self._is_done(play) for play in plays):
+            self._compare()
+            return
+        self._warm_up()
+        for place, play in enumerate(plays):
+            self.progress(len(self.ledger.records), total, f"{play.contestant.name}: {play.items[0].id}")
+            learning = self.rules.state == "warm" and getattr(play.contestant, "learns", False)
+            if not self._is_done(play) or (learning and any(not self._is_done(later) for later in plays[place:])):
+                self._play(play)
+            if place + 1 == len(plays) or plays[place + 1].items != play.items:
+                self._compare()
+        self.progress(len(self.ledger.records), total, "done")
+
+    def _is_done(self, play: Play) -> bool:
+        return all(self.ledger.get(key) for key in play.keys)
+
+    def _warm_up(self) -> None:
+        """First calls choose kernels and fill caches; nobody's clock runs yet."""
+        prompt = self.llm.encode(self.items[0].turns[0], raw=self.items[0].raw)
+        asked = Asked(max_new_tokens=4, seeds=(0,), stop_tokens=frozenset())
+        for contestant in self.contestants:
+            self.progress(len(self.ledger.records), 0, f"{contestant.name}: warming up")
+            contestant.write([prompt], asked)
+            contestant.forget()
+
+    def _play(self, play: Play) -> None:
+        """A group of dialogues, turn by turn; each goes on with the answers that this contestant gave."""
+        if self.rules.state == "cold":
+            play.contestant.forget()
+        said: dict[str, list[dict[str, str]]] = {item.id: [] for item in play.items}
+        for turn in range(max(len(item.turns) for item in play.items)):
+            items = [item for item in play.items if turn < len(item.turns)]
+            for item in items:
+                said[item.id].append({"role": "user", "content": item.turns[turn]})
+            keys = [Key(play.contestant.name, item.id, turn, play.round) for item in items]
+            known = [self.ledger.get(key) for key in keys]
+            if not all(known) or (self.rules.state == "warm" and getattr(play.contestant, "learns", False)):
+                prompts = [self._encode(item, said[item.id]) for item in items]
+                answers = play.contestant.write(prompts, self._asked(items, turn, play.round))
+                for item, prompt, answer, record in zip(items, prompts, answers, known, strict=True):
+                    if record is None:
+                        self.ledger.add(self._record(play, item, turn, prompt, answer))
+                known = [self.ledger.get(key) for key in keys]
+            for item, record in zip(items, known, strict=True):
+                assert record is not None
+                said[item.id].append({"role": "assistant", "content": record.text})
+
+    def _encode(self, item: Item, said: list[dict[str, str]]) -> list[int]:
+        return self.llm.encode(item.turns[0], raw=True) if item.raw else self.llm.encode(said)
+
+    def _asked(self, items: Sequence[Item], turn: int, round: int) -> Asked:
+        ends = self.llm.stop_tokens
+        rules = self.rules
+        names = (f"{rules.seed}/{item.id}/{turn}/{round}" for item in items)
+        return Asked(
+            max_new_tokens=rules.max_new_tokens,
+            temperature=rules.temperature,
+            top_p=rules.top_p,
+            top_k=rules.top_k,
+            stop_tokens=frozenset() if rules.full_length else ends,
+            forbidden=ends if rules.full_length else frozenset(),
+            seeds=tuple(zlib.crc32(name.encode()) for name in names),
+        )
+
+    def _record(self, play: Play, item: Item, turn: int, prompt: list[int], answer: Answer) -> Record:
+        ended = answer.finish_reason == "stop" and answer.ids[-1:] and answer.ids[-1] in self.llm.stop_tokens
+        text = answer.text if answer.text is not None else self.llm.decode(answer.ids[:-1] if ended else answer.ids)
+        last = turn == len(item.turns) - 1
+        return Record(
+            contestant=play.contestant.name,
+            kind=play.contestant.kind,
+            suite=item.suite,
+            category=item.category,
+            item=item.id,
+            turn=turn,
+            round=play.round,
+            group=f"{play.contestant.name}/{play.round}/{play.number}/{turn}",
+            state=self.rules.state,
+            prompt_tokens=len(prompt),
+            prompt_hash=hash_ids(prompt),
+            tokens=len(answer.ids),
+            ids=tuple(answer.ids),
+            ids_hash=hash_ids(answer.ids),
+            text=text,
+            finish_reason=answer.finish_reason,
+            seconds=answer.seconds,
+            counted_by=answer.counted_by,
+            steps=answer.steps,
+            drafted=answer.drafted,
+            accepted=answer.accepted,
+            drafted_per_depth=tuple(answer.drafted_per_depth),
+            accepted_per_depth=tuple(answer.accepted_per_depth),
+            by_source=answer.by_source,
+            target_passes=answer.target_passes,
+            draft_passes=answer.draft_passes,
+            phases=answer.phases,
+            correct=item.check(text) if item.check is not None and last else None,
+            run=self.run,
+        )
+
+    def _compare(self) -> None:
+        """Look at the answers that can be compared by now."""
+        comparable = {contestant.name for contestant in self.contestants if contestant.comparable}
+        for record, baseline in to_compare(self.ledger.records, comparable, greedy=self.rules.temperature == 0):
+            prompt = self._prompt_of(baseline)
+            self.ledger.add_comparison(compare(record, baseline, prompt, self.llm))
+
+    def _prompt_of(self, record: Record) -> list[int]:
+        """The token ids that an answer followed, from the answers before it."""
+        item = next(item for item in self.items if item.id == record.item)
+        said = []
+        for turn in range(record.turn + 1):
+            said.append({"role": "user", "content": item.turns[turn]})
+            if turn < record.turn:
+                before = self.ledger.get(record.key._replace(turn=turn))
+                assert before is not None
+                said.append({"role": "assistant", "content": before.text})
+        return self._encode(item, said)
+
+
+def fitting(items: Sequence[Item], llm: LLM, max_new_tokens: int) -> list[Item]:
+    """The items whose whole dialogue fits into the context."""
+
+    def length(item: Item) -> int:
+        return sum(len(llm.encode(turn, raw=item.raw)) + max_new_tokens for turn in item.turns)
+
+    return [item for item in items if length(item) <= llm.engine.target.context]
+
+
+SAME = ("model", "dtype", "device", "machine", "threads", "source", "arguments", "versions")
+"""what all records of one file share"""
+
+
+def check_same_run(ledger: Ledger, run: dict[str, Any]) -> None:
+    """Records of different code, machines or questions must not be taken for one run."""
+    for record in ledger.records[:1]:
+        for name in SAME:
+            before, now = record.run.get(name), run.get(name)
+            if before != now:
+                if isinstance(before, dict) and isinstance(now, dict):
+                    name = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+                    before, now = before.get(name), now.get(name)
+                raise UsageError(
+                    f"{ledger.path} holds records of another run: its {name} is {before!r}, now it is {now!r}. "
+                    "Choose another --out, or remove the file."
+                )

@@ -1,0 +1,157 @@
+"""`branchwise bench` and `branchwise report` as a user runs them, on the real default model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from branchwise.bench.records import read
+from branchwise.registry import split_specs
+from tests.test_cli import BRANCHWISE, assert_one_sentence, run
+
+SHORT = ("bench", "--limit", "1", "-n", "6", "--dtype", "float32", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("bench")
+    exports = ("--spec-bench-out", str(folder / "spec"), "--vllm-out", str(folder / "vllm"))
+    done = run(
+        *SHORT, "--peers", "transformers,transformers-lookup", "--out", str(folder / "run.jsonl"), *exports, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_bench_records_every_contestant_and_prints_one_json_object(
+    short_run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = short_run
+    records = read(folder / "run.jsonl")
+    contestants = {"plain", "ngram", "transformers", "transformers-lookup"}
+    assert {record.contestant for record in records} == contestants
+    assert len(records) == 8
+    # Greedy in float32: everyone writes what plain decoding writes.
+    assert [record.equal for record in records if record.contestant != "plain"] == [True] * 6
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["contestant"] for row in rows} == contestants
+    assert next(row for row in rows if row["contestant"] == "ngram")["speed_up"]["value"] > 0
+    assert done.stderr == ""
+
+
+def test_every_record_says_where_it_comes_from(short_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, _ = short_run
+    for record in read(folder / "run.jsonl"):
+        about = record.run
+        assert about["model"] == "smollm2"
+        assert about["dtype"] == "float32"
+        assert about["threads"] == 1
+        assert about["device"] == "cpu"
+        assert about["seed"] == 0
+        assert about["arguments"]["limit"] == 1
+        assert about["command"].startswith("branchwise bench --limit 1")
+        assert {"branchwise", "python", "torch", "transformers"} <= set(about["versions"])
+        assert len(about["source"]) == 16
+        assert set(about) >= {"commit", "dirty", "machine", "time"}
+
+
+def test_the_same_command_again_does_nothing_and_another_is_refused(
+    short_run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = short_run
+    before = (folder / "run.jsonl").read_bytes()
+    peers = ("--peers", "transformers,transformers-lookup")
+    again = run(*SHORT, *peers, "--out", str(folder / "run.jsonl"))
+    assert again.returncode == 0
+    assert "holds 8 records of this run; going on" in again.stderr
+    assert "ngram" in again.stdout
+    other = run(*SHORT, *peers, "-t", "0.5", "--out", str(folder / "run.jsonl"))
+    assert_one_sentence(other, "holds records of another run", "its temperature is 0.0, now it is 0.5")
+    assert (folder / "run.jsonl").read_bytes() == before
+
+
+def test_exports_have_the_forms_of_others(short_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, _ = short_run
+    lines = [json.loads(line) for line in (folder / "spec" / "ngram.jsonl").read_text().splitlines()]
+    assert {"question_id", "category", "model_id", "choices"} <= set(lines[0])
+    assert json.loads((folder / "vllm" / "ngram.json").read_text())["label"] == "ngram"
+    assert json.loads((folder / "vllm" / "plain.json").read_text())["total_output_tokens"] == 12
+
+
+def test_a_report_is_made_from_records_alone(short_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, _ = short_run
+    done = run("report", str(folder / "run.jsonl"), "--out", str(folder / "report"))
+    assert done.returncode == 0, done.stderr
+    page = folder / "report" / "index.html"
+    assert done.stdout.strip() == str(page)
+    assert "transformers-lookup" in page.read_text()
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    words = [*SHORT, "--methods", "ngram", "-n", "24", "--out", str(out)]
+    running = subprocess.Popen([*BRANCHWISE, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while (not out.exists() or out.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    before = [record.key for record in read(out)]
+    assert 0 < len(before) < 4
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    after = [record.key for record in read(out)]
+    assert after[: len(before)] == before
+    assert len(after) == len(set(after)) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--methods", "ngran"), "Unknown method 'ngran'. Did you mean 'ngram'?"),
+        (("--methods", "ngram/chain:8/cascade"), "is not exact for drafter 'ngram'"),
+        (("--methods", "ngram,ngram"), "named twice"),
+        (("--methods", "a/b/c/d"), "Unknown method"),
+        (("--suite", "spec-bensh"), "Did you mean 'spec-bench'?"),
+        (("--state", "hot"), "Unknown state 'hot'"),
+        (("--order", "random"), "Unknown order 'random'"),
+        (("--batch", "0"), "--batch must be at least 1"),
+        (("--limit", "0"), "--limit must be at least 1"),
+        (("-t", "-1"), "temperature must be at least 0"),
+        (("--prompts", "no-such-file.jsonl"), "no-such-file.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_is_loaded(
+    tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    assert_one_sentence(run("bench", *words, "--out", str(tmp_path / "r.jsonl")), sentence)
+
+
+def test_a_report_of_nothing_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    assert_one_sentence(run("report", str(tmp_path / "empty.jsonl")), "There are no records")
+    assert_one_sentence(run("report", str(tmp_path / "none.jsonl")), "cannot be read")
+    (tmp_path / "costs.json").write_text("[]")
+    (tmp_path / "one.jsonl").write_text("{}\n")
+    assert_one_sentence(run("report", str(tmp_path / "one.jsonl")), "line 1 is no record")
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("a,b c", ["a", "b", "c"]),
+        ("ngram:max=4,min=2,other", ["ngram:max=4,min=2", "other"]),
+        ("disturbed/rsd-c:4,2,1/rrs,ngram", ["disturbed/rsd-c:4,2,1/rrs", "ngram"]),
+        ("openai:http://host:8000/v1,model=x,transformers", ["openai:http://host:8000/v1,model=x", "transformers"]),
+        (",a,", ["a"]),
+        ("", []),
+    ],
+)
+def test_specs_are_split_between_them_and_not_inside(text: str, specs: list[str]) -> None:
+    assert split_specs(text) == specs
