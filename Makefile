@@ -1,7 +1,7 @@
 # make demo    a real model, plain and speculative, on a bare machine
 # make test    everything that CI runs: lint, types, tests
 # make check   lint and types only
-# make bench   the benchmark of this machine; writes records
+# make bench   the short standard benchmark of this machine; writes records. DATA=folder of known sets, or our own prompts
 # make setup   the environment alone; the other targets do it first
 
 PYTHON ?= python3
@@ -36,8 +36,12 @@ test: check $(OLDEST)/ready
 	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -c 'import transformers as t; assert t.__version__ == "5.17.0", t.__version__'
 	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest --numprocesses auto tests/conformance/test_target.py tests/conformance/test_drafters.py tests/test_hf.py tests/test_probe.py
 
+# Two prompts of every category, and both ways in which transformers itself writes.
+DATA ?= $(BRANCHWISE_DATA)
+BENCH_OUT ?= bench.jsonl
 bench: setup
-	$(VENV)/bin/python benchmarks/foundations.py
+	$(VENV)/bin/branchwise bench $(if $(DATA),--suite spec-bench --data '$(DATA)') --limit 2 --max-new-tokens 40 \
+	  --methods ngram --peers transformers,transformers-lookup --dtype bfloat16 --out '$(BENCH_OUT)'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -462,9 +462,8 @@ def test_a_mistake_is_told_before_a_model_is_loaded(arguments: list[str], error:
 def test_prompt_files_of_every_form_are_read(tmp_path: Path) -> None:
     texts = {
         "plain.txt": "one\n\ntwo two\n",
-        "spec.jsonl": '{"question_id": 1, "turns": ["one", "later"]}\n{"turns": ["two two"]}\n',
-        "eval.jsonl": '{"task_id": 1, "prompt": "one"}\n{"prompt": "two two"}\n',
-        "math.jsonl": '{"question": "one", "answer": "1"}\n\n{"question": "two two"}\n',
+        "own.jsonl": '{"prompt": "one"}\n{"prompt": "two two"}\n',
+        "math.jsonl": '{"question": "one", "answer": "#### 1"}\n\n{"question": "two two", "answer": "#### 2"}\n',
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -481,11 +480,11 @@ def test_prompt_files_of_every_form_are_read(tmp_path: Path) -> None:
         (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b"caf\xe9", "not UTF-8"),
-        (b"\x1f\x8bbroken", "cannot be read"),
+        (b"\x1f\x8bbroken", "is damaged"),
         (b'{"prompt": "a"}\nb', "Line 2 of .* is not JSON"),
-        (b'{"prompt": ""}', "Line 1 of .* holds no text"),
-        (b'{"turns": []}', "holds no text"),
-        (b'{"question": 5}', "holds no text"),
+        (b'{"prompt": ""}', "Line 1 of .*prompt"),
+        (b'{"turns": []}', "Line 1 of "),
+        (b'{"question": 5}', "Line 1 of "),
     ],
 )
 def test_a_prompt_file_that_cannot_be_used_is_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:

@@ -68,6 +68,15 @@ def test_a_comparison_joins_its_record(tmp_path: Path) -> None:
     assert [(r.equal, r.difference) for r in read(tmp_path / "r.jsonl")] == [(False, apart), (None, None)]
 
 
+def test_every_character_of_a_text_survives(tmp_path: Path) -> None:
+    odd = record(text="a\u2028b\u0085c\x0bd\x1ce\r\nf\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"))
+    with Ledger(tmp_path / "r.jsonl") as ledger:
+        ledger.add(odd)
+    assert read(tmp_path / "r.jsonl") == [odd]
+    with Ledger(tmp_path / "r.jsonl") as ledger:
+        assert ledger.records == [odd]
+
+
 @pytest.mark.parametrize("cut", range(1, 60, 7))
 def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "r.jsonl"

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from branchwise.bench.figures import DARK, LIGHT, Figure, Missing, draw, figures
-from branchwise.bench.metrics import cells, in_order, shown_ratio, summarise
 from branchwise.bench.records import Difference, Record
 from branchwise.bench.report import commands_of, write_report
+from branchwise.bench.summary import cells, in_order, shown_ratio, summarise
 from branchwise.errors import UsageError
 from tests.test_bench_metrics import record
 

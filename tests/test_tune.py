@@ -35,7 +35,11 @@ from branchwise.target import Scored
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
 from branchwise.tree import Forest
-from branchwise.tune import SIZES, Cliff, Costs, Point, measure, measure_drafter
+from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
+from branchwise.tune.costs import Key
+from branchwise.tune.curve import CLIFF
+from branchwise.tune.passes import MOST_CLIFFS, MOST_PROBES, SIZES
+from branchwise.tune.stand import WARM_UPS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import COMMON, build
 
@@ -142,7 +146,7 @@ def test_every_turn_holds_every_size_once_and_the_order_changes() -> None:
 
 def test_passes_before_a_kernel_is_chosen_do_not_count() -> None:
     target = TimedTarget(line)
-    target.cost = lambda nodes: line(nodes) * (50.0 if target.scored.count(nodes) <= tune.WARM_UPS else 1.0)
+    target.cost = lambda nodes: line(nodes) * (50.0 if target.scored.count(nodes) <= WARM_UPS else 1.0)
     for point in timed(target, repeat=3).points:
         assert point.seconds == pytest.approx(line(point.nodes))
 
@@ -214,7 +218,7 @@ def test_every_stair_of_tiled_hardware_is_found_though_powers_of_two_see_a_line(
 
 
 def test_a_step_below_what_is_worth_a_word_is_no_cliff() -> None:
-    assert timed(TimedTarget(jumping(17, by=0.5 * tune.CLIFF))).cliffs == ()
+    assert timed(TimedTarget(jumping(17, by=0.5 * CLIFF))).cliffs == ()
 
 
 def test_the_number_of_passes_is_bounded_even_where_every_size_jumps() -> None:
@@ -222,8 +226,8 @@ def test_the_number_of_passes_is_bounded_even_where_every_size_jumps() -> None:
     steps = [rng.choice([0.0, 0.5]) for _ in range(129)]
     target = TimedTarget(lambda nodes: 1.0 + sum(steps[:nodes]))
     timed(target, repeat=5)
-    sizes = len(SIZES) + 4 * tune.MOST_PROBES + 4 * tune.MOST_CLIFFS
-    assert len(target.scored) <= sizes * (5 + tune.WARM_UPS)
+    sizes = len(SIZES) + 4 * MOST_PROBES + 4 * MOST_CLIFFS
+    assert len(target.scored) <= sizes * (5 + WARM_UPS)
 
 
 # Costs between and beyond the points
@@ -366,9 +370,9 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
     for change in (
         lambda patch: patch.setattr("branchwise.__version__", "99.0"),
         lambda patch: patch.setattr(torch, "__version__", "99.0"),
-        lambda patch: patch.setattr(tune, "version", lambda package: "99.0"),
-        lambda patch: patch.setattr(tune, "device_name", lambda device: "an abacus"),
-        lambda patch: patch.setattr(tune, "_source", lambda: "changed"),
+        lambda patch: patch.setattr("branchwise.tune.cache.version", lambda package: "99.0"),
+        lambda patch: patch.setattr("branchwise.tune.cache.device_name", lambda device: "an abacus"),
+        lambda patch: patch.setattr("branchwise.tune.cache._source", lambda: "changed"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     ):
@@ -379,7 +383,7 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
 
 
 def test_two_models_of_one_name_are_told_apart_by_their_shape() -> None:
-    def key(layers: int) -> tune.Key:
+    def key(layers: int) -> Key:
         model = build(LlamaConfig(**(COMMON | {"num_hidden_layers": layers})))
         return measure(TransformersTarget(model, slots=1, context=32), context=8, nodes=[1], repeat=3, model="m").key
 
@@ -482,7 +486,7 @@ def test_the_cost_of_a_drafter_is_the_median_over_prompts_of_its_draft_phase(
 
         return Stats(steps=2, drafted_tokens=6, seconds={"draft": next(spent), "score": 50.0})
 
-    monkeypatch.setattr(tune, "_write", written)
+    monkeypatch.setattr("branchwise.tune.drafters._write", written)
     cost = measure_drafter(llm, "ngram", [[2], [3], [4]])
     assert (cost.low, cost.seconds, cost.high) == (1.0, 1.5, 2.75)
     assert (cost.drafted, cost.steps) == (3.0, 6)
@@ -548,7 +552,7 @@ def test_the_table_has_a_bar_for_every_size_and_a_line_for_every_cliff_and_draft
     assert "\x1b" not in done.output
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(tune, "measure", lambda target, **options: replace(plain, cliffs=()))
-    assert "no cliff" in run().stdout
+    assert "No cliff" in run().stdout
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ Heavy imports wait until a command needs them, so that help is instant. The exit
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -323,33 +322,9 @@ def read_prompts(file: Path | None, limit: int | None = None) -> list[str]:
         raise UsageError(f"limit must be at least 1, not {limit}.")
     if file is None:
         return list(PROMPTS[:limit])
-    try:
-        raw = file.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
-        raise UsageError(f"The prompt file {file} cannot be read: {reason}.") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if not lines:
-        raise UsageError(f"The prompt file {file} is empty.")
-    if not lines[0][1].lstrip().startswith("{"):
-        return [line for _, line in lines[:limit]]
-    return [_prompt_of(line, f"Line {number} of {file}") for number, line in lines[:limit]]
+    from branchwise.bench.prompts import read_items
 
-
-def _prompt_of(line: str, where: str) -> str:
-    """The prompt of a JSON line as benchmarks write them; of a conversation the first turn."""
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError:
-        raise UsageError(f"{where} is not JSON, though the first line is.") from None
-    if isinstance(entry, dict):
-        found = entry.get("prompt", entry.get("question"))
-        if isinstance(turns := entry.get("turns"), list) and turns:
-            found = turns[0]
-        if isinstance(found, str) and found.strip():
-            return found
-    raise UsageError(f'{where} holds no text under "prompt", "turns" or "question".')
+    return [item.turns[0] for item in read_items(file)[:limit]]
 
 
 def _exit_code(findings: list[Finding]) -> int:

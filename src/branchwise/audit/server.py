@@ -169,7 +169,7 @@ class Server:
                 with self._opener.open(request, timeout=self.timeout) as answer:
                     return json.loads(answer.read())
             except urllib.error.HTTPError as error:
-                message = _message(error)
+                message = message_of(error)
                 if pause is None or error.code not in (429, 500, 502, 503, 504):
                     raise self._refusal(path, error.code, message) from None
             except (json.JSONDecodeError, UnicodeDecodeError):
@@ -186,7 +186,7 @@ class Server:
                     ) from None
                 dropped = isinstance(reason, ConnectionResetError | BrokenPipeError | http.client.IncompleteRead)
                 if pause is None or not dropped:
-                    raise UsageError(f"No server answers at {self.url}: {_reason(reason)}.") from None
+                    raise UsageError(f"No server answers at {self.url}: {reason_of(reason)}.") from None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
@@ -459,7 +459,7 @@ def _probabilities(pairs: Any) -> dict[str, float]:
     return found
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def message_of(error: urllib.error.HTTPError) -> str:
     """What the server says about it, as one line."""
     try:
         raw = error.read(100_000).decode("utf-8", "replace")
@@ -477,7 +477,7 @@ def _message(error: urllib.error.HTTPError) -> str:
     return line[:300] or str(error.reason)
 
 
-def _reason(error: object) -> str:
+def reason_of(error: object) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.rstrip(".")
     return str(error).rstrip(".") or type(error).__name__

@@ -242,7 +242,7 @@ def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: st
 
 def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None) -> None:
     from branchwise.bench.export import spec_bench_lines, vllm_result
-    from branchwise.bench.metrics import by_contestant
+    from branchwise.bench.summary import by_contestant
 
     for folder, suffix in ((spec_bench, "jsonl"), (vllm, "json")):
         if folder is None:
@@ -259,16 +259,16 @@ def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | N
 
 
 def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> None:
-    from branchwise.bench import metrics
+    from branchwise.bench import summary
 
-    rows = metrics.summarise(records)
+    rows = summary.summarise(records)
     if as_json:
-        print(json.dumps({"records": str(out), "rows": metrics.as_json(rows)}))
+        print(json.dumps({"records": str(out), "rows": summary.as_json(rows)}))
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
-    console.print(metrics.table(rows, per_category=categories))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(summary.table(rows, per_category=categories))
     console.print(f"{len(records)} records in {out}; branchwise report {out} draws them.", style="dim")
 
 

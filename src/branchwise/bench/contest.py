@@ -39,6 +39,8 @@ class Answer:
     text: str | None = None
     """None: decode the ids"""
     counted_by: str = "ids"
+    tokens: int | None = None
+    """where someone else counted them; None: as many as there are ids"""
     steps: int | None = None
     drafted: int | None = None
     accepted: int | None = None

@@ -1,6 +1,6 @@
 """Records in the formats of others, so that their tools can read a run of ours.
 
-Each function takes the records of one contestant; `metrics.by_contestant` parts them. What records do not hold is left
+Each function takes the records of one contestant; `summary.by_contestant` parts them. What records do not hold is left
 out, never made up.
 """
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from branchwise.bench.metrics import ALL, OTHER, Ratio, Row, shown_ratio, summarise
+from branchwise.bench.metrics import OTHER, Ratio
 from branchwise.bench.records import PLAIN, STATES, Record
+from branchwise.bench.summary import ALL, Row, shown_ratio, summarise
 from branchwise.errors import UsageError
 
 if TYPE_CHECKING:

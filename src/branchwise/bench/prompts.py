@@ -22,15 +22,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
+from branchwise.bench.answers import NumberIs, number_in
 from branchwise.bench.items import Item
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
@@ -236,67 +235,3 @@ def _word_problem(entry: _Line) -> Item:
     if value is None:
         entry.refuse("has no number after #### in 'answer', so that no answer could be checked")
     return Item(f"gsm8k/{entry.number}", "gsm8k", "math", (entry.text("question"),), check=NumberIs(value))
-
-
-@dataclass(frozen=True)
-class NumberIs:
-    """A checker: the answer's number is this one."""
-
-    value: Fraction
-
-    def __call__(self, text: str) -> bool:
-        return number_in(text) == self.value
-
-
-_MARKER = re.compile(r"\banswer(?:\s{1,3}is\b|\*{0,2}\s{0,3}:)|####|(?P<box>\\boxed\s?\{)", re.IGNORECASE)
-_DIGITS = r"[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]+"
-_NUMBER = re.compile(
-    r"(?:(?<![\w)\].])(?P<minus>[-−]))?\\?\$?"  # a minus behind a number or a bracket is a subtraction
-    rf"(?P<value>(?:{_DIGITS})(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:\s?/\s?(?P<below>[0-9]+))?"
-)
-_FRACTION = re.compile(r"\\[dt]?frac\s?\{(-?[0-9]{1,20})\}\s?\{([0-9]{1,20})\}")
-_LONGEST_NUMBER = 60
-"""characters; Python refuses to convert numbers of thousands of digits, and no problem has such an answer"""
-
-
-def number_in(text: str) -> Fraction | None:
-    """The number that an answer gives: the last of the line after "Answer:", "####" or in \\boxed{}, else the last.
-
-    Where several places are marked the last one counts that has a number; "the answer is" marks like "Answer:".
-    """
-    text = _FRACTION.sub(r"\1/\2", text.replace("{,}", ",").replace("\\!", "").replace("\\,", ""))
-    lines = (line for part in marked(text) for line in part.split("\n"))
-    for place in (*lines, text):
-        found = None
-        for found in _NUMBER.finditer(place):  # noqa: B007  only the last is wanted
-            pass
-        if found is not None:
-            return _value(found)
-    return None
-
-
-def _value(found: re.Match[str]) -> Fraction | None:
-    if len(found[0]) > _LONGEST_NUMBER:
-        return None
-    below = int(found["below"] or 1)
-    value = Fraction(found["value"].replace(",", ""))
-    return None if below == 0 else (-value if found["minus"] else value) / below
-
-
-def marked(text: str) -> Iterator[str]:
-    """What stands after each mark of an answer up to the next mark, the last first; of \\boxed{} the inside."""
-    end = len(text)
-    for mark in reversed(list(_MARKER.finditer(text))):
-        part = text[mark.end() : end]
-        yield _up_to_brace(part) if mark["box"] else part
-        end = mark.start()
-
-
-def _up_to_brace(text: str) -> str:
-    depth = 1
-    for place, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:place]
-    return text

@@ -159,10 +159,10 @@ def parse(line: str, where: str) -> Record | Comparison:
         raise UsageError(f"{where} is a damaged record: {error}.") from None
 
 
-def parse_lines(lines: Iterable[str], name: str) -> list[Record]:
+def parse_lines(text: str, name: str) -> list[Record]:
     """The records of a file, each with what its comparison found."""
     records: dict[Key, Record] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):  # other ends are text
         where = f"{name}, line {number}"
         found = parse(line, where)
         if isinstance(found, Comparison):
@@ -183,7 +183,7 @@ def compared(record: Record, found: Comparison) -> Record:
 def read(path: Path) -> list[Record]:
     """All records of a file."""
     try:
-        return parse_lines(path.read_text(encoding="utf-8").splitlines(), str(path))
+        return parse_lines(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UsageError(f"The records {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -211,7 +211,7 @@ class Ledger:
         keep = text.rfind(b"\n") + 1
         if keep < len(text):
             self._file.truncate(keep)
-        return parse_lines(text[:keep].decode().splitlines(), str(self.path))
+        return parse_lines(text[:keep].decode(), str(self.path))
 
     @property
     def records(self) -> list[Record]:

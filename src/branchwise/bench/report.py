@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from branchwise.bench.figures import DARK, LIGHT, Figure, Missing, draw, figures
-from branchwise.bench.metrics import (
+from branchwise.bench.records import Record
+from branchwise.bench.summary import (
     ABSENT,
     ALL,
     LEFT,
@@ -27,7 +28,6 @@ from branchwise.bench.metrics import (
     shown_ratio,
     summarise,
 )
-from branchwise.bench.records import Record
 from branchwise.errors import UsageError
 
 MOST_LINES = 4

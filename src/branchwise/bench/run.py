@@ -182,7 +182,7 @@ class Contest:
             state=self.rules.state,
             prompt_tokens=len(prompt),
             prompt_hash=hash_ids(prompt),
-            tokens=len(answer.ids),
+            tokens=len(answer.ids) if answer.tokens is None else answer.tokens,
             ids=tuple(answer.ids),
             ids_hash=hash_ids(answer.ids),
             text=text,

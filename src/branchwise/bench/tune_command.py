@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from branchwise.bench.own import CODE, FREE, SPELLING
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
 from branchwise.registry import split_specs
@@ -21,22 +22,12 @@ from branchwise.registry import split_specs
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from branchwise.tune import Costs, DraftCost, Progress
+    from branchwise.tune import Costs, DraftCost
+    from branchwise.tune.stand import Progress
 
 BAR = 30
 
-EDITING = """Correct the spelling and keep everything else: The old mil stands at the end of the vilage, where the \
-brook turns towards the lake. Its weel has not moved for thirty years, but the miller's grandson still oils the axle \
-every spring, because he belives that one day the water will come back to the brook."""
-CODE = """Rename the variable total to balance in this code and print all of it:
-
-def settle(entries):
-    total = 0
-    for entry in entries:
-        total = total + entry.amount if entry.kind == "credit" else total - entry.amount
-    return total"""
-FREE = "Explain how a lock lifts a boat from one level of a canal to the next."
-PROMPTS = (EDITING, CODE, FREE)
+PROMPTS = (SPELLING, CODE, FREE[0])
 """what drafters are timed on: answers that repeat their prompt, and one that does not"""
 
 
@@ -138,6 +129,8 @@ def _as_dict(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> dict[st
 def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
     from rich.table import Table
 
+    from branchwise.tune.curve import CLIFF
+
     console = _console()
     console.print(_title(costs))
     again = "; --fresh measures again" if costs.remembered else ""
@@ -162,7 +155,7 @@ def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
     for cliff in costs.cliffs:
         console.print(f"{cliff.nodes} nodes cost {cliff.times:.2f} times {cliff.stay_at}: stay at {cliff.stay_at}.")
     if not costs.cliffs:
-        console.print("There is no cliff: the cost grows smoothly.")
+        console.print(f"No cliff: no size was found that clearly costs {CLIFF:.0%} more than the one before.")
     for name, cost in drafting:
         console.print(
             f"{name} drafts in {1e3 * cost.seconds:.3f} ms a step, {cost.drafted:.1f} nodes on average "

@@ -43,10 +43,10 @@ class LlamaCpp:
             ) from None
         self.name = name
         self._path = _gguf(place or llm.name, given=place is not None)
-        words = len(read_header(self._path).metadata.get("tokenizer.ggml.tokens", ()))
-        if words != llm.engine.target.vocabulary:
+        its, ours = len(read_header(self._path).metadata.get("tokenizer.ggml.tokens", ())), llm.engine.target.vocabulary
+        if its != ours:
             raise PairingError(
-                f"{self._path} has a vocabulary of {words} tokens and {llm.name} one of {llm.engine.target.vocabulary}; "
+                f"{self._path} has a vocabulary of {its} tokens and {llm.name} one of {ours}; "
                 "give the GGUF file of the same model."
             )
         self._llm = llm

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,12 +79,9 @@ class Plain:
         A checkpoint's generation config may hold penalties and cuts, which `generate` would add to what is asked.
         """
         recommended = self._model.generation_config
-        device = self._model.device
         self._model.generation_config = GenerationConfig()
         try:
-            with quiet(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                if asked.seeds:
-                    torch.manual_seed(asked.seeds[0])
+            with quiet(), _seeded(asked.seeds, self._model.device):
                 yield
         finally:
             self._model.generation_config = recommended
@@ -97,12 +95,9 @@ class Drafting(Plain):
     """who proposes"""
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
-        answers = []
-        start = synchronized(self._model.device)
-        for number, prompt in enumerate(prompts):
-            own = Asked(**{**vars(asked), "seeds": asked.seeds[number : number + 1]})
-            answers.append(self._write(list(prompt), own))
-        seconds = synchronized(self._model.device) - start
+        alone = [replace(asked, seeds=asked.seeds[number : number + 1]) for number in range(len(prompts))]
+        answers = [self._write(list(prompt), own) for prompt, own in zip(prompts, alone, strict=True)]
+        seconds = sum(answer.seconds for answer in answers)
         for answer in answers:
             answer.seconds = seconds
         return answers
@@ -114,8 +109,10 @@ class Drafting(Plain):
         the target and those of the draft before it that fit.
         """
         with self._generating(asked), _widths(self._model) as widths:
+            start = synchronized(self._model.device)
             [written] = self._generate([prompt], [[1] * len(prompt)], asked, **self._helper()).tolist()
-        answer = _answer(written, asked, seconds=0.0)
+            seconds = synchronized(self._model.device) - start
+        answer = _answer(written, asked, seconds)
         answer.steps = answer.target_passes = len(widths)
         answer.drafted = sum(widths) - len(prompt) - (len(widths) - 1)
         answer.accepted = len(answer.ids) - len(widths)
@@ -159,14 +156,18 @@ class Assisted(Drafting):
                 f"{place} has another vocabulary than {llm.name}, so it cannot draft for it; take a model with the "
                 "same tokenizer."
             )
-        # With some schedules transformers leaves in the assistant how long the drafts were at last.
-        self._length = self._lengths.num_assistant_tokens
+        self._recommended = self._assistant.generation_config
+        self.forget()
 
     def forget(self) -> None:
-        self._lengths.num_assistant_tokens = self._length
+        """With some schedules transformers leaves in the assistant how long its drafts were at last.
 
-    def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
-        return super().write(prompts, asked)
+        Of what its checkpoint recommends, only this stays: penalties would spoil the drafts, and an end of text of its
+        own would cut them where none is asked for.
+        """
+        about = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+        build: Any = GenerationConfig
+        self._assistant.generation_config = build(**{name: getattr(self._recommended, name, None) for name in about})
 
     def _write(self, prompt: list[int], asked: Asked) -> Answer:
         with _widths(self._assistant) as widths:
@@ -177,20 +178,11 @@ class Assisted(Drafting):
     def _helper(self) -> dict[str, Any]:
         return {"assistant_model": self._assistant}
 
-    @property
-    def _lengths(self) -> Any:
-        return self._assistant.generation_config
-
 
 def _config(asked: Asked, pad: int, options: dict[str, Any]) -> GenerationConfig:
-    sampling = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": asked.temperature > 0}
     if asked.temperature > 0:
-        sampling = {
-            "do_sample": True,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "top_k": asked.top_k,
-        }  # type: ignore[dict-item]
+        sampling |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
     build: Any = GenerationConfig
     config: GenerationConfig = build(
         max_new_tokens=asked.max_new_tokens,
@@ -208,6 +200,17 @@ def _answer(written: list[int], asked: Asked, seconds: float) -> Answer:
     ends = (number for number, token in enumerate(written, 1) if token in asked.stop_tokens)
     end = next(ends, None)
     return Answer(written[:end], "length" if end is None else "stop", seconds)
+
+
+@contextlib.contextmanager
+def _seeded(seeds: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Draws from the first seed, where one is given; everyone else's draws go on as if nothing had happened."""
+    if not seeds:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seeds[0])
+        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,195 @@
+"""Whether an answer is right: the number, the letter or the expression that it gives, found in its text and checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class NumberIs:
+    """A checker: the answer's number is this one."""
+
+    value: Fraction
+
+    def __call__(self, text: str) -> bool:
+        return number_in(text) == self.value
+
+
+@dataclass(frozen=True)
+class LetterIs:
+    """A checker: the answer's letter is this one."""
+
+    letter: str
+    options: str
+
+    def __call__(self, text: str) -> bool:
+        return letter_in(text, self.options) == self.letter
+
+
+@dataclass(frozen=True)
+class Makes24:
+    """A checker: the answer has an expression of these numbers that is 24."""
+
+    numbers: tuple[int, ...]
+
+    def __call__(self, text: str) -> bool:
+        return makes_24(text, self.numbers)
+
+
+_MARKER = re.compile(r"\banswer(?:\s{1,3}is\b|\*{0,2}\s{0,3}:)|####|(?P<box>\\boxed\s?\{)", re.IGNORECASE)
+_DIGITS = r"[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]+"
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\].])(?P<minus>[-−]))?\\?\$?"  # a minus behind a number or a bracket is a subtraction
+    rf"(?P<value>(?:{_DIGITS})(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:\s?/\s?(?P<below>[0-9]+))?"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s?\{(-?[0-9]{1,20})\}\s?\{([0-9]{1,20})\}")
+_LONGEST_NUMBER = 60
+"""characters; Python refuses to convert numbers of thousands of digits, and no problem has such an answer"""
+
+
+def number_in(text: str) -> Fraction | None:
+    """The number that an answer gives: the last of the line after "Answer:", "####" or in \\boxed{}, else the last.
+
+    Where several places are marked the last one counts that has a number; "the answer is" marks like "Answer:".
+    """
+    text = _FRACTION.sub(r"\1/\2", text.replace("{,}", ",").replace("\\!", "").replace("\\,", ""))
+    lines = (line for part in marked(text) for line in part.split("\n"))
+    for place in (*lines, text):
+        found = None
+        for found in _NUMBER.finditer(place):  # noqa: B007  only the last is wanted
+            pass
+        if found is not None:
+            return _number_of(found)
+    return None
+
+
+def _number_of(found: re.Match[str]) -> Fraction | None:
+    if len(found[0]) > _LONGEST_NUMBER:
+        return None
+    below = int(found["below"] or 1)
+    value = Fraction(found["value"].replace(",", ""))
+    return None if below == 0 else (-value if found["minus"] else value) / below
+
+
+def marked(text: str) -> Iterator[str]:
+    """What stands after each mark of an answer up to the next mark, the last first; of \\boxed{} the inside."""
+    end = len(text)
+    for mark in reversed(list(_MARKER.finditer(text))):
+        part = text[mark.end() : end]
+        yield _up_to_brace(part) if mark["box"] else part
+        end = mark.start()
+
+
+def _up_to_brace(text: str) -> str:
+    depth = 1
+    for place, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:place]
+    return text
+
+
+def letter_in(text: str, options: str) -> str | None:
+    """The option that an answer gives, of letters such as "ABCD": what a mark such as "Answer:" is followed by, else
+    what the text begins with, else the last letter that stands alone. The article "A" is no option."""
+    if not options:
+        return None
+    one = f"[{re.escape(options)}]"
+    lead = re.compile(rf"\W{{0,12}}(?:(?:option|choice)\W{{1,3}})?(?P<letter>{one})(?!\w)(?P<article>\s+\w)?", re.I)
+    alone = re.compile(rf"(?<![\w'’])(?P<letter>{one})(?![\w'’])(?P<article>\s(?!is\b)[a-z])?")
+    for place in (*(part.strip().partition("\n")[0] for part in marked(text)), None):
+        first = lead.match(text if place is None else place)
+        if first and not (first["article"] and (place is None or first["letter"].islower())):
+            return str(first["letter"]).upper()
+        standing = [
+            found["letter"]
+            for found in alone.finditer(text if place is None else place)
+            if found["letter"] != "A" or not found["article"]
+        ]
+        if standing:
+            return standing[-1]
+    return None
+
+
+_SIGNS = str.maketrans("×·⋅∗÷−–[]{}", "****/--()()")
+_WORDS = {r"\times": "*", r"\cdot": "*", r"\div": "/", "->": "=", "=>": "="} | dict.fromkeys(
+    (r"\boxed", r"\text", r"\left", r"\right", r"\(", r"\)", r"\[", r"\]"), " "
+)
+_BULLET = re.compile(r"\s*(?:[-*]|[0-9]{1,2}[.)])\s+")
+_TIMES = re.compile(r"(?<=[0-9)])\s?[xX]\s?(?=[0-9(])")
+_CALL = re.compile(r"[^\W0-9]\(.*")
+_RUN = re.compile(r"[0-9+\-*/() \t]+")
+_LONGEST_EXPRESSION = 120
+"""characters; four numbers with every bracket that can be needed have fewer, and nothing deep fits in"""
+
+
+def makes_24(text: str, numbers: Sequence[int]) -> bool:
+    """Whether the text has an expression that is exactly 24 and uses each of the numbers once and nothing else.
+
+    Numbers, brackets and the four operations count, also as ×, ÷, − or in TeX; what follows an equals sign does not
+    belong to it. It must stand alone: as a part of a longer formula, of a call or of a name it does not count.
+    The text comes from a model and is never run: it is parsed, bounded, and calculated with fractions.
+    """
+    for word, sign in _WORDS.items():
+        text = text.replace(word, sign)
+    wanted = sorted(numbers)
+    return any(
+        _is_24(expression)
+        for line in text.translate(_SIGNS).split("\n")
+        for expression in _expressions(line)
+        if len(expression) <= _LONGEST_EXPRESSION and sorted(map(int, re.findall("[0-9]+", expression))) == wanted
+    )
+
+
+def _expressions(line: str) -> Iterator[str]:
+    """The runs of numbers, operators and brackets of a line that stand alone."""
+    if bullet := _BULLET.match(line):
+        line = line[bullet.end() :]
+    line = _CALL.sub("", _TIMES.sub("*", line))  # what follows a call is code, not an answer
+    for run in _RUN.finditer(line):
+        expression = run[0].strip()
+        before, after = line[max(0, run.start() - 1) : run.start()], line[run.end() : run.end() + 1]
+        if _joins(before, run[0][0], "._!") or _joins(after, run[0][-1], "_!"):
+            continue
+        if after == "." and line[run.end() + 1 : run.end() + 2].isalnum():  # a decimal, or an attribute
+            continue
+        if before in ("", ":", "="):  # bold print of Markdown, not a power
+            expression = re.sub(r"^\*{1,3} ?(?=[0-9(])", "", expression)
+        if after in ("", *"=.,;:"):
+            expression = re.sub(r"(?<=[0-9)])\*{1,3}$", "", expression)
+        if after == "=" and expression.count("(") == expression.count(")") + 1:  # (6 * 4 = 24)
+            expression = expression.removeprefix("(")
+        yield expression
+
+
+def _joins(neighbour: str, edge: str, signs: str) -> bool:
+    """Whether the character beside a run belongs to the same formula; `edge` is the run's own character next to it."""
+    attached = bool(neighbour) and not edge.isspace() and (neighbour.isalnum() or neighbour in signs)
+    return attached or neighbour in tuple("^%@&|√")
+
+
+def _is_24(expression: str) -> bool:
+    try:
+        return _calculated(ast.parse(expression, mode="eval").body) == 24
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+        return False
+
+
+def _calculated(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(value)):
+            return Fraction(value)
+        case ast.BinOp(left, ast.Add(), right):
+            return _calculated(left) + _calculated(right)
+        case ast.BinOp(left, ast.Sub(), right):
+            return _calculated(left) - _calculated(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            return _calculated(left) * _calculated(right)
+        case ast.BinOp(left, ast.Div(), right):
+            return _calculated(left) / _calculated(right)
+    raise ValueError("neither a number nor one of the four operations")

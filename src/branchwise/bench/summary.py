@@ -1,0 +1,190 @@
+"""The numbers of a benchmark side by side: a row for each contestant and category, as values, as JSON, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from branchwise.bench import metrics
+from branchwise.bench.metrics import Equality, Ratio
+from branchwise.bench.records import PLAIN, Record
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ALL = "all"
+"""the category of a row over all categories"""
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """All numbers of one contestant in one category, or in all. None is what its records do not tell."""
+
+    contestant: str
+    kind: str
+    category: str
+    state: str
+    """cold or warm; both where the records are mixed"""
+    items: int
+    requests: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    speed_up: Ratio | None
+    """None for the baseline"""
+    mean_acceptance_length: float | None
+    block_efficiency: float | None
+    memory_bound_speed_up: float | None
+    nodes_per_step: float | None
+    target_passes_per_step: float | None
+    draft_passes_per_step: float | None
+    acceptance_per_depth: tuple[float, ...]
+    phase_shares: dict[str, float] | None
+    tokens_by_source: dict[str, int]
+    equality: Equality | None
+    accuracy: float | None
+    output_length: float | None
+    repeat_rate: float | None
+
+
+def by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each contestant, the baseline first, the others as they came."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.contestant, []).append(record)
+    return dict(sorted(found.items(), key=lambda pair: pair[1][0].kind != PLAIN))
+
+
+def categories(records: Iterable[Record]) -> list[str]:
+    return list(dict.fromkeys(record.category for record in records))
+
+
+def summarise(records: Sequence[Record], draft_costs: Mapping[str, float] | None = None) -> list[Row]:
+    """For each contestant a row over all categories, then one for each; `draft_costs` by contestant are for MBSU."""
+    costs = draft_costs or {}
+    baseline = [record for record in records if record.kind == PLAIN]
+    rows = []
+    for name, own in by_contestant(records).items():
+        among = own if own[0].kind == PLAIN else [*own, *baseline]
+        rows.append(_row(ALL, own, baseline, among, costs.get(name)))
+        for category in categories(records):
+            mine, base = ([record for record in side if record.category == category] for side in (own, baseline))
+            if mine:
+                rows.append(_row(category, mine, base, among, costs.get(name)))
+    return rows
+
+
+def _row(
+    category: str, own: list[Record], baseline: list[Record], among: Sequence[Record], draft_cost: float | None
+) -> Row:
+    states = {record.state for record in own}
+    return Row(
+        contestant=own[0].contestant,
+        kind=own[0].kind,
+        category=category,
+        state=states.pop() if len(states) == 1 else "both",
+        items=len({record.item for record in own}),
+        requests=len(own),
+        tokens=sum(record.tokens for record in own),
+        seconds=sum(metrics.shares(own, among)),
+        tokens_per_second=metrics.tokens_per_second(own, among),
+        speed_up=None if own[0].kind == PLAIN else metrics.speed_up(own, baseline, among),
+        mean_acceptance_length=metrics.mean_acceptance_length(own),
+        block_efficiency=metrics.block_efficiency(own),
+        memory_bound_speed_up=metrics.memory_bound_speed_up(own, draft_cost),
+        nodes_per_step=metrics.nodes_per_step(own),
+        target_passes_per_step=metrics.target_passes_per_step(own),
+        draft_passes_per_step=metrics.draft_passes_per_step(own),
+        acceptance_per_depth=metrics.acceptance_per_depth(own),
+        phase_shares=metrics.phase_shares(own, among),
+        tokens_by_source=metrics.tokens_by_source(own),
+        equality=metrics.equality(own),
+        accuracy=metrics.accuracy(own),
+        output_length=metrics.output_length(own),
+        repeat_rate=metrics.repeat_rate(own),
+    )
+
+
+def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows as plain values for `json.dumps`; what is absent is null."""
+    plain = []
+    for row in rows:
+        values = dataclasses.asdict(row)
+        if row.equality is not None:
+            apart = [{**key._asdict(), **dataclasses.asdict(found)} for key, found in row.equality.differences]
+            values["equality"] |= {"differences": apart, "max_gap": row.equality.max_gap}
+        plain.append(values)
+    return plain
+
+
+# ---- for people --------------------------------------------------------------------------------------------------
+
+
+def shown(value: float | None, pattern: str = ".2f") -> str:
+    return ABSENT if value is None else format(value, pattern)
+
+
+def shown_ratio(ratio: Ratio | None) -> str:
+    """`1.88 [1.31, 2.40]`."""
+    if ratio is None:
+        return ABSENT
+    interval = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{ratio.value:.2f}{interval}"
+
+
+def _shown_equality(row: Row) -> str:
+    return ABSENT if row.equality is None else f"{row.equality.equal}/{row.equality.compared}"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "contestant": lambda row: row.contestant,
+    "category": lambda row: row.category,
+    "tokens/s": lambda row: shown(row.tokens_per_second, ".1f"),
+    "speed-up": lambda row: shown_ratio(row.speed_up),
+    "acceptance": lambda row: shown(row.mean_acceptance_length),
+    "tokens/step": lambda row: shown(row.block_efficiency),
+    "nodes/step": lambda row: shown(row.nodes_per_step, ".1f"),
+    "MBSU": lambda row: shown(row.memory_bound_speed_up),
+    "equal": _shown_equality,
+    "max gap": lambda row: shown(row.equality.max_gap if row.equality else None, ".3g"),
+    "accuracy": lambda row: shown(row.accuracy, ".1%"),
+    "length": lambda row: shown(row.output_length, ".1f"),
+    "repeats": lambda row: shown(row.repeat_rate, ".1%"),
+}
+LEFT = ("contestant", "category")
+"""columns of words; the others are numbers"""
+
+
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and texts of a table; a column that no row can fill is left out."""
+    full = {title: [show(row) for row in rows] for title, show in COLUMNS.items()}
+    kept = {title: texts for title, texts in full.items() if set(texts) != {ABSENT}}
+    if {row.category for row in rows} == {ALL}:
+        kept.pop("category")
+    return list(kept), [list(line) for line in zip(*kept.values(), strict=True)]
+
+
+def in_order(rows: Sequence[Row], per_category: bool) -> list[Row]:
+    """The rows over all categories first, then, if asked for, each category with all its contestants."""
+    overall = [row for row in rows if row.category == ALL]
+    names = dict.fromkeys(row.category for row in rows if row.category != ALL)
+    return overall + [row for name in names for row in rows if row.category == name and per_category]
+
+
+def table(rows: Sequence[Row], per_category: bool = False) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    wanted = in_order(rows, per_category)
+    titles, lines = cells(wanted)
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    for title in titles:
+        found.add_column(title, justify="left" if title in LEFT else "right", overflow="fold")
+    ends = {place for place, (row, later) in enumerate(pairwise(wanted)) if row.category != later.category}
+    for place, line in enumerate(lines):
+        found.add_row(*map(Text, line), end_section=place in ends)
+    return found

@@ -1,0 +1,116 @@
+"""What was measured: t(n) at the sizes that were timed, between them and beyond, and where it jumps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from branchwise.errors import UsageError
+from branchwise.models.cache import cache_dir
+
+
+@dataclass(frozen=True)
+class Key:
+    """What was measured, where and how: everything that would make the numbers stale."""
+
+    model: str
+    architecture: str
+    """digest of the model's configuration: two models may share a name"""
+    dtype: str
+    precision: str
+    """of float32 matrix products"""
+    device: str
+    threads: int
+    batch: int
+    context: int
+    nodes: tuple[int, ...]
+    repeat: int
+    versions: Mapping[str, str]
+    source: str
+    """digest of our own code that runs in a pass: a source tree changes between versions"""
+
+    @property
+    def path(self) -> Path:
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return cache_dir() / "tune" / f"{digest[:32]}.json"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The cost of one size, with the machine's pace taken out; half of the passes lie between `low` and `high`."""
+
+    nodes: int
+    seconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cliff:
+    nodes: int
+    """the first size on the dear side"""
+    times: float
+    """its cost, as a multiple of the size before"""
+
+    @property
+    def stay_at(self) -> int:
+        return self.nodes - 1
+
+
+@dataclass(frozen=True)
+class Costs:
+    """t(n) on one machine, for one model, dtype, batch and context. Nodes are counted per sequence, root included."""
+
+    points: tuple[Point, ...]
+    """by size, from one node on"""
+    cliffs: tuple[Cliff, ...]
+    """by size"""
+    key: Key
+    measured: str
+    """when, in UTC"""
+    remembered: bool = field(default=False, compare=False)
+    """read from the cache rather than measured now"""
+
+    def __post_init__(self) -> None:
+        sizes = [point.nodes for point in self.points]
+        if not sizes or sizes[0] != 1 or any(a >= b for a, b in pairwise(sizes)):
+            raise UsageError(f"Costs start with one node and go on by size, not {sizes}.")
+        if not all(math.isfinite(point.seconds) and point.seconds > 0 for point in self.points):
+            raise UsageError("Every cost must be a positive number of seconds.")
+
+    def seconds(self, nodes: float) -> float:
+        """The cost of a pass over n nodes: as measured, on the line between two points, or beyond the last one.
+
+        Between two points it never leaves what they cost.
+        """
+        if nodes < 1:
+            raise UsageError(f"A pass scores at least one node, not {nodes}.")
+        last = self.points[-1]
+        if nodes > last.nodes:
+            return last.seconds + self._slope * (nodes - last.nodes)
+        place = bisect_left(self.points, nodes, key=lambda point: point.nodes)
+        right = self.points[place]
+        if right.nodes == nodes:
+            return right.seconds
+        left = self.points[place - 1]
+        share = (nodes - left.nodes) / (right.nodes - left.nodes)
+        return left.seconds + share * (right.seconds - left.seconds)
+
+    def ratio(self, nodes: float) -> float:
+        """The cost of a pass over n nodes in passes over one."""
+        return self.seconds(nodes) / self.points[0].seconds
+
+    @property
+    def _slope(self) -> float:
+        """Seconds per node at the end, over the second half of all sizes: the last two alone may be a cliff."""
+        last = self.points[-1]
+        if last.nodes == 1:
+            return last.seconds  # nothing is known; that a node costs a pass is the cautious guess
+        middle = [point for point in self.points if 2 * point.nodes <= last.nodes][-1]
+        return max(0.0, (last.seconds - middle.seconds) / (last.nodes - middle.nodes))

@@ -1,0 +1,77 @@
+"""What a drafter adds to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from branchwise.engine import Engine, Request
+from branchwise.errors import UsageError
+from branchwise.tune.curve import quartiles
+from branchwise.tune.stand import Progress
+
+if TYPE_CHECKING:
+    from branchwise.draft import Drafter
+    from branchwise.llm import LLM
+    from branchwise.stats import Stats
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """What a drafter adds to a step, from the draft phase of short texts; `low` and `high` hold half of the prompts."""
+
+    drafter: str
+    seconds: float
+    """per step"""
+    low: float
+    high: float
+    drafted: float
+    """nodes below the root per step, over all texts"""
+    steps: int
+
+
+def measure_drafter(
+    llm: LLM,
+    drafter: str | Drafter,
+    prompts_ids: Rows[Rows[int]],
+    *,
+    tree: str | None = None,
+    max_new_tokens: int = 48,
+    progress: Progress | None = None,
+) -> DraftCost:
+    """Let a drafter work on real text, one prompt after the other, and take the draft phase of each step.
+
+    The phase holds what a step pays before the target runs: the draft, and the tree on its way to the device. Nothing
+    of this is cached: it takes seconds, and a drafter may be the user's own code, or have learnt since.
+    """
+    if not prompts_ids:
+        raise UsageError("There is no prompt to draft for; give at least one.")
+    drafting = llm.with_drafter(drafter, tree)
+    engine, ends = drafting.engine, llm.stop_tokens
+    _write(engine, Request(tuple(prompts_ids[0]), max_new_tokens=4, stop_tokens=ends))  # to warm up
+    texts: list[Stats] = []
+    for number, ids in enumerate(prompts_ids, start=1):
+        texts.append(_write(engine, Request(tuple(ids), max_new_tokens=max_new_tokens, stop_tokens=ends)))
+        if progress:
+            progress(f"drafting with {engine.drafter.name}", number, len(prompts_ids))
+    steps = sum(stats.steps for stats in texts)
+    low, middle, high = quartiles([stats.seconds["draft"] / stats.steps for stats in texts])
+    return DraftCost(
+        drafter=drafter if isinstance(drafter, str) else drafter.name,
+        seconds=middle,
+        low=low,
+        high=high,
+        drafted=sum(stats.drafted_tokens for stats in texts) / steps,
+        steps=steps,
+    )
+
+
+def _write(engine: Engine, request: Request) -> Stats:
+    generation = engine.submit(request)
+    try:
+        while not generation.finished:
+            engine.step()
+    finally:
+        engine.cancel(generation)
+    return generation.stats

@@ -1,0 +1,117 @@
+"""Passes over trees of different sizes: the sizes that fit, then those between which the cost jumps, then the proof."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Rows
+from statistics import median
+
+from branchwise.errors import UsageError
+from branchwise.target import Target
+from branchwise.tune.cache import keep, key_of, recall
+from branchwise.tune.costs import Cliff, Costs
+from branchwise.tune.curve import Curve, is_cliff
+from branchwise.tune.stand import Clock, Progress, Stand, opened
+
+SIZES = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
+"""what is timed by default: doubling, and one more where tiles end, since a stair seen only at its edges is a line"""
+MOST_PROBES = 24
+"""pairs of sizes that may be added in search of cliffs"""
+PROBES_AT_ONCE = 8
+MOST_CLIFFS = 8
+FEWEST_TURNS = 3
+"""a median of fewer is the first accident"""
+
+
+def measure(
+    target: Target,
+    *,
+    model: str | None = None,
+    batch: int = 1,
+    context: int = 512,
+    nodes: Rows[int] | None = None,
+    repeat: int = 9,
+    fresh: bool = False,
+    clock: Clock = time.perf_counter,
+    progress: Progress | None = None,
+) -> Costs:
+    """Time passes over trees of different sizes behind `context` tokens, for `batch` sequences together.
+
+    `nodes` are the sizes to begin with (`SIZES` as far as they fit by default); `repeat` passes are timed for each.
+    The clock is that of the wall, stopped when the device is done: a step pays for the host's work too. What was
+    measured before under the same circumstances is read from the cache, unless `fresh`.
+    """
+    sizes = _fitting(target, batch, context, nodes)
+    if repeat < FEWEST_TURNS:
+        raise UsageError(f"repeat must be at least {FEWEST_TURNS}, not {repeat}.")
+    key = key_of(target, model, batch, context, sizes, repeat)
+    if not fresh and (known := recall(key)) is not None:
+        return known
+    with opened(target, batch, context) as sequences:
+        stand = Stand(target, sequences, repeat, clock, progress)
+        curve = Curve()
+        curve.add(stand.turns(sizes, "timing passes"))
+        _refine(stand, curve)
+        cliffs = _confirmed(stand, curve)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    costs = Costs(curve.points(), cliffs, key, now)
+    keep(costs)
+    return costs
+
+
+def _fitting(target: Target, batch: int, context: int, nodes: Rows[int] | None) -> tuple[int, ...]:
+    """The sizes to begin with, one node always among them, checked against what the target can hold."""
+    for name, value in (("batch", batch), ("context", context), ("nodes", min(nodes, default=0) if nodes else 1)):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}.")
+    if target.free_slots < batch:
+        raise UsageError(
+            f"A batch of {batch} needs as many slots and {target.free_slots} are free; ask for a smaller batch, "
+            "or load with a larger max_batch."
+        )
+    most = min(target.max_nodes, target.context - context)
+    if most < 1:
+        raise UsageError(
+            f"{context} tokens and a tree do not fit into a context of {target.context}; "
+            f"ask for at most {target.context - 1}."
+        )
+    if nodes and max(nodes) > most:
+        raise UsageError(
+            f"A tree of {max(nodes)} nodes behind {context} tokens is more than the target holds; "
+            f"ask for at most {most} nodes, or for a shorter context."
+        )
+    wanted = nodes or [*(size for size in SIZES if size <= most), min(most, SIZES[-1])]
+    return tuple(sorted({1, *wanted}))
+
+
+def _refine(stand: Stand, curve: Curve) -> None:
+    """Split where the cost jumps. Both ends are timed again beside the new sizes, so that all share their turns."""
+    left = MOST_PROBES
+    while suspects := curve.suspects()[: min(left, PROBES_AT_ONCE)]:
+        probes = [(a, _roundest(a, b), b) for a, b in suspects]
+        sizes = {nodes for a, place, b in probes for nodes in (a, place, place + 1, b)}
+        curve.add(stand.turns(sorted(sizes), "looking for cliffs"))
+        for probe in probes:
+            curve.judge(*probe)
+        left -= len(probes)
+
+
+def _roundest(a: int, b: int) -> int:
+    """The roundest number in binary from a on, so that it and the next lie before b: where tiles end."""
+    return max(range(a, b - 1), key=lambda nodes: nodes & -nodes)
+
+
+def _confirmed(stand: Stand, curve: Curve) -> tuple[Cliff, ...]:
+    """The cliffs among the steepest edges, judged by fresh turns over each edge and the sizes beside it."""
+    edges = curve.edges()[:MOST_CLIFFS]
+    if not edges:
+        return ()
+    largest = curve.points()[-1].nodes
+    sizes = sorted({nodes for edge in edges for nodes in range(edge - 2, edge + 2) if 1 <= nodes <= largest})
+    turns = stand.turns(sizes, "confirming cliffs")
+    curve.add(turns)
+    return tuple(
+        Cliff(edge, median(turn[edge] / turn[edge - 1] for turn in turns))
+        for edge in sorted(edges)
+        if is_cliff(edge, turns)
+    )

@@ -1,0 +1,664 @@
+"""Peers: the same ids, the same number of tokens, counted honestly; and whatever a server can do badly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from branchwise.bench.contest import Answer, Asked, Contestant
+from branchwise.bench.peers import PEERS, build_peer
+from branchwise.bench.peers import openai as openai_module
+from branchwise.bench.records import PEER
+from branchwise.draft import build_drafter
+from branchwise.engine import Engine, Request
+from branchwise.errors import BranchwiseError, ModelError, PairingError, UnknownName, UsageError
+from branchwise.llm import LLM
+from branchwise.models import ALIASES, cache_dir
+from branchwise.sampling import SamplingParams
+from branchwise.target.transformers import TransformersTarget
+from branchwise.verify import VERIFIERS
+from tests.conformance.architectures import build, served
+
+END = 2
+PROMPTS = [[5, 9, 11, 5, 9], [7, 3, 3, 8, 40, 41, 42, 40, 41], [60]]
+
+
+def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
+    """Words w3, w4, … between blanks, and the usual special tokens."""
+    words = ["<pad>", "<s>", "</s>"] + [f"w{number}" for number in range(3, size)]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def llm_of(model: PreTrainedModel) -> LLM:
+    target = TransformersTarget(model, slots=4)
+    engine = Engine(target, build_drafter("none"), VERIFIERS.build("match"))
+    return LLM("tiny", model, tokenizer_of(target.vocabulary), engine)
+
+
+def counting_model(cycle: int = 8) -> PreTrainedModel:
+    """After token t comes t + 1, after the last of a cycle the first: what is drafted right can be counted by hand."""
+    size = 32
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=size,
+        intermediate_size=size,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        eos_token_id=END,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.zero_()
+    model.get_input_embeddings().weight.copy_(torch.eye(size))
+    following = torch.arange(size).roll(-1)
+    following[cycle - 1] = 0
+    model.lm_head.weight.zero_()
+    model.lm_head.weight[following, torch.arange(size)] = 10.0
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return llm_of(build(served()["llama"]))
+
+
+@pytest.fixture(scope="module")
+def counting() -> LLM:
+    return llm_of(counting_model())
+
+
+@pytest.fixture(scope="module")
+def assistant(tiny: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another random model with the same tokenizer, in a folder whose name needs care."""
+    folder = tmp_path_factory.mktemp("models") / "small,v=1"
+    config = served()["llama"]
+    config.num_hidden_layers = 1
+    build(config).save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def own(llm: LLM, prompt: list[int], asked: Asked) -> list[int]:
+    """Our plain decoding of the same request."""
+    sampling = SamplingParams(logit_bias=dict.fromkeys(asked.forbidden, float("-inf")))
+    request = Request(tuple(prompt), sampling, asked.max_new_tokens, asked.stop_tokens)
+    generation = llm.engine.submit(request)
+    while not generation.finished:
+        llm.engine.step()
+    return generation.token_ids
+
+
+def transformers_specs(assistant: str) -> list[str]:
+    return ["transformers", "transformers-lookup:tokens=4", f"transformers-assisted:{assistant}"]
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["plain", "lookup", "assisted"])
+def peer(request: pytest.FixtureRequest, tiny: LLM, assistant: str) -> Contestant:
+    return build_peer(transformers_specs(assistant)[request.param], tiny, threads=None)
+
+
+def test_a_peer_is_named_as_it_was_asked_for(tiny: LLM, assistant: str) -> None:
+    for spec in [*transformers_specs(assistant), "openai:http://127.0.0.1:1/v1,model=a"]:
+        peer = build_peer(spec, tiny, threads=1)
+        assert (peer.name, peer.kind, peer.comparable) == (spec, PEER, False)
+        peer.forget()
+
+
+# transformers
+
+
+def test_greedy_ids_are_those_of_our_plain_decoding(peer: Contestant, tiny: LLM) -> None:
+    for ends in (frozenset(), frozenset({END, 40, 77})):
+        asked = Asked(24, stop_tokens=ends)
+        for prompt in PROMPTS:
+            assert peer.write([prompt], asked)[0].ids == own(tiny, prompt, asked)
+
+
+def test_a_batch_is_written_as_its_prompts_alone(peer: Contestant) -> None:
+    asked = Asked(16, stop_tokens=frozenset({END, 40, 77}))
+    together = peer.write(PROMPTS, asked)
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        [alone] = peer.write([prompt], asked)
+        assert (answer.ids, answer.finish_reason) == (alone.ids, alone.finish_reason)
+        assert answer.steps == alone.steps
+    assert len({answer.seconds for answer in together}) == 1
+
+
+def test_an_answer_ends_with_the_stop_token_and_says_so(peer: Contestant, tiny: LLM) -> None:
+    prompt = PROMPTS[1]
+    whole = own(tiny, prompt, Asked(12))
+    end = whole[5]
+    [answer] = peer.write([prompt], Asked(12, stop_tokens=frozenset({end})))
+    assert answer.ids == whole[: whole.index(end) + 1]
+    assert answer.finish_reason == "stop"
+
+
+def test_forbidden_ends_give_answers_of_full_length_without_them(peer: Contestant, tiny: LLM) -> None:
+    prompt = PROMPTS[0]
+    forbidden = frozenset(own(tiny, prompt, Asked(6)))
+    asked = Asked(20, forbidden=forbidden)
+    for answer in peer.write([prompt, PROMPTS[2]], asked):
+        assert len(answer.ids) == 20
+        assert answer.finish_reason == "length"
+        assert not forbidden & set(answer.ids)
+    assert peer.write([prompt], asked)[0].ids == own(tiny, prompt, asked)
+
+
+def test_the_models_own_end_does_not_end_what_is_to_have_full_length(tiny: LLM) -> None:
+    """A checkpoint's end of text comes back through the defaults unless it is kept out."""
+    peer = build_peer("transformers", tiny, threads=None)
+    first = own(tiny, PROMPTS[0], Asked(4))[0]
+    before = tiny.model.generation_config.eos_token_id
+    tiny.model.generation_config.eos_token_id = first
+    try:
+        assert len(peer.write([PROMPTS[0]], Asked(9))[0].ids) == 9
+        assert tiny.model.generation_config.eos_token_id == first
+    finally:
+        tiny.model.generation_config.eos_token_id = before
+
+
+def test_penalties_that_a_checkpoint_recommends_do_not_apply(tiny: LLM) -> None:
+    peer = build_peer("transformers", tiny, threads=None)
+    before = peer.write([PROMPTS[1]], Asked(16))[0].ids
+    tiny.model.generation_config.repetition_penalty = 5.0
+    try:
+        assert peer.write([PROMPTS[1]], Asked(16))[0].ids == before
+    finally:
+        tiny.model.generation_config.repetition_penalty = None
+
+
+def test_a_seed_writes_the_same_again_and_leaves_torchs_own_draws_alone(peer: Contestant) -> None:
+    asked = Asked(16, temperature=1.0, top_p=0.9, top_k=30, seeds=(3,))
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    one, again, other = (peer.write([PROMPTS[1]], a)[0].ids for a in (asked, asked, replace(asked, seeds=(4,))))
+    assert torch.equal(torch.rand(4), expected)
+    assert one == again != other
+
+
+def test_sampling_keeps_to_the_most_probable_tokens(tiny: LLM) -> None:
+    peer = build_peer("transformers", tiny, threads=None)
+    asked = Asked(12, temperature=1.5, top_k=1, seeds=(1, 2))
+    for prompt, answer in zip(PROMPTS[:2], peer.write(PROMPTS[:2], asked), strict=True):
+        assert answer.ids == own(tiny, prompt, Asked(12))
+
+
+def test_peers_between_our_own_runs_change_nothing_on_either_side(peer: Contestant, tiny: LLM) -> None:
+    asked = Asked(12)
+    attention = tiny.model.config._attn_implementation
+    ours, theirs = own(tiny, PROMPTS[1], asked), peer.write([PROMPTS[1]], asked)[0].ids
+    for _ in range(2):
+        assert own(tiny, PROMPTS[1], asked) == ours
+        assert peer.write([PROMPTS[1]], asked)[0].ids == theirs
+    assert tiny.model.config._attn_implementation == attention
+    assert not tiny.model._forward_pre_hooks
+
+
+def test_nothing_is_written_to_the_screen(peer: Contestant, capfd: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_warning()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            peer.write(PROMPTS[:1], Asked(8, temperature=0.7, top_k=5, seeds=(1,), forbidden=frozenset({END})))
+            peer.write(PROMPTS[:1], Asked(8, stop_tokens=frozenset({END})))
+    finally:
+        transformers.logging.set_verbosity_error()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_lookup_counts_passes_as_done_by_hand(counting: LLM) -> None:
+    """Two cycles of eight stand in the prompt: the first pass drafts the eight tokens behind the first cycle and emits
+    nine, the second drafts ten and emits eleven."""
+    peer = build_peer("transformers-lookup", counting, threads=None)
+    [answer] = peer.write([[*range(8), *range(8)]], Asked(20))
+    assert answer.ids == [number % 8 for number in range(20)]
+    assert (answer.steps, answer.target_passes, answer.drafted, answer.accepted) == (2, 2, 18, 18)
+    assert (answer.draft_passes, answer.by_source) == (0, {"target": 2, "lookup": 18})
+
+
+def test_lookup_without_a_repeat_is_one_token_a_pass(counting: LLM) -> None:
+    [answer] = build_peer("transformers-lookup", counting, threads=None).write([[0, 1, 2]], Asked(5))
+    assert answer.ids == [3, 4, 5, 6, 7]
+    assert (answer.steps, answer.drafted, answer.accepted) == (5, 0, 0)
+
+
+def test_the_length_of_a_lookup_is_as_asked(counting: LLM) -> None:
+    peer = build_peer("transformers-lookup:tokens=3", counting, threads=None)
+    [answer] = peer.write([[*range(8), *range(8)]], Asked(20))
+    assert (answer.steps, answer.accepted) == (5, 15)
+
+
+def test_an_assistants_passes_are_counted_as_done_by_hand(counting: LLM, tmp_path: Path) -> None:
+    """An assistant that is always right drafts nineteen tokens in as many passes, and one pass takes them all."""
+    counting_model().save_pretrained(tmp_path)
+    counting.tokenizer.save_pretrained(tmp_path)
+    peer = build_peer(f"transformers-assisted:{tmp_path}", counting, threads=None)
+    [answer] = peer.write([[0, 1, 2]], Asked(20))
+    assert answer.ids == [number % 8 for number in range(3, 23)]
+    assert (answer.steps, answer.drafted, answer.accepted, answer.draft_passes) == (1, 19, 19, 19)
+    assert answer.by_source == {"target": 1, "assistant": 19}
+
+
+def test_plain_generate_takes_one_pass_for_every_token(counting: LLM) -> None:
+    answers = build_peer("transformers", counting, threads=None).write([[0], [3, 4]], Asked(6))
+    assert [(a.steps, a.target_passes, a.drafted, a.accepted) for a in answers] == [(6, 6, 0, 0)] * 2
+
+
+def test_an_assistant_forgets_how_long_its_drafts_were(counting: LLM, tmp_path: Path) -> None:
+    model = counting_model()
+    model.generation_config.num_assistant_tokens = 4
+    model.generation_config.num_assistant_tokens_schedule = "heuristic"
+    model.save_pretrained(tmp_path)
+    counting.tokenizer.save_pretrained(tmp_path)
+    peer = build_peer(f"transformers-assisted:{tmp_path}", counting, threads=None)
+    runs = []
+    for _ in range(2):
+        peer.forget()
+        runs.append([peer.write([[0, 1, 2]], Asked(20))[0].steps for _ in range(2)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]  # it had something to forget
+
+
+def test_an_assistant_with_another_vocabulary_is_refused(tiny: LLM, counting: LLM, tmp_path: Path) -> None:
+    counting.model.save_pretrained(tmp_path)
+    counting.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(PairingError, match="another vocabulary"):
+        build_peer(f"transformers-assisted:{tmp_path}", tiny, threads=None)
+
+
+# Specs
+
+
+def test_an_unknown_peer_is_told_the_nearest_name(tiny: LLM) -> None:
+    with pytest.raises(UnknownName, match=r"Did you mean 'llama\.cpp'"):
+        build_peer("llamacpp", tiny, threads=None)
+    assert set(PEERS) == {"transformers", "transformers-lookup", "transformers-assisted", "llama.cpp", "openai"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("transformers:3", "at most 0 values"),
+        ("transformers-lookup:tokens=0", "at least 1"),
+        ("transformers-lookup:tokens=many", "as int"),
+        ("transformers-lookup:length=3", "no option 'length'"),
+        ("transformers-assisted", "transformers-assisted:MODEL"),
+        ("transformers-assisted:", "transformers-assisted:MODEL"),
+        ("transformers-assisted:/no/such", "no file or folder"),
+        ("openai", "openai:URL"),
+        ("openai:localhost:8000", "not the address of a server"),
+        ("openai:http://", "not the address of a server"),
+        ("openai:,model=x", "not the address of a server"),
+    ],
+)
+def test_a_wrong_spec_is_explained_in_a_sentence(tiny: LLM, spec: str, says: str) -> None:
+    with pytest.raises(BranchwiseError, match=says):
+        build_peer(spec, tiny, threads=None)
+
+
+# llama.cpp
+
+needs_llama = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed")
+GGUF = cache_dir() / "gguf" / ALIASES["smollm2"].member
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("xllamacpp") is None or not GGUF.is_file(),
+    reason="xllamacpp is not installed, or the GGUF file of smollm2 is not in the cache",
+)
+
+
+def test_without_xllamacpp_the_install_line_is_shown(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(UsageError, match=r"needs the package xllamacpp.*pip install 'branchwise\[peers\]'"):
+        build_peer("llama.cpp", tiny, threads=1)
+
+
+@needs_llama
+def test_llama_cpp_says_which_file_it_cannot_read(tiny: LLM, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"give one as llama\.cpp:PATH\.gguf"):
+        build_peer("llama.cpp", tiny, threads=1)
+    with pytest.raises(ModelError, match="There is no file"):
+        build_peer(f"llama.cpp:{tmp_path}/a,b=c.gguf", tiny, threads=1)
+    broken = tmp_path / "broken,v=1.gguf"
+    broken.write_bytes(b"GGUF and no more")
+    with pytest.raises(ModelError, match=r"GGUF version|truncated|damaged"):
+        build_peer(f"llama.cpp:{broken}", tiny, threads=1)
+
+
+@pytest.fixture(scope="module")
+def llama(smollm2: LLM) -> Contestant:
+    return build_peer("llama.cpp", smollm2, threads=1)
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: LLM) -> list[list[int]]:
+    return [smollm2.encode(text) for text in ("What is the capital of France?", "Write a haiku about rivers.")]
+
+
+@needs_gguf
+def test_another_models_file_is_refused(tiny: LLM) -> None:
+    with pytest.raises(PairingError, match="vocabulary of 49152 tokens and tiny one of 96"):
+        build_peer(f"llama.cpp:{GGUF}", tiny, threads=1)
+
+
+@needs_gguf
+def test_greedy_answers_are_the_models_own_up_to_rounding_and_have_the_length_asked_for(
+    llama: Contestant, smollm2: LLM, prompts: list[list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """llama.cpp rounds activations to eight bits, so near-ties fall the other way; no token is far from the best."""
+    asked = Asked(12, forbidden=smollm2.stop_tokens)
+    answers = llama.write(prompts, asked)
+    assert capfd.readouterr() == ("", "")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer.ids) == 12
+        assert answer.finish_reason == "length"
+        assert answer.counted_by == "ids"
+        assert answer.text == smollm2.decode(answer.ids)
+        assert set(answer.phases) == {"prefill", "decode"}
+        assert sum(answer.phases.values()) <= answer.seconds + 0.05
+        logits = smollm2.model(torch.tensor([prompt + answer.ids[:-1]])).logits[0, len(prompt) - 1 :]
+        logits[:, list(asked.forbidden)] = -torch.inf
+        gaps = logits.amax(dim=-1) - logits.gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
+        assert gaps.max() < 0.5
+        assert gaps.median() == 0
+
+
+@needs_gguf
+def test_an_answer_ends_where_the_model_ends_it(llama: Contestant, smollm2: LLM, prompts: Any) -> None:
+    paris = [*prompts[0], *smollm2.tokenizer("The capital of France is", add_special_tokens=False)["input_ids"]]
+    [answer] = llama.write([paris], Asked(12, stop_tokens=smollm2.stop_tokens))
+    assert answer.text == " Paris."
+    assert answer.ids == own(smollm2, paris, Asked(12, stop_tokens=smollm2.stop_tokens))
+    assert (answer.finish_reason, answer.ids[-1]) == ("stop", 2)
+
+
+@needs_gguf
+def test_a_stop_token_that_llama_cpp_does_not_know_ends_an_answer_too(
+    llama: Contestant, prompts: list[list[int]]
+) -> None:
+    whole = llama.write(prompts[:1], Asked(6))[0].ids
+    [answer] = llama.write(prompts[:1], Asked(6, stop_tokens=frozenset({whole[3]})))
+    assert answer.ids == whole[: whole.index(whole[3]) + 1]
+    assert answer.finish_reason == "stop"
+
+
+@needs_gguf
+def test_a_seed_writes_the_same_again(llama: Contestant, prompts: list[list[int]]) -> None:
+    found = [llama.write(prompts[1:], Asked(8, temperature=1.0, seeds=(seed,)))[0].ids for seed in (1, 1, 1 << 40 | 2)]
+    assert found[0] == found[1] != found[2]
+
+
+@needs_gguf
+def test_a_longer_prompt_and_a_larger_batch_get_the_room_that_they_need(
+    smollm2: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("branchwise.bench.peers.llamacpp.SHORTEST_CONTEXT", 16)
+    llama = build_peer("llama.cpp", smollm2, threads=1)
+    for batch in ([prompts[0]], [prompts[0] * 3], [prompts[0], prompts[1] * 4, prompts[0]]):
+        assert [len(answer.ids) for answer in llama.write(batch, Asked(2))] == [2] * len(batch)
+
+
+# OpenAI-compatible servers
+
+
+@dataclass
+class Stub:
+    """What a stub server does; it answers every completion with the same words."""
+
+    words: tuple[str, ...] = ("w5 ", "w6 ", "w7 ")
+    ids: tuple[int, ...] | None = (5, 6, 7)
+    usage: bool = True
+    prompt_tokens: int | None = None
+    """what it says that it counted; None for the truth"""
+    takes_ids: bool = True
+    takes_extras: bool = True
+    finish: str | None = "length"
+    done: bool = True
+    cut: int = 7
+    """bytes of a piece that is sent at once"""
+    raw: bytes | None = None
+    status: int = 200
+    delay: float = 0.0
+    models: Any = field(default_factory=lambda: {"data": [{"id": "stub"}]})
+    end: bytes = b"\n\n"
+    seen: list[dict[str, Any]] = field(default_factory=list)
+
+    def stream(self, request: dict[str, Any]) -> bytes:
+        many = min(len(self.words), request["max_tokens"])
+        lines = [b": a comment" + self.end]
+        for number in range(many):
+            choice: dict[str, Any] = {"index": 0, "text": self.words[number], "finish_reason": None}
+            if self.ids is not None and request.get("return_token_ids"):
+                choice["token_ids"] = [self.ids[number]]
+            if number == many - 1:
+                choice["finish_reason"] = self.finish
+            lines.append(self._event({"choices": [choice]}))
+        if self.usage:
+            prompt = request["prompt"]
+            counted = len(prompt.split() if isinstance(prompt, str) else prompt)
+            usage = {"prompt_tokens": self.prompt_tokens or counted, "completion_tokens": many}
+            lines.append(self._event({"choices": [], "usage": usage}))
+        return b"".join([*lines, b"data: [DONE]" + self.end] if self.done else lines)
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(event).encode() + self.end
+
+
+@contextmanager
+def serving(stub: Stub) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._whole(200, json.dumps(stub.models).encode())
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            stub.seen.append(request)
+            time.sleep(stub.delay)
+            if stub.status != 200 or (stub.raw is not None and not stub.raw.startswith(b"data")):
+                self._whole(stub.status, stub.raw or b"")
+            elif not stub.takes_ids and not isinstance(request["prompt"], str):
+                self._whole(400, b'{"error": {"message": "prompt must be a string"}}')
+            elif not stub.takes_extras and "ignore_eos" in request:
+                self._whole(422, b'{"detail": "Extra inputs are not permitted"}')
+            else:
+                self._pieces(stub.stream(request) if stub.raw is None else stub.raw)
+
+        def _pieces(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for start in range(0, len(body), stub.cut):
+                piece = body[start : start + stub.cut]
+                self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                self.wfile.flush()
+            if stub.finish is not None:  # else the connection just ends
+                self.wfile.write(b"0\r\n\r\n")
+            self.close_connection = True
+
+        def _whole(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # a client that gave up
+
+    server = Quiet(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+ASKED = Asked(3, forbidden=frozenset({END}), seeds=(7, 8, 9))
+
+
+def ask(stub: Stub, llm: LLM, asked: Asked = ASKED, prompts: list[list[int]] | None = None, more: str = "") -> Answer:
+    with serving(stub) as url:
+        return build_peer(f"openai:{url}/v1{more}", llm, threads=None).write(prompts or [[5, 6, 7, 8]], asked)[0]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_a_stream_is_read_whatever_its_pieces(tiny: LLM, cut: int, end: bytes) -> None:
+    answer = ask(Stub(cut=cut, end=end), tiny)
+    assert (answer.ids, answer.text, answer.finish_reason) == ([5, 6, 7], "w5 w6 w7 ", "length")
+    assert answer.counted_by == "ids"
+    assert 0 < answer.phases["prefill"] <= answer.seconds
+
+
+def test_a_server_that_gives_no_ids_is_counted_by_its_usage(tiny: LLM) -> None:
+    answer = ask(Stub(ids=None, words=("w5 ", "w6", " w7")), tiny)
+    assert (answer.counted_by, answer.ids) == ("usage", [5, 6, 7])
+    assert isinstance(answer, openai_module.CountedAnswer)
+    assert answer.tokens == 3
+
+
+def test_a_server_that_counts_nothing_is_retokenised(tiny: LLM) -> None:
+    answer = ask(Stub(ids=None, usage=False), tiny)
+    assert (answer.counted_by, answer.ids) == ("retokenised", [5, 6, 7])
+
+
+def test_the_request_says_all_that_was_asked(tiny: LLM) -> None:
+    stub = Stub()
+    ask(stub, tiny, Asked(3, 0.8, 0.9, 20, forbidden=frozenset({END}), seeds=(7,)), more=",model=mine")
+    sent = stub.seen[-1]
+    expected = {
+        "model": "mine",
+        "prompt": [5, 6, 7, 8],
+        "max_tokens": 3,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 20,
+        "seed": 7,
+        "stream": True,
+        "logit_bias": {"2": -100},
+        "ignore_eos": True,
+    }
+    assert {name: sent[name] for name in expected} == expected
+    ask(stub, tiny, Asked(3, stop_tokens=frozenset({END, 40})))
+    sent = stub.seen[-1]
+    assert (sent["model"], sent["stop_token_ids"], sent["top_k"]) == ("stub", [END, 40], -1)
+    assert not {"ignore_eos", "logit_bias", "seed"} & set(sent)
+
+
+def test_a_server_that_refuses_ids_gets_the_text_of_the_same_tokens(tiny: LLM) -> None:
+    stub = Stub(takes_ids=False)
+    answer = ask(stub, tiny)
+    assert stub.seen[-1]["prompt"] == "w5 w6 w7 w8"
+    assert answer.ids == [5, 6, 7]
+
+
+def test_a_server_that_refuses_extras_is_asked_without_them(tiny: LLM) -> None:
+    stub = Stub(takes_extras=False)
+    answer = ask(stub, tiny)
+    assert stub.seen[-1]["prompt"] == [5, 6, 7, 8]
+    assert stub.seen[-1]["logit_bias"] == {"2": -100}
+    assert answer.counted_by == "usage"
+
+
+def test_a_server_that_reads_another_prompt_is_refused(tiny: LLM) -> None:
+    with pytest.raises(UsageError, match="read a prompt of 4 tokens as 5"):
+        ask(Stub(takes_ids=False, prompt_tokens=5), tiny)
+
+
+def test_a_batch_is_sent_at_once_with_a_seed_for_each(tiny: LLM) -> None:
+    stub = Stub(delay=0.2)
+    with serving(stub) as url:
+        peer = build_peer(f"openai:{url}", tiny, threads=None)
+        answers = peer.write([[5], [6, 7], [8]], ASKED)
+    assert [answer.ids for answer in answers] == [[5, 6, 7]] * 3
+    assert {(tuple(sent["prompt"]), sent["seed"]) for sent in stub.seen[1:]} == {((5,), 7), ((6, 7), 8), ((8,), 9)}
+    assert answers[0].seconds < 0.5
+    assert len({answer.seconds for answer in answers}) == 1
+
+
+def test_a_server_that_does_not_stream_is_read_all_the_same(tiny: LLM) -> None:
+    whole = {"choices": [{"text": "w5 w6", "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}
+    answer = ask(Stub(raw=json.dumps(whole, indent=1).encode()), tiny)
+    assert (answer.ids, answer.finish_reason) == ([5, 6], "stop")
+
+
+def test_a_stream_without_its_last_word_is_whole_if_the_answer_ended(tiny: LLM) -> None:
+    assert ask(Stub(done=False), tiny).ids == [5, 6, 7]
+
+
+def broken(**does: Any) -> Callable[[LLM], Answer]:
+    return lambda llm: ask(Stub(**does), llm)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (broken(finish=None, done=False), "closed the stream before the answer ended"),
+        (broken(finish=None, done=True), "closed the stream before the answer ended"),
+        (broken(raw=b""), "not JSON"),
+        (broken(raw=b"<html>hello</html>"), "not JSON"),
+        (broken(raw=b"data: {broken\n\n"), "not JSON"),
+        (broken(raw=b'data: {"choices": 3}\n\n'), "form that OpenAI's protocol does not have"),
+        (broken(raw=b"data: [1]\n\n"), "form that OpenAI's protocol does not have"),
+        (broken(raw=b'data: {"error": {"message": "out of memory."}}\n\n'), "middle of an answer: out of memory.$"),
+        (broken(status=500, raw=b'{"error": {"message": "CUDA died"}}'), "with 500: CUDA died.$"),
+        (broken(status=500, raw=b"<html>"), "with 500: Internal Server Error"),
+        (broken(status=401, raw=b'{"error": "no key"}'), "401: no key. Give a key in OPENAI_API_KEY"),
+        (broken(status=404, raw=b"{}"), "404.*is the model's name right"),
+        (broken(status=400, raw=b'{"error": {"message": "too long"}}'), "400: too long"),
+        (broken(models={"data": []}), "lists no model; name one as openai:"),
+        (broken(models=[]), "lists no model"),
+    ],
+)
+def test_whatever_a_server_does_badly_is_one_sentence(tiny: LLM, call: Callable[[LLM], Answer], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        call(tiny)
+
+
+def test_a_server_that_is_not_there_is_one_sentence(tiny: LLM) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(UsageError, match=r"No server answers at .*Connection refused"):
+        build_peer(f"openai:http://127.0.0.1:{port}", tiny, threads=None).write([[5]], ASKED)
+
+
+def test_a_server_that_says_nothing_is_given_up(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_module, "TIMEOUT", 0.1)
+    with pytest.raises(UsageError, match=r"said nothing for 0\.1 seconds"):
+        ask(Stub(delay=0.5), tiny)
