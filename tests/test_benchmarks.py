@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
+from branchwise.bench import records
+from branchwise.bench.summary import Row, summarise
+
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "records").glob("foundations-*.jsonl"))
 VERDICTS = sorted((ROOT / "benchmarks" / "records").glob("verifiers-*.jsonl"))
+CONTESTS = sorted(
+    path for name in ("bench", "styles") for path in (ROOT / "benchmarks" / "records").glob(f"{name}-*.jsonl")
+)
+ALL = [*RECORDS, *VERDICTS, *CONTESTS]
 
 
 def script(name: str) -> ModuleType:
@@ -35,42 +42,69 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_the_benchmark_page_shows_what_the_records_say(
-    path: Path, foundations: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    foundations.summarise(read(path))
-    printed = capsys.readouterr().out
-    assert printed.count("\n") > 10
-    assert printed in (ROOT / "docs" / "benchmarks.md").read_text()
+def test_the_benchmark_page_shows_what_the_records_say() -> None:
+    tables = script("tables")
+    page = tables.PAGE.read_text()
+    assert tables.filled(page) == page, "run python benchmarks/tables.py"
+    shown = {place[2] for place in tables.PLACE.finditer(page)}
+    assert shown == {path.name for path in ALL}
+
+
+def test_a_table_that_says_something_else_is_found() -> None:
+    tables = script("tables")
+    page = tables.PAGE.read_text()
+    assert tables.filled(page.replace("tokens a step", "tokens a stop", 1)) == page
+    assert tables.filled(page.replace("plain  ", "plane  ", 1)) == page
 
 
 @pytest.mark.parametrize("path", VERDICTS, ids=lambda path: path.stem)
-def test_the_benchmark_page_shows_the_verdicts_of_the_records(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = read(path)
-    script("verifiers").summarise(records)
-    printed = capsys.readouterr().out
-    assert printed.count("\n") > 10
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert printed in page
-    for record in records:
+def test_every_verdict_says_which_code_gave_it(path: Path) -> None:
+    for record in read(path):
         assert re.fullmatch(r"[0-9a-f]{40}", record["run"]["commit"])
         # A machine without git cannot say whether its tree was clean; there the digest of the source does.
         assert record["run"]["dirty"] is False or (record["run"]["dirty"] is None and record["run"]["source"])
 
 
+def speeds(name: str) -> dict[tuple[str, str], Row]:
+    rows = summarise(records.read(ROOT / "benchmarks" / "records" / name))
+    return {(row.contestant, row.category): row for row in rows}
+
+
 def test_the_table_of_the_readme_shows_what_the_records_say(
     foundations: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in RECORDS:
-        foundations.summarise(read(path))
+    foundations.summarise(read(ROOT / "benchmarks" / "records" / "foundations-h200.jsonl"))
     printed = capsys.readouterr().out
     table = re.findall(r"^\| SmolLM2.*", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(table) == 4
+    assert len(table) == 5
     for row in table:
-        _, _, _, prompts, baseline, ours, acceptance, _, _ = (cell.strip() for cell in row.split("|"))
-        assert f"{prompts}, transformers.generate: {baseline}\n" in printed
-        assert re.search(rf"{prompts}, ngram: {ours}, .* mean acceptance length {acceptance}\n", printed)
+        _, _, hardware, prompts, baseline, ours, acceptance, _, _ = (cell.strip() for cell in row.split("|"))
+        if hardware == "H200":
+            assert f"{prompts}, transformers.generate: {baseline}\n" in printed
+            assert re.search(rf"{prompts}, ngram: {ours}, .* mean acceptance length {acceptance}\n", printed)
+            continue
+        rows = speeds("bench-cpu.jsonl" if prompts == "Spec-Bench" else "bench-llamacpp-cpu.jsonl")
+        category = "all" if prompts == "Spec-Bench" else prompts
+        assert baseline == f"{rows['transformers', category].tokens_per_second:.1f} tokens/s"
+        assert ours == f"{rows['ngram', category].tokens_per_second:.1f} tokens/s"
+        assert acceptance == f"{rows['ngram', category].mean_acceptance_length:.2f}"
+
+
+@pytest.mark.parametrize("path", CONTESTS, ids=lambda path: path.stem)
+def test_records_of_a_contest_are_of_clean_code_and_equal_where_they_must_be(path: Path) -> None:
+    for record in records.read(path):
+        assert re.fullmatch(r"[0-9a-f]{40}", record.run["commit"])
+        assert record.run["dirty"] is False
+        assert record.ids_hash == records.hash_ids(record.ids)
+        if record.run["dtype"] == "float32" and record.kind != "plain":
+            assert record.equal is True
+
+
+def test_styles_are_as_often_right_with_speculation_as_without() -> None:
+    rows = speeds("styles-cpu.jsonl")
+    found = {category: row.accuracy for (name, category), row in rows.items() if name == "plain"}
+    assert len(found) == 26
+    assert found == {category: row.accuracy for (name, category), row in rows.items() if name == "ngram"}
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

@@ -268,7 +268,7 @@ def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> N
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(summary.table(rows, per_category=categories))
+    console.print(summary.table(rows, per_category=categories, width=console.width))
     console.print(f"{len(records)} records in {out}; branchwise report {out} draws them.", style="dim")
 
 

@@ -153,16 +153,19 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "max gap": lambda row: shown(row.equality.max_gap if row.equality else None, ".3g"),
     "accuracy": lambda row: shown(row.accuracy, ".1%"),
     "length": lambda row: shown(row.output_length, ".1f"),
-    "repeats": lambda row: shown(row.repeat_rate, ".1%"),
 }
 LEFT = ("contestant", "category")
 """columns of words; the others are numbers"""
+EXPENDABLE = ("MBSU", "tokens/step", "length", "nodes/step", "max gap", "accuracy", "acceptance", "equal")
+"""columns that a narrow terminal goes without, in this order"""
 
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Titles and texts of a table; a column that no row can fill is left out."""
     full = {title: [show(row) for row in rows] for title, show in COLUMNS.items()}
     kept = {title: texts for title, texts in full.items() if set(texts) != {ABSENT}}
+    if kept.get("MBSU") == kept.get("tokens/step"):
+        kept.pop("MBSU", None)  # no draft model runs: it says nothing more
     if {row.category for row in rows} == {ALL}:
         kept.pop("category")
     return list(kept), [list(line) for line in zip(*kept.values(), strict=True)]
@@ -175,15 +178,21 @@ def in_order(rows: Sequence[Row], per_category: bool) -> list[Row]:
     return overall + [row for name in names for row in rows if row.category == name and per_category]
 
 
-def table(rows: Sequence[Row], per_category: bool = False) -> Table:
+def table(rows: Sequence[Row], per_category: bool = False, width: int = 120) -> Table:
+    """What fits into so many characters: numbers are never cut, the less telling columns go first."""
     from rich.table import Table
     from rich.text import Text
 
     wanted = in_order(rows, per_category)
     titles, lines = cells(wanted)
+    for title in EXPENDABLE:
+        needed = sum(2 + max(map(len, column)) for column in zip(titles, *lines, strict=True))
+        if needed - 2 > width and title in titles:
+            place = titles.index(title)
+            titles, *lines = ([*line[:place], *line[place + 1 :]] for line in (titles, *lines))
     found = Table(box=None, header_style="bold", pad_edge=False)
     for title in titles:
-        found.add_column(title, justify="left" if title in LEFT else "right", overflow="fold")
+        found.add_column(title, justify="left" if title in LEFT else "right", no_wrap=True)
     ends = {place for place, (row, later) in enumerate(pairwise(wanted)) if row.category != later.category}
     for place, line in enumerate(lines):
         found.add_row(*map(Text, line), end_section=place in ends)
