@@ -56,6 +56,7 @@ def test_every_record_says_where_it_comes_from(short_run: tuple[Path, subprocess
         assert about["seed"] == 0
         assert about["arguments"]["limit"] == 1
         assert about["command"].startswith("branchwise bench --limit 1")
+        assert str(folder) not in json.dumps(about)
         assert {"branchwise", "python", "torch", "transformers"} <= set(about["versions"])
         assert len(about["source"]) == 16
         assert set(about) >= {"commit", "dirty", "machine", "time"}
@@ -69,8 +70,10 @@ def test_the_same_command_again_does_nothing_and_another_is_refused(
     peers = ("--peers", "transformers,transformers-lookup")
     again = run(*SHORT, *peers, "--out", str(folder / "run.jsonl"))
     assert again.returncode == 0
-    assert "holds 8 records of this run; going on" in again.stderr
+    assert "holds 8 records of this run; going on with what is missing" in again.stderr
     assert "ngram" in again.stdout
+    seeded = run(*SHORT, *peers, "--seed", "5", "--out", str(folder / "run.jsonl"))
+    assert_one_sentence(seeded, "holds records of another run", "its seed is 0, now it is 5")
     other = run(*SHORT, *peers, "-t", "0.5", "--out", str(folder / "run.jsonl"))
     assert_one_sentence(other, "holds records of another run", "its temperature is 0.0, now it is 0.5")
     assert (folder / "run.jsonl").read_bytes() == before
@@ -119,6 +122,9 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
         (("--methods", "ngram,ngram"), "named twice"),
         (("--methods", "a/b/c/d"), "Unknown method"),
         (("--suite", "spec-bensh"), "Did you mean 'spec-bench'?"),
+        (("--peers", "transformer"), "Did you mean 'transformers'?"),
+        (("--peers", "transformers,transformers"), "A peer is named twice"),
+        (("--methods", ""), "There is nothing to compare"),
         (("--state", "hot"), "Unknown state 'hot'"),
         (("--order", "random"), "Unknown order 'random'"),
         (("--batch", "0"), "--batch must be at least 1"),
@@ -155,3 +161,18 @@ def test_a_report_of_nothing_is_one_sentence(tmp_path: Path) -> None:
 )
 def test_specs_are_split_between_them_and_not_inside(text: str, specs: list[str]) -> None:
     assert split_specs(text) == specs
+
+
+def test_answers_that_differ_in_float32_are_a_failure(
+    short_run: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    folder, _ = short_run
+    lines = (folder / "run.jsonl").read_text().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if '"compares":["ngram"' in line)
+    apart = '"equal":false,"difference":{"place":0,"token":1,"expected":2,"gap":3.0}'
+    lines[place] = lines[place].replace('"equal":true,"difference":null', apart)
+    (tmp_path / "run.jsonl").write_text("".join(lines))
+    done = run(*SHORT, "--peers", "transformers,transformers-lookup", "--out", str(tmp_path / "run.jsonl"))
+    assert done.returncode == 1
+    assert "NOT EQUAL: 1 answers differ from plain decoding in float32" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -205,8 +205,13 @@ def test_speed_up_is_the_ratio_of_times_per_token() -> None:
     found = speed_up(ours, plain)
     assert found is not None
     assert found.value == pytest.approx((6 / 30) / (2 / 20))
-    # two items: of the draws aa, ab, ba, bb the ratios are 4, 2, 2, 1
-    assert (found.low, found.high, found.units) == (pytest.approx(1.0), pytest.approx(4.0), 2)
+    # of the draws aa, ab, ba, bb the ratios are 4, 2, 2, 1: [1, 4] would be just the two items, and no interval
+    assert (found.low, found.high, found.units) == (None, None, 2)
+    third = record("plain", item="c", seconds=1.0, tokens=10), record(item="c", seconds=1.0, tokens=10)
+    found = speed_up([*ours, third[1]], [*plain, third[0]])
+    assert found is not None
+    # three items with the ratios 4, 1, 1 of which one draw may have nothing but the first, or none of it
+    assert (found.low, found.high, found.units) == (pytest.approx(1.0), pytest.approx(4.0), 3)
 
 
 def test_only_requests_that_both_have_done_are_compared() -> None:

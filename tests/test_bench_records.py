@@ -96,6 +96,33 @@ def test_a_cut_inside_a_character_is_dropped_too(tmp_path: Path) -> None:
         assert [r.item for r in ledger.records] == ["a"]
 
 
+@pytest.mark.parametrize("content", [b'{"a": 1}', b"first\nsecond", b"\xff\xfe\n", b"notes\n", b'{"a": 1}\n{"b"'])
+def test_a_file_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="mine"):
+        Ledger(path)
+    assert path.read_bytes() == content
+
+
+def test_a_place_that_takes_no_records_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no file that records can be written to"):
+        Ledger(tmp_path)
+    with pytest.raises(UsageError, match="is no file that records can be written to"):
+        Ledger(Path("/dev/null"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be written: (Not a directory|File exists)"):
+        Ledger(tmp_path / "file" / "r.jsonl")
+
+
+def test_a_run_that_wrote_nothing_leaves_no_file(tmp_path: Path) -> None:
+    Ledger(tmp_path / "r.jsonl").close()
+    assert not (tmp_path / "r.jsonl").exists()
+    (tmp_path / "empty.jsonl").write_text("")
+    Ledger(tmp_path / "empty.jsonl").close()
+    assert (tmp_path / "empty.jsonl").exists()
+
+
 def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
     with Ledger(tmp_path / "r.jsonl"), pytest.raises(UsageError, match="Another run is writing"):
         Ledger(tmp_path / "r.jsonl")

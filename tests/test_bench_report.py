@@ -196,9 +196,15 @@ def test_without_a_baseline_there_is_no_speed_up() -> None:
 
 
 def test_runs_that_cannot_be_compared_are_told(tmp_path: Path) -> None:
-    runs = [{"device": "cpu", "arguments": {"batch": 1}}, {"device": "H200", "arguments": {"batch": 4}}]
+    runs = [{"machine": "one", "arguments": {"batch": 1}}, {"machine": "two", "arguments": {"batch": 4}}]
     page = write_report([record(item=str(place), run=run) for place, run in enumerate(runs)], tmp_path).read_text()
-    assert "runs that differ in device, batch;" in page
+    assert "runs that differ in machine, batch;" in page
+
+
+def test_runs_of_different_models_or_devices_are_not_joined(tmp_path: Path) -> None:
+    runs = [{"device": "cpu"}, {"device": "H200"}]
+    with pytest.raises(UsageError, match=r"more than one device \(H200, cpu\)"):
+        write_report([record(item=str(place), run=run) for place, run in enumerate(runs)], tmp_path)
 
 
 def test_many_contestants_keep_colours_and_marks_apart() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from branchwise.bench.contest import Answer, Asked
 from branchwise.bench.items import Item
 from branchwise.bench.ours import Ours
 from branchwise.bench.records import Ledger, Record, read
-from branchwise.bench.run import Contest, Play, Rules, fitting, plan
+from branchwise.bench.run import Contest, Play, Rules, digest, fitting, plan
 from branchwise.draft import Budget
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
@@ -46,12 +46,15 @@ class ToyLLM:
 
     target: ToyTarget = field(default_factory=lambda: ToyTarget(vocabulary=8, context=128))
     stop_tokens: frozenset[int] = frozenset({END})
+    template: str | None = "a template"
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.target, *PLAIN.build())
         self.model = Model(self.target)
+        self.tokenizer = SimpleNamespace(chat_template=self.template)
 
     def encode(self, prompt: Any, *, raw: bool = False) -> list[int]:
+        assert isinstance(prompt, str) or self.template, "a conversation without a template"
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
         return [int(digit) % 7 for text in texts for digit in text + ("" if raw else "0")]
 
@@ -172,6 +175,28 @@ def test_items_that_do_not_fit_the_context_are_left_out() -> None:
     llm = ToyLLM()
     long = Item("long", "s", "c", ("1" * 60, "2" * 60))
     assert fitting([*items(1), long], llm, max_new_tokens=6) == items(1)  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_chat_template_is_asked_single_questions(tmp_path: Path) -> None:
+    llm = ToyLLM(template=None)
+    kept = fitting([*items(2), *items(3, turns=2)[2:]], llm, max_new_tokens=6)  # type: ignore[arg-type]
+    assert kept == items(2)
+    assert len(contest(tmp_path / "r", llm, ours(llm, "plain", "ngram"), kept)) == 4
+
+
+def test_the_digest_of_questions_tells_them_apart() -> None:
+    assert digest(items(2)) == digest(items(2)) != digest(items(3))
+    [one] = items(1)
+    for other in (replace(one, turns=("9",)), replace(one, raw=True), replace(one, id="j")):
+        assert digest([other]) != digest([one])
+
+
+def test_a_warm_up_is_of_the_shape_and_with_the_options_of_what_is_timed(tmp_path: Path) -> None:
+    notes: list[Any] = []
+    contest(tmp_path / "r", ToyLLM(), [Scribe("a", notes)], items(3), batch=2, temperature=0.5, full_length=True)
+    (_, first, asked), (_, second, _), *_ = notes
+    assert first == second
+    assert (asked.temperature, asked.forbidden, len(asked.seeds)) == (0.5, {END}, 2)
 
 
 # ---- what is recorded ----------------------------------------------------------------------------------------------
@@ -326,12 +351,30 @@ def test_a_drafter_that_learns_sees_the_earlier_items_again_when_a_warm_run_goes
     assert len(records) == 3
 
 
+def test_a_drafter_that_learns_sees_the_earlier_turns_when_a_dialogue_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Learner(Scribe):
+        learns = True
+
+    notes: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_write", dying_at(1, torn=False))
+        with pytest.raises(Killed):
+            contest(tmp_path / "r", ToyLLM(), [Learner("a", notes)], items(1, turns=2))
+    notes.clear()
+    assert len(contest(tmp_path / "r", ToyLLM(), [Learner("a", notes)], items(1, turns=2))) == 2
+    assert len(notes) == 3  # the warm-up, the turn that was recorded, the one that was not
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"model": "other"}, "its model is 'toy', now it is 'other'"),
         ({"arguments": {"limit": 3}}, "its limit is 2, now it is 3"),
         ({"source": "b"}, "its source is 'a', now it is 'b'"),
+        ({"seed": 1}, "its seed is None, now it is 1"),
+        ({"questions": "x"}, "its questions is None, now it is 'x'"),
     ],
 )
 def test_records_of_another_run_are_not_mixed_in(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:

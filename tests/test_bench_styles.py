@@ -11,7 +11,7 @@ import pytest
 
 from branchwise.bench.answers import LetterIs, letter_in, makes_24, number_in
 from branchwise.bench.problems import _PLACES, _USES, MOST_PROBLEMS, SHOWN, TASKS, Problem, _solution, problems
-from branchwise.bench.styles import _SHOTS, MAX_NEW_TOKENS, STYLES, prompt, style_items
+from branchwise.bench.styles import _SHOTS, STYLES, prompt, style_items
 from branchwise.errors import UnknownName, UsageError
 
 GENERATED = [task for task in TASKS if task != "gsm8k"]
@@ -192,10 +192,6 @@ def test_every_style_asks_the_question_last_and_names_its_own_ending(task: str) 
         assert text.endswith(problem.question)
         assert {"sot": r"\boxed{}", "cod": "####"}.get(style, "Answer:") in text.split("\n\n")[0]
         assert ("Problem:" in text.removesuffix(f"Problem: {problem.question}")) == (style in ("aot", "sot", "cod"))
-
-
-def test_every_task_has_its_length() -> None:
-    assert tuple(MAX_NEW_TOKENS) == TASKS
 
 
 def test_items_are_the_same_problems_in_every_style() -> None:

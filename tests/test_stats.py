@@ -89,7 +89,8 @@ class Event:
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream == "the stream of cuda:1"
         self.time = Event.queue
 
     def query(self) -> bool:
@@ -103,7 +104,8 @@ class Event:
 
 def test_on_cuda_a_lap_is_told_when_the_device_has_passed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = Stopwatch(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    clock = Stopwatch(torch.device("cuda:1"))
     for phase, cost in (("draft", 1.0), ("score", 2.0), ("commit", 4.0)):
         Event.queue += cost
         clock.lap(phase)

@@ -79,6 +79,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._cuda = device is not None and device.type == "cuda"
         self._laps: list[tuple[str, Any, Any]] = []
         self.start()
@@ -111,5 +112,5 @@ class Stopwatch:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event

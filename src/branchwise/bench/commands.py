@@ -88,8 +88,8 @@ def bench(
 
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
-    from branchwise.bench.records import STATES, Ledger
-    from branchwise.bench.run import Contest, Rules, fitting
+    from branchwise.bench.records import METHOD, STATES, Ledger
+    from branchwise.bench.run import Contest, Rules, digest, fitting
     from branchwise.draft import Budget
     from branchwise.methods import PLAIN, find_method
     from branchwise.sampling import SamplingParams
@@ -112,11 +112,14 @@ def bench(
     for name, value in (("budget", budget), ("length", length), ("limit", limit), ("problems", problems)):
         if value is not None and value < 1:
             raise UsageError(f"--{name} must be at least 1, not {value}.")
+    if not split_specs(methods) and not split_specs(peers):
+        raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
     chosen = [find_method(spec) for spec in split_specs(methods)]
     for method in chosen:
         method.build()  # a pair that does not fit is refused before a model is loaded
     if len({PLAIN.name, *(method.name for method in chosen)}) != len(chosen) + (PLAIN not in chosen):
         raise UsageError("A method is named twice in --methods.")
+    check_peers(split_specs(peers))
     items = find_items(prompts or [], suite or [], data, limit, problems, seed)
     arguments = {
         "prompts": [path.name for path in prompts or []],
@@ -147,9 +150,10 @@ def bench(
             tell(f"{len(items) - len(kept)} of {len(items)} prompts are longer than the context and are left out.")
         if not kept:
             raise UsageError("No prompt fits into the context; choose a smaller --max-new-tokens or other prompts.")
-        contest = Contest(llm, contestants, kept, rules, ledger, about(llm, model, arguments, seed, commit))
+        run = {**about(llm, model, arguments, seed, commit), "questions": digest(kept)}
+        contest = Contest(llm, contestants, kept, rules, ledger, run)
         if ledger.records:
-            tell(f"{out} holds {len(ledger.records)} records of this run; going on.")
+            tell(f"{out} holds {len(ledger.records)} records of this run; going on with what is missing.")
         try:
             with showing() as contest.progress:
                 contest.play()
@@ -159,6 +163,14 @@ def bench(
         records = ledger.records
     write_exports(records, spec_bench_out, vllm_out)
     show(records, out, categories, as_json)
+    if broken := [
+        record.key for record in records if record.kind == METHOD and record.equal is False and exact(record)
+    ]:
+        tell(
+            f"NOT EQUAL: {len(broken)} answers differ from plain decoding in float32, the first is {broken[0]}. "
+            "This is a bug in Branchwise; please report it."
+        )
+        raise typer.Exit(1)
 
 
 def report(
@@ -179,6 +191,21 @@ def report(
     if not found:
         raise UsageError("There are no records in these files yet.")
     print(write_report(found, out, read_costs(costs)))
+
+
+def check_peers(specs: list[str]) -> None:
+    """A misspelt peer should not cost the loading of a model."""
+    from branchwise.bench.peers import PEERS
+
+    for spec in specs:
+        PEERS.find(spec.partition(":")[0].strip())
+    if len(set(specs)) < len(specs):
+        raise UsageError("A peer is named twice in --peers.")
+
+
+def exact(record: Record) -> bool:
+    """Whether the answer must be plain decoding's, bit by bit."""
+    return bool(record.run.get("dtype") == "float32")
 
 
 def find_items(

@@ -49,6 +49,7 @@ class Answer:
     by_source: dict[str, int] = field(default_factory=dict)
     target_passes: int | None = None
     draft_passes: int | None = None
+    draft_cost: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
 
 

@@ -41,7 +41,7 @@ def spec_bench_lines(records: Sequence[Record]) -> list[str]:
                 }
             )
         line = {
-            "question_id": int(item) if item.isdecimal() else item,
+            "question_id": int(number) if (number := item.rpartition("/")[2]).isdecimal() else item,
             "category": own[0].category,
             "model_id": _model_id(own[0]),
             "choices": choices,

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import ndtr, stdtrit  # type: ignore[import-untyped]
 
-from branchwise.bench.records import Difference, Key, Record
+from branchwise.bench.records import PEER, Difference, Key, Record
 from branchwise.stats import PHASES
 
 OTHER = "other"
 """the phase of the time that no phase has"""
 DRAWS = 4000
 """of the bootstrap"""
+FEWEST = 3
+"""with fewer items there is no interval: a bootstrap of two can reach no further than the two themselves"""
 
 
 # ---- time --------------------------------------------------------------------------------------------------------
@@ -65,8 +67,8 @@ def tokens_per_second(records: Sequence[Record], among: Sequence[Record] | None 
 def phase_shares(records: Sequence[Record], among: Sequence[Record] | None = None) -> dict[str, float] | None:
     """Where the time went: shares that sum to 1, with `other` for what no phase has.
 
-    The requests of a group are prefilled one after another and then step together: a prefill is a request's own, and of
-    the other phases the request that ran longest has seen all.
+    In our engine the requests of a group are prefilled one after another and then step together: a prefill is a
+    request's own, and of the other phases the request that ran longest has seen all. A peer does all at once.
     """
     among = records if among is None else among
     sizes = group_sizes(among)
@@ -79,7 +81,8 @@ def phase_shares(records: Sequence[Record], among: Sequence[Record] | None = Non
     sums: dict[str, float] = {}
     for record in told:
         for name, longest_spent in seen[group_of(record), record.seconds].items():
-            own = record.phases.get(name, 0.0) if name == "prefill" else longest_spent / sizes[group_of(record)]
+            alone = name == "prefill" and record.kind != PEER
+            own = record.phases.get(name, 0.0) if alone else longest_spent / sizes[group_of(record)]
             sums[name] = sums.get(name, 0.0) + own
     if not any(sums.values()):
         return None
@@ -129,8 +132,8 @@ def speed_up(
     if not whole.all():
         return None
     value, count = float(_ratio(whole)), len(sums)
-    if count == 1:
-        return Ratio(value, None, None, 1)
+    if count < FEWEST:
+        return Ratio(value, None, None, count)
     weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=draws)
     drawn = weights @ sums
     drawn = drawn[drawn.all(axis=1)]
@@ -203,22 +206,29 @@ def draft_passes_per_step(records: Sequence[Record]) -> float | None:
 
 
 def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | None]) -> float | None:
-    """A pass serves all texts of a group, so a group has the passes and the steps of the text that ran longest."""
+    """In our engine a pass serves all texts of a group, which has the passes and steps of the text that ran longest.
+
+    A peer that tells of passes writes the texts of a group one after another.
+    """
     longest: dict[tuple[Group, float], tuple[int, int]] = {}
     for record in records:
         passes = count(record)
         if passes is not None and record.steps:
             most = longest.get(key := (group_of(record), record.seconds), (0, 0))
-            longest[key] = max(passes, most[0]), max(record.steps, most[1])
+            join = sum if record.kind == PEER else max
+            longest[key] = join((passes, most[0])), join((record.steps, most[1]))
     return _over(sum(passes for passes, _ in longest.values()), sum(steps for _, steps in longest.values()))
 
 
 def memory_bound_speed_up(records: Sequence[Record], draft_cost: float | None = None) -> float | None:
     """MBSU, the speed-up if time were bytes read: block efficiency / (1 + draft cost · draft passes per step).
 
-    `draft_cost` is the bytes of the draft model over those of the target. It is not needed where no draft model runs.
+    `draft_cost` is the bytes of the draft model over those of the target, by default as the records tell it. It is not
+    needed where no draft model runs.
     """
     efficiency, passes = block_efficiency(records), draft_passes_per_step(records)
+    if draft_cost is None:
+        draft_cost = next((record.draft_cost for record in records if record.draft_cost is not None), None)
     if efficiency is None or passes is None or (passes and draft_cost is None):
         return None
     return efficiency / (1 + (draft_cost or 0.0) * passes)

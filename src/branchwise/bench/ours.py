@@ -84,6 +84,7 @@ class Ours:
             by_source=sources,
             target_passes=stats.steps,
             draft_passes=draft_passes,
+            draft_cost=getattr(self._engine.drafter, "cost", None),
             phases={"prefill": stats.prefill_seconds, **stats.seconds},
         )
 

@@ -78,13 +78,15 @@ def load_items(
 def find_suite(name: str, folder: Path | None = None) -> Path:
     """The file of a set that is known by name: in `folder`, else in the folder that BRANCHWISE_DATA names."""
     if name not in SUITES:
-        raise UnknownName(f"Unknown set of prompts {name!r}.{nearest(name, SUITES)} Known: {', '.join(SUITES)}.")
+        raise UnknownName(
+            f"Unknown set of prompts {name!r}.{nearest(name, SUITES)} Known: {', '.join(SUITES)}, stylebench."
+        )
     named = os.environ.get(FOLDER_VARIABLE)
     folders = [*([folder] if folder else []), *([Path(named).expanduser()] if named else [])]
     if not folders:
         raise UsageError(
             f"The set {name!r} is not part of Branchwise; name the folder that holds {SUITES[name][0]} "
-            f"with {FOLDER_VARIABLE}."
+            f"with --data or {FOLDER_VARIABLE}."
         )
     for place in folders:
         for file in SUITES[name]:
@@ -93,7 +95,7 @@ def find_suite(name: str, folder: Path | None = None) -> Path:
                     return path
     raise UsageError(
         f"The set {name!r} was not found: none of {', '.join(SUITES[name])}, with or without .gz, lies in "
-        f"{' or '.join(map(str, folders))}; put it there, or name another folder with {FOLDER_VARIABLE}."
+        f"{' or '.join(map(str, folders))}; put it there, or name another folder with --data."
     )
 
 

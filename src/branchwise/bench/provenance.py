@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ def provenance(device: torch.device, arguments: Mapping[str, Any], commit: str |
         "commit": commit or git("rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
         "source": source_digest(PACKAGE),
-        "command": " ".join(["branchwise", *sys.argv[1:]]),
+        "command": shlex.join(["branchwise", *map(without_folder, sys.argv[1:])]),
         "arguments": dict(arguments),
         "versions": versions(),
         "machine": cpu_name(),
@@ -32,6 +33,11 @@ def provenance(device: torch.device, arguments: Mapping[str, Any], commit: str |
         "threads": torch.get_num_threads(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def without_folder(word: str) -> str:
+    """A word of a command line; where files lie on this machine is nobody's business."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def versions() -> dict[str, str]:

@@ -66,7 +66,7 @@ class Record:
     group: str
     """shared by the requests of one batch in one round for one contestant"""
     state: str
-    """cold: the drafter was fresh for the item; warm: it had seen all before"""
+    """cold: the drafter was fresh for the item; warm: it goes on with what the items before taught it"""
 
     prompt_tokens: int
     prompt_hash: str
@@ -92,9 +92,11 @@ class Record:
     by_source: dict[str, int] = field(default_factory=dict)
     """emitted tokens by who proposed them; `target` are the target's own"""
     target_passes: int | None = None
-    """passes that scored trees; prefill is not counted"""
+    """passes that scored trees; prefill is not counted, except by peers whose first pass is both"""
     draft_passes: int | None = None
     """passes of a draft model; 0 where drafting needs none"""
+    draft_cost: float | None = None
+    """bytes of the draft model over those of the target, where there is one"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds by phase: prefill, draft, score, verify, commit"""
 
@@ -190,14 +192,24 @@ def read(path: Path) -> list[Record]:
         raise UsageError(f"The records {path} are not UTF-8 text.") from None
 
 
+STARTS = (b'{"contestant":', b'{"version":')
+"""how the lines of a record and of a comparison begin"""
+
+
 class Ledger:
     """A file of records that grows by whole lines, and is only ever written by one process."""
 
     def __init__(self, path: Path) -> None:
         """Open a file to go on with; a last line that a crash cut short is dropped."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file: IO[bytes] = path.open("a+b")
+        self._new = not path.exists()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._new and not path.is_file():
+                raise UsageError(f"{path} is no file that records can be written to; choose another --out.")
+            self._file: IO[bytes] = path.open("a+b")
+        except OSError as error:
+            raise UsageError(f"The records {path} cannot be written: {error.strerror}.") from None
         try:
             _lock(self._file, path)
             self._records = {record.key: record for record in self._whole_lines()}
@@ -206,12 +218,20 @@ class Ledger:
             raise
 
     def _whole_lines(self) -> list[Record]:
+        """What the file holds. Only the beginning of a line of ours is ever cut off; what others wrote stays."""
         self._file.seek(0)
         text = self._file.read()
         keep = text.rfind(b"\n") + 1
-        if keep < len(text):
+        try:
+            records = parse_lines(text[:keep].decode(), str(self.path))
+        except UnicodeDecodeError:
+            raise UsageError(f"{self.path} is not UTF-8 text; choose another --out.") from None
+        torn = text[keep:]
+        if torn and not any(start.startswith(torn) or torn.startswith(start) for start in STARTS):
+            raise UsageError(f"{self.path} is no file of branchwise bench; choose another --out.")
+        if torn:
             self._file.truncate(keep)
-        return parse_lines(text[:keep].decode(), str(self.path))
+        return records
 
     @property
     def records(self) -> list[Record]:
@@ -237,6 +257,8 @@ class Ledger:
 
     def close(self) -> None:
         self._file.close()
+        if self._new and not self._records:  # a run that was refused leaves nothing behind
+            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Ledger:
         return self

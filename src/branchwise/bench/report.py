@@ -84,6 +84,13 @@ def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[s
     """Write the page and its figures into a folder; says where the page is. `costs` are times of passes by nodes."""
     if not records:
         raise UsageError("There are no records to report on; run `branchwise bench` first.")
+    for name in ("model", "dtype", "device"):
+        values = sorted({str(record.run.get(name)) for record in records})
+        if len(values) > 1:
+            raise UsageError(
+                f"These records are of more than one {name} ({', '.join(values)}), which no ratio can join; make a "
+                "report for each."
+            )
     rows = summarise(records)
     found = figures(records, rows, costs)
     images = {
@@ -177,8 +184,8 @@ def _summary(rows: Sequence[Row], commands: Sequence[str]) -> str:
         f"<details><summary>By category</summary>{single}</details>"
         '<p class="soft">speed-up: time per token of plain decoding over the contestant\'s. acceptance: 1 + accepted '
         "drafts per step. MBSU: the speed-up if time were bytes read. equal: answers that are the baseline's, token "
-        "for token. max gap: between the logits of the two tokens where answers part. repeats: runs of four tokens "
-        f"that an answer had written before. {ABSENT}: not told.</p>{_commands(commands)}</section>"
+        "for token. max gap: between the logits of the two tokens where answers part. "
+        f"{ABSENT}: not told.</p>{_commands(commands)}</section>"
     )
 
 

@@ -6,6 +6,9 @@ moves on by one from item to item: a machine that gets slower, or a first call t
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +22,8 @@ from branchwise.errors import UsageError
 from branchwise.llm import LLM
 
 ORDERS = ("interleaved", "sequential")
+WARM_UP = 16
+"""tokens that everyone writes before the clock"""
 
 Progress = Callable[[int, int, str], None]
 """requests done, requests in all, what is being done"""
@@ -119,12 +124,13 @@ class Contest:
         return all(self.ledger.get(key) for key in play.keys)
 
     def _warm_up(self) -> None:
-        """First calls choose kernels and fill caches; nobody's clock runs yet."""
-        prompt = self.llm.encode(self.items[0].turns[0], raw=self.items[0].raw)
-        asked = Asked(max_new_tokens=4, seeds=(0,), stop_tokens=frozenset())
+        """First calls choose kernels and fill caches; nobody's clock runs yet. Shapes and options are those to come."""
+        items = self.items[: self.rules.batch]
+        prompts = [self._encode(item, [{"role": "user", "content": item.turns[0]}]) for item in items]
+        asked = self._asked(items, 0, 0)
         for contestant in self.contestants:
             self.progress(len(self.ledger.records), 0, f"{contestant.name}: warming up")
-            contestant.write([prompt], asked)
+            contestant.write(prompts, dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens)))
             contestant.forget()
 
     def _play(self, play: Play) -> None:
@@ -138,7 +144,8 @@ class Contest:
                 said[item.id].append({"role": "user", "content": item.turns[turn]})
             keys = [Key(play.contestant.name, item.id, turn, play.round) for item in items]
             known = [self.ledger.get(key) for key in keys]
-            if not all(known) or (self.rules.state == "warm" and getattr(play.contestant, "learns", False)):
+            # A drafter that learns must have seen the earlier turns, also those that are recorded already.
+            if not all(known) or getattr(play.contestant, "learns", False):
                 prompts = [self._encode(item, said[item.id]) for item in items]
                 answers = play.contestant.write(prompts, self._asked(items, turn, play.round))
                 for item, prompt, answer, record in zip(items, prompts, answers, known, strict=True):
@@ -150,7 +157,9 @@ class Contest:
                 said[item.id].append({"role": "assistant", "content": record.text})
 
     def _encode(self, item: Item, said: list[dict[str, str]]) -> list[int]:
-        return self.llm.encode(item.turns[0], raw=True) if item.raw else self.llm.encode(said)
+        if item.raw or len(said) == 1:  # a model without a chat template takes one text, and no conversation
+            return self.llm.encode(item.turns[0], raw=item.raw)
+        return self.llm.encode(said)
 
     def _asked(self, items: Sequence[Item], turn: int, round: int) -> Asked:
         ends = self.llm.stop_tokens
@@ -197,6 +206,7 @@ class Contest:
             by_source=answer.by_source,
             target_passes=answer.target_passes,
             draft_passes=answer.draft_passes,
+            draft_cost=answer.draft_cost,
             phases=answer.phases,
             correct=item.check(text) if item.check is not None and last else None,
             run=self.run,
@@ -207,6 +217,7 @@ class Contest:
         comparable = {contestant.name for contestant in self.contestants if contestant.comparable}
         for record, baseline in to_compare(self.ledger.records, comparable, greedy=self.rules.temperature == 0):
             prompt = self._prompt_of(baseline)
+            assert hash_ids(prompt) == baseline.prompt_hash, "the questions are not those that were answered"
             self.ledger.add_comparison(compare(record, baseline, prompt, self.llm))
 
     def _prompt_of(self, record: Record) -> list[int]:
@@ -222,16 +233,24 @@ class Contest:
         return self._encode(item, said)
 
 
+def digest(items: Sequence[Item]) -> str:
+    """What was asked, in sixteen hexadecimal digits: the same names may stand for other questions another day."""
+    asked = [(item.id, item.category, item.turns, item.raw) for item in items]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
 def fitting(items: Sequence[Item], llm: LLM, max_new_tokens: int) -> list[Item]:
-    """The items whose whole dialogue fits into the context."""
+    """The items that the model can be asked: whole dialogues that fit into the context, and no dialogue where the model
+    has no template for one."""
 
     def length(item: Item) -> int:
         return sum(len(llm.encode(turn, raw=item.raw)) + max_new_tokens for turn in item.turns)
 
-    return [item for item in items if length(item) <= llm.engine.target.context]
+    talks = bool(llm.tokenizer.chat_template)
+    return [item for item in items if (talks or len(item.turns) == 1) and length(item) <= llm.engine.target.context]
 
 
-SAME = ("model", "dtype", "device", "machine", "threads", "source", "arguments", "versions")
+SAME = ("model", "dtype", "device", "machine", "threads", "seed", "source", "arguments", "questions", "versions")
 """what all records of one file share"""
 
 

@@ -26,15 +26,6 @@ from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
 
 STYLES = ("cot", "tot", "aot", "sot", "cod")
-MAX_NEW_TOKENS = {
-    "gsm8k": 512,
-    "gsm8k-like": 512,
-    "aime-like": 2048,
-    "game24": 2048,
-    "commonsense-like": 512,
-    "logic-like": 512,
-}
-"""by task, as in the paper"""
 
 
 def style_items(styles: Sequence[str], problems_per_task: int, seed: int = 0, gsm8k: Path | None = None) -> list[Item]:

@@ -156,7 +156,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 LEFT = ("contestant", "category")
 """columns of words; the others are numbers"""
-EXPENDABLE = ("MBSU", "tokens/step", "length", "nodes/step", "max gap", "accuracy", "acceptance", "equal")
+EXPENDABLE = ("MBSU", "tokens/step", "length", "nodes/step", "max gap", "accuracy", "acceptance")
 """columns that a narrow terminal goes without, in this order"""
 
 

@@ -34,7 +34,8 @@ class Drafter(Protocol):
     """What proposes trees.
 
     One that needs the target itself also has `bind(target)`, called before anything else. One that runs a model counts
-    its passes in `passes`. One that learns across requests says so with `learns = True`.
+    its passes in `passes`, and says in `cost` how many times the target's bytes one reads. One that learns across
+    requests says so with `learns = True`.
     """
 
     name: str

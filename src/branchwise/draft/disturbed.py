@@ -28,6 +28,7 @@ from branchwise.verify import Verdict
 
 class Disturbed:
     name = "disturbed"
+    cost = 1.0
 
     def __init__(self, sigma: float = 1.0, tree: Growth | None = None) -> None:
         if sigma < 0:

@@ -173,10 +173,15 @@ class Assisted(Drafting):
         with _widths(self._assistant) as widths:
             answer = super()._write(prompt, asked)
         answer.draft_passes = len(widths)
+        answer.draft_cost = _bytes(self._assistant) / _bytes(self._model)
         return answer
 
     def _helper(self) -> dict[str, Any]:
         return {"assistant_model": self._assistant}
+
+
+def _bytes(model: Any) -> int:
+    return sum(weights.numel() * weights.element_size() for weights in model.parameters())
 
 
 def _config(asked: Asked, pad: int, options: dict[str, Any]) -> GenerationConfig:
