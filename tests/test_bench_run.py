@@ -396,13 +396,13 @@ def test_rules_that_make_no_sense_are_one_sentence(wrong: dict[str, Any], senten
 
 
 def test_progress_counts_up_to_all_requests(tmp_path: Path) -> None:
-    told: list[tuple[int, int, str]] = []
+    told: list[tuple[str, int, int]] = []
     with Ledger(tmp_path / "r") as ledger:
         running = Contest(ToyLLM(), [Scribe("a", [])], items(2, turns=2), Rules(max_new_tokens=2), ledger, {})  # type: ignore[arg-type]
         running.progress = lambda *line: told.append(line)
         running.play()
-    assert told[-1] == (4, 4, "done")
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert told[-1] == ("done", 4, 4)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
 def test_every_verifier_can_take_part(tmp_path: Path) -> None:

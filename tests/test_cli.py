@@ -239,15 +239,21 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation() -> None:
     assert "Traceback" not in errors
 
 
+MINDS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""A test run that was itself started in the background ignores Ctrl-C, and its children would inherit that."""
+
+
 def writing() -> subprocess.Popen[str]:
     """A process that has begun to write a long story."""
     process = subprocess.Popen(
-        [*BRANCHWISE, "generate", "Write a very long story.", "-n", "2000"],
+        [sys.executable, "-c", MINDS_CTRL_C, *BRANCHWISE, "generate", "Write a very long story.", "-n", "2000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run that was itself started in the background ignores Ctrl-C, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.read(1)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "branchwise"
 
 LEVELS = [
-    {"errors", "rows"},
+    {"errors", "rows", "progress"},
+    {"plots"},
     {"registry", "models", "stats", "text"},
     {"tree", "sampling", "chance"},
     {"sequence"},

@@ -33,9 +33,6 @@ NextLaw = Callable[[Block], Floats | Mapping[str, float] | None]
 """What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, where the rest of
 the mass belongs to any other token. None where nothing follows or where it is not known."""
 
-Progress = Callable[[str, int, int], None]
-"""(what is being done, steps done, steps in all)"""
-
 INTERRUPTED = "The audit was interrupted; what it had gathered is shown and decides nothing."
 
 EXPECTED = 5.0

@@ -6,9 +6,7 @@ Heavy imports wait until a command needs them, so that help is instant. The exit
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +14,12 @@ import typer
 
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.progress import showing
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from branchwise.audit.blocks import BlockTests, Finding, Progress
+    from branchwise.audit.blocks import BlockTests, Finding
     from branchwise.audit.model import Greedy
 
 app = typer.Typer(
@@ -88,8 +87,11 @@ def verifiers(
     from branchwise.audit.exact import audit_instance
     from branchwise.audit.instances import SIMILARITIES, Instance, read_cases
     from branchwise.audit.summary import Row, draw, summarise
+    from branchwise.plots import check_plot
     from branchwise.verify import VERIFIERS
 
+    if plot is not None:
+        check_plot(plot)
     rules = [VERIFIERS.build(name) for name in (split_names(verify) if verify else VERIFIERS)]
     if cases is not None:
         worlds = [("", instance) for instance in read_cases(cases)]
@@ -113,7 +115,7 @@ def verifiers(
             for number in range(instances)
         ]
     rows: list[Row] = []
-    with _progress() as progress:
+    with showing() as progress:
         for number, (similarity, instance) in enumerate(worlds):
             for audited in audit_instance(instance, rules, number):
                 rows.append(Row(similarity, audited))
@@ -121,8 +123,7 @@ def verifiers(
                     print(
                         json.dumps(audited.as_dict() | ({"similarity": similarity} if similarity else {})), flush=True
                     )
-            if progress:
-                progress("instances", number + 1, len(worlds))
+            progress("instances", number + 1, len(worlds))
     if plot is not None:
         draw(rows, plot)
     biased = sorted({row.audited.verifier for row in rows if not row.audited.lossless})
@@ -212,7 +213,7 @@ def model(
         trust_remote_code=trust_remote_code,
     )
     audits: list[ModelAudit] = []
-    with _progress() as progress:
+    with showing() as progress:
         auditor = ModelAuditor(llm, texts, plan, progress)
         for rule in rules:
             audits.append(auditor.audit(draft, tree, rule))
@@ -270,7 +271,7 @@ def server(
     texts = read_prompts(prompts, limit)
     from branchwise.audit.server import audit_server
 
-    with _progress() as progress:
+    with showing() as progress:
         audit = audit_server(
             url,
             reference,
@@ -391,25 +392,3 @@ def _print_finding(console: Console, finding: Finding) -> None:
     console.print(finding.word.value, style={0: "bold green", 1: "bold red", 3: "bold yellow"}[finding.exit_code])
     for sentence in finding.evidence:
         console.print(f"  {sentence}")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A moving line for people; nothing where standard error is read by a program."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
-
-        def show(what: str, done: int, of: int) -> None:
-            if bar.tasks[0].description != what:
-                bar.reset(task)
-            bar.update(task, description=what, completed=done, total=of)
-
-        yield show

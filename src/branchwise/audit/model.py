@@ -27,7 +27,6 @@ from branchwise.audit.blocks import (
     Finding,
     Floats,
     Partition,
-    Progress,
     check_demands,
     g_test,
     judge,
@@ -37,6 +36,7 @@ from branchwise.draft import Drafter, build_drafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import ModelError, UsageError
 from branchwise.llm import LLM
+from branchwise.progress import Progress
 from branchwise.sampling import Context, SamplingParams, adjust, warp
 from branchwise.sequence import Sequence as Text
 from branchwise.stats import Stats

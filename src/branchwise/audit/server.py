@@ -32,13 +32,13 @@ from branchwise.audit.blocks import (
     BlockTests,
     Finding,
     Partition,
-    Progress,
     check_demands,
     g_test,
     judge,
     shorten,
 )
 from branchwise.errors import UsageError
+from branchwise.progress import Progress
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Many servers cut or penalise unless told otherwise. These are no part of OpenAI's protocol, and left out where a

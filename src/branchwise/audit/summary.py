@@ -9,7 +9,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from branchwise.audit.exact import Audited
-from branchwise.errors import UsageError
+from branchwise.plots import check_plot, pyplot, save
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,15 +86,8 @@ def summarise(console: Console, rows: Sequence[Row]) -> None:
 
 def draw(rows: Sequence[Row], file: Path) -> None:
     """The block efficiency of every verifier, with the optimum as a line, one panel for each similarity and drafts."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise UsageError("A plot needs matplotlib. Install it with: pip install matplotlib") from None
-    if file.suffix.lower() != ".png":
-        raise UsageError(f"The plot is a PNG file; {file} is not named like one.")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    check_plot(file)
+    plt = pyplot()
     found = lines(rows)
     kinds = list(dict.fromkeys(line.drafts for own in found.values() for line in own))
     heights = [len({line.verifier for own in found.values() for line in own if line.drafts == kind}) for kind in kinds]
@@ -123,10 +116,4 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         axis.set_title(f"{title}: tokens per step (dashed: the optimum)", fontsize=9, loc="left")
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    try:
-        figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise UsageError(f"The plot cannot be written to {file}: {error.strerror}.") from None
-    finally:
-        plt.close(figure)
+    save(figure, file)

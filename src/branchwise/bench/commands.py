@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +11,13 @@ import typer
 
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.progress import showing
 from branchwise.registry import split_specs
 
 if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
     from branchwise.bench.items import Item
     from branchwise.bench.records import Record
-    from branchwise.bench.run import Progress
     from branchwise.llm import LLM
 
 STYLEBENCH = "stylebench"
@@ -147,7 +145,10 @@ def bench(
         )  # fmt: skip
         kept = fitting(items, llm, max_new_tokens)
         if len(kept) < len(items):
-            tell(f"{len(items) - len(kept)} of {len(items)} prompts are longer than the context and are left out.")
+            tell(
+                f"{len(items) - len(kept)} of {len(items)} prompts cannot be asked here and are left out: they are "
+                "longer than the context, or dialogues for a model without a chat template."
+            )
         if not kept:
             raise UsageError("No prompt fits into the context; choose a smaller --max-new-tokens or other prompts.")
         run = {**about(llm, model, arguments, seed, commit), "questions": digest(kept)}
@@ -224,6 +225,7 @@ def find_items(
             gsm8k = find_suite("gsm8k", folder)
         except UsageError:
             gsm8k = None
+            tell("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
         items += style_items(list(STYLES), problems, seed, gsm8k)
     if not files and not suites:
         items = own_items(limit)
@@ -311,23 +313,3 @@ def read_costs(path: Path | None) -> list[dict[str, Any]] | None:
 
 def tell(line: str) -> None:
     print(f"branchwise: {line}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def showing() -> Iterator[Progress]:
-    """A line with the remaining time on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda done, total, what: None
-        return
-    from rich import progress as rich_progress
-    from rich.console import Console
-
-    columns = (
-        rich_progress.BarColumn(bar_width=24),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeRemainingColumn(),
-        rich_progress.TextColumn("{task.description}"),
-    )
-    with rich_progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total or None, description=what)

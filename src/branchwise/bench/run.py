@@ -10,8 +10,8 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from branchwise.bench.contest import Answer, Asked, Contestant
@@ -20,13 +20,11 @@ from branchwise.bench.items import Item
 from branchwise.bench.records import Key, Ledger, Record, hash_ids
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
+from branchwise.progress import Progress, silent
 
 ORDERS = ("interleaved", "sequential")
 WARM_UP = 16
 """tokens that everyone writes before the clock"""
-
-Progress = Callable[[int, int, str], None]
-"""requests done, requests in all, what is being done"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Contest:
     ledger: Ledger
     run: dict[str, Any]
     """provenance of every record"""
-    progress: Progress = field(default=lambda done, total, what: None)
+    progress: Progress = silent
 
     def __post_init__(self) -> None:
         check_same_run(self.ledger, self.run)
@@ -112,13 +110,13 @@ class Contest:
             return
         self._warm_up()
         for place, play in enumerate(plays):
-            self.progress(len(self.ledger.records), total, f"{play.contestant.name}: {play.items[0].id}")
+            self.progress(f"{play.contestant.name}: {play.items[0].id}", len(self.ledger.records), total)
             learning = self.rules.state == "warm" and getattr(play.contestant, "learns", False)
             if not self._is_done(play) or (learning and any(not self._is_done(later) for later in plays[place:])):
                 self._play(play)
             if place + 1 == len(plays) or plays[place + 1].items != play.items:
                 self._compare()
-        self.progress(len(self.ledger.records), total, "done")
+        self.progress("done", len(self.ledger.records), total)
 
     def _is_done(self, play: Play) -> bool:
         return all(self.ledger.get(key) for key in play.keys)
@@ -129,7 +127,7 @@ class Contest:
         prompts = [self._encode(item, [{"role": "user", "content": item.turns[0]}]) for item in items]
         asked = self._asked(items, 0, 0)
         for contestant in self.contestants:
-            self.progress(len(self.ledger.records), 0, f"{contestant.name}: warming up")
+            self.progress(f"{contestant.name}: warming up", len(self.ledger.records), 0)
             contestant.write(prompts, dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens)))
             contestant.forget()
 

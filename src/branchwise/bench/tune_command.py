@@ -5,9 +5,8 @@ Heavy imports wait until the command runs, so that help is instant.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,13 +16,14 @@ import typer
 from branchwise.bench.own import CODE, FREE, SPELLING
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.plots import check_plot, pyplot, save
+from branchwise.progress import showing
 from branchwise.registry import split_specs
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from branchwise.tune import Costs, DraftCost
-    from branchwise.tune.stand import Progress
 
 BAR = 30
 
@@ -67,7 +67,7 @@ def tune(
     if batch < 1:
         raise UsageError(f"batch must be at least 1, not {batch}.")
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     from branchwise.draft import build_drafter
     from branchwise.llm import load
     from branchwise.tune import measure, measure_drafter
@@ -83,7 +83,7 @@ def tune(
         trust_remote_code=trust_remote_code,
     )
     prompts = [llm.encode(prompt) for prompt in PROMPTS]
-    with _progress() as progress:
+    with showing() as progress:
         costs = measure(
             llm.engine.target,
             model=llm.name,
@@ -169,24 +169,8 @@ def _title(costs: Costs) -> str:
     return f"{key.model}, {key.dtype}, {sequences} of {key.context} tokens; {key.device}, {key.threads} threads"
 
 
-def _check_plot(file: Path) -> None:
-    """What would spoil the picture is told before anything is measured for it."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise UsageError("A plot needs matplotlib. Install it with: pip install matplotlib")
-    if file.suffix.lower() != ".png":
-        raise UsageError(f"The plot is a PNG file; {file} is not named like one.")
-    if not file.absolute().parent.is_dir():
-        raise UsageError(f"The plot cannot be written to {file}: there is no such folder.")
-
-
 def _draw(costs: Costs, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     sizes = [point.nodes for point in costs.points]
     figure, axis = plt.subplots(figsize=(7, 4))
     axis.fill_between(
@@ -207,13 +191,7 @@ def _draw(costs: Costs, file: Path) -> None:
     axis.set_ylabel("milliseconds a pass")
     axis.set_title(_title(costs), fontsize=8, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    try:
-        figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise UsageError(f"The plot cannot be written to {file}: {error.strerror}.") from None
-    finally:
-        plt.close(figure)
+    save(figure, file)
 
 
 def _console() -> Console:
@@ -223,19 +201,3 @@ def _console() -> Console:
     if not console.is_terminal:
         console.width = 160  # a table in a file is not cut to a screen that is not there
     return console
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A moving line for people; nothing where standard error is read by a program."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
+from branchwise.progress import Progress
 from branchwise.tune.curve import quartiles
-from branchwise.tune.stand import Progress
 
 if TYPE_CHECKING:
     from branchwise.draft import Drafter

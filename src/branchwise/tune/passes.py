@@ -7,11 +7,12 @@ from collections.abc import Sequence as Rows
 from statistics import median
 
 from branchwise.errors import UsageError
+from branchwise.progress import Progress
 from branchwise.target import Target
 from branchwise.tune.cache import keep, key_of, recall
 from branchwise.tune.costs import Cliff, Costs
 from branchwise.tune.curve import Curve, is_cliff
-from branchwise.tune.stand import Clock, Progress, Stand, opened
+from branchwise.tune.stand import Clock, Stand, opened
 
 SIZES = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 """what is timed by default: doubling, and one more where tiles end, since a stair seen only at its edges is a line"""

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from branchwise.progress import Progress
 from branchwise.sequence import Sequence
 from branchwise.target import Target
 from branchwise.tree import DraftTree, Forest
@@ -18,8 +19,6 @@ WARM_UPS = 2
 """untimed passes for each size: libraries choose their kernels on first use"""
 
 Clock = Callable[[], float]
-Progress = Callable[[str, int, int], None]
-"""(what is being done, turns done, turns in all)"""
 
 
 class Stand:

@@ -73,7 +73,7 @@ class Paths:
         self.laws = laws
         self.nodes = forest.paths
         """(batch, paths, depth + 1), padded with -1"""
-        self.standing = standings(forest, laws) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes)
+        self.ranks = ranks(forest, laws) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes[..., 0])
         at_once = not laws.lazy and laws.together and self.nodes.shape[1] > 1
         self._below = self._all_below() if at_once else None
 
@@ -137,16 +137,13 @@ class Paths:
         tokens = rows_at(self.forest.tokens, self.at(draws.depth, 1).clamp_min(0))
         p, q = draws.p.gather(1, tokens), draws.q.gather(1, tokens)
         keys = sort_keys(p, q, draws.p.shape[-1])
-        last = self.standing.shape[2] - 1
-        below = self.standing.gather(
-            2, (draws.depth + 1).clamp_max(last)[:, None, None].expand(-1, self.standing.shape[1], 1)
-        )[..., 0]
-        wins = (_beats((keys, tokens, below)) & draws.alive[:, None, :]).sum(dim=2)
+        # Paths that take the same token part further down, where the laws are those that `ranks` has seen.
+        wins = _beats((keys, tokens, self.ranks)).sum(dim=2)
         return torch.where(draws.alive, wins, -1).argmax(dim=1)
 
 
-def standings(forest: Forest, laws: Laws) -> Tensor:
-    """(batch, paths, depth + 1): how many of the paths through the same node at that depth rank below this one.
+def ranks(forest: Forest, laws: Laws) -> Tensor:
+    """(batch, paths): how many paths each one beats. The order is total, so this ranks any choice of them too.
 
     Paths compare by the first token in which they differ, so only nodes where they part need their laws read.
     """
@@ -160,13 +157,10 @@ def standings(forest: Forest, laws: Laws) -> Tensor:
         tokens = forest.tokens[:, None, :].expand(-1, forks.shape[1], -1)
         found = sort_keys(p.gather(2, tokens), q.gather(2, tokens), p.shape[-1])
         keys += torch.where(parents, found, 0.0).sum(dim=1)
-    valid = nodes[:, :, 0] >= 0
-    met = (nodes[:, :, None, :] == nodes[:, None, :, :]) & (valid[:, :, None] & valid[:, None, :])[..., None]
-    steps = nodes[:, :, 1:].clamp_min(0).flatten(1)
-    ranks = rows_at(keys, steps).view(nodes[:, :, 1:].shape)
-    tokens = rows_at(forest.tokens, steps).view(ranks.shape)
-    beats = _beats([table for pair in zip(ranks.unbind(dim=2), tokens.unbind(dim=2), strict=True) for table in pair])
-    return (beats[..., None] & met).sum(dim=2)
+    steps = nodes[:, :, 1:].clamp_min(0)
+    found, tokens = (rows_at(table, steps.flatten(1)).view(steps.shape) for table in (keys, forest.tokens))
+    contest = [table for pair in zip(found.unbind(dim=2), tokens.unbind(dim=2), strict=True) for table in pair]
+    return _beats(contest).sum(dim=2)
 
 
 def _beats(contest: Sequence[Tensor]) -> Tensor:
