@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.instances import DRAWS, Drafts, Instance
-from branchwise.chance import Chance
 from branchwise.draft import TREES, Budget
-from branchwise.draft.growth import Sapling
+from branchwise.draft.dice import Dice
+from branchwise.draft.growth import Found, Sapling
 from branchwise.tree import DraftTree, Draw, Forest
 from tests import slow_truth
 
@@ -148,18 +148,17 @@ Rule = Callable[[tuple[int, ...]], Tensor]
 """the law (vocabulary,) after the tokens below the root"""
 
 
-def grown(spec: str, law: Rule, chance: Chance, budget: Budget | None = None, root: int = 0) -> DraftTree:
+def grown(spec: str, law: Rule, dice: Dice, budget: Budget | None = None, root: int = 0) -> DraftTree:
     """The tree that the growth of a spec such as `paths:4x3` draws from these laws."""
-    growing = TREES.build(spec).grow(root, budget or Budget(nodes=999, depth=99), chance)
-    wish, laws = None, None
+    growing = TREES.build(spec).grow(root, budget or Budget(nodes=999, depth=99), dice)
+    found: Found | None = None
     while True:
         try:
-            wish = growing.send(laws)
+            sapling, nodes = growing.send(found)  # type: ignore[arg-type]
         except StopIteration as end:
             tree: DraftTree = end.value
             return tree
-        sapling, nodes = wish
-        laws = torch.stack([law(tuple(tokens_to(sapling, node))) for node in nodes])
+        found = Found(torch.stack([law(tuple(tokens_to(sapling, node))) for node in nodes]))
 
 
 def tokens_to(tree: Sapling | DraftTree, node: int) -> list[int]:

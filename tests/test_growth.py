@@ -23,8 +23,9 @@ from torch import Tensor
 
 from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget, Drafter, build_drafter
+from branchwise.draft.dice import SeededDice
 from branchwise.draft.disturbed import Disturbed
-from branchwise.draft.growth import Sapling
+from branchwise.draft.growth import Found, Sapling
 from branchwise.engine import Engine, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.sampling import SamplingParams
@@ -40,8 +41,8 @@ MANY = 1500
 TEXTS = 800
 
 
-def chance(seed: int, root: int = 0) -> SeededChance:
-    return SeededChance(torch.tensor([seed]), torch.tensor([root]), role="draft")
+def chance(seed: int, root: int = 0) -> SeededDice:
+    return SeededDice(seed, root)
 
 
 def remembered(rule: Rule) -> Rule:
@@ -112,7 +113,7 @@ def test_every_node_is_expanded_once_and_level_by_level(spec: str) -> None:
         assert all(node < len(sapling) for node in nodes)
         asked += nodes
         try:
-            sapling, nodes = growing.send(torch.stack([rule(tuple(tokens_to(sapling, node))) for node in nodes]))
+            sapling, nodes = growing.send(Found(torch.stack([rule(tuple(tokens_to(sapling, node))) for node in nodes])))
         except StopIteration as end:
             tree: DraftTree = end.value
             break
@@ -306,8 +307,8 @@ def test_it_draws_paths_unless_told_otherwise() -> None:
 
 
 def test_what_cannot_draw_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"draws its trees; use --tree paths:KxL or rsd-c"):
-        build_drafter("disturbed", "chain:4")
+    with pytest.raises(UsageError, match="'ngram' drafts one chain; use --tree chain:L"):
+        build_drafter("ngram", "paths:2x2")
     with pytest.raises(UsageError, match="sigma of at least 0, not -1"):
         build_drafter("disturbed:-1")
     with pytest.raises(PairingError, match="'block' is not exact"):
@@ -415,7 +416,7 @@ def test_an_undisturbed_drafter_is_accepted_to_the_last_token(name: str, spec: s
 
 def test_growths_of_the_registry_are_all_met_here() -> None:
     drawing = {name for name in TREES if hasattr(TREES.find(name), "grow")}
-    assert drawing == {"paths", "rsd-c"}
+    assert drawing == {"chain", "paths", "rsd-c"}
 
 
 def test_the_noise_of_a_draft_is_not_that_of_its_verdict() -> None:

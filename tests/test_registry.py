@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from branchwise.draft import DRAFTERS, TREES, build_drafter
-from branchwise.draft.chain import Chain
 from branchwise.draft.disturbed import Disturbed
 from branchwise.draft.ngram import NGram
 from branchwise.errors import PairingError, UnknownName, UsageError
@@ -160,7 +159,7 @@ def test_every_registered_name_can_be_found(registry: Registry) -> None:
 def test_a_drafter_is_built_from_its_own_spec_and_that_of_its_tree() -> None:
     drafter = build_drafter("ngram:3,min=1", "chain:5")
     assert isinstance(drafter, NGram)
-    assert (list(drafter.sizes), drafter.tree) == ([3, 2, 1], Chain(5))
+    assert (list(drafter.sizes), drafter.tree.length) == ([3, 2, 1], 5)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_a_drafter_grows_the_tree_of_a_list() -> None:
 def test_a_drafter_without_a_tree_spec_grows_its_default() -> None:
     drafter = build_drafter("ngram")
     assert isinstance(drafter, NGram)
-    assert drafter.tree == Chain(8)
+    assert drafter.tree.length == 8
 
 
 def test_a_drafter_that_grows_no_tree_refuses_one() -> None:

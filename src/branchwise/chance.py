@@ -97,6 +97,14 @@ class SeededChance:
             left.scatter_(1, token, 0.0)
         return torch.cat(drawn, dim=1)
 
+    def keys(self, purpose: str, draw: int) -> Tensor:
+        """(batch,) int64: what the draws of one purpose in this step are made from."""
+        return self._keys(purpose, self.roots, draw)
+
+    def waits(self, draw: int) -> Tensor:
+        """(batch,) float64: standard exponential times, never 0."""
+        return -torch.log((_shift(mix(self.keys("wait", draw)), 12).double() + 0.5) * 2.0**-52)
+
     def _tossed(self, start: int, count: int) -> Tensor:
         """(batch, count) float64: coins start, start + 1, …; tossed many at once, since tossing one costs as much."""
         first, last = start // COINS, (start + count - 1) // COINS

@@ -9,6 +9,8 @@ import torch
 
 from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget
+from branchwise.draft.dice import SeededDice
+from branchwise.draft.growth import Found
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
@@ -33,15 +35,14 @@ def draft(tree: str, seed: int) -> tuple[list[DraftTree], torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     trees, logits = [], []
     for row in range(BATCH):
-        chance = SeededChance(torch.tensor([seed * 8 + row]), torch.tensor([3]), role="draft")
-        growing, answer = TREES.build(tree).grow(1, Budget(64, 4), chance), None
+        growing, answer = TREES.build(tree).grow(1, Budget(64, 4), SeededDice(seed * 8 + row, 3)), None
         while True:
             try:
                 _, nodes = growing.send(answer)
             except StopIteration as end:
                 trees.append(end.value)
                 break
-            answer = (3 * torch.randn(len(nodes), VOCABULARY, generator=generator)).softmax(dim=-1)
+            answer = Found((3 * torch.randn(len(nodes), VOCABULARY, generator=generator)).softmax(dim=-1))
         noise = torch.randn(len(trees[-1]), VOCABULARY, generator=generator)
         logits.append(2 * noise)
         rows = len(trees[-1].q)

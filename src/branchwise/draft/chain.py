@@ -1,18 +1,18 @@
-"""The simplest growth: one path."""
+"""The simplest growth: one path.
+
+Leviathan et al. and Chen et al. (2023) draft so; block verification accepts most of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from branchwise.draft.paths import Paths
 from branchwise.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Chain:
-    """At most `length` tokens, one after the other."""
+class Chain(Paths):
+    """`chain:L`: at most L tokens, one after the other. Where nothing is drawn, as by `ngram`, it says how long."""
 
-    length: int = 8
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise UsageError(f"A chain has at least 1 token, not {self.length}.")
+    def __init__(self, length: int = 8) -> None:
+        if length < 1:
+            raise UsageError(f"A chain has at least 1 token, not {length}.")
+        super().__init__(f"1x{length}")

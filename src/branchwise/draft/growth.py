@@ -1,7 +1,7 @@
-"""Growing trees by drawing: a policy decides which nodes to expand, a source says what could follow them.
+"""Growing trees: a policy decides which nodes to expand, a source says what could follow them.
 
-A policy is a coroutine. It yields the tree so far and the nodes whose laws it wants, receives the laws, draws, and in
-the end returns the tree. So one pass of a source can serve the wishes of all sequences of a batch.
+A policy is a coroutine. It yields the tree so far and the nodes whose laws it wants, receives them, draws, and in the
+end returns the tree. So one pass of a source can serve the wishes of all sequences of a batch.
 
 What keeps it exact: a policy may look at nodes that are drawn, never at the token whose admission it is deciding, and
 the q it records is the very law that it drew from.
@@ -16,19 +16,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
 from branchwise.draft import Budget
+from branchwise.draft.dice import Dice
 from branchwise.tree import DraftTree, Draw
 
 
 @dataclass
 class Sapling:
-    """A tree while it grows."""
+    """A tree while it grows. Nodes stand in the order in which they joined, parents before their children."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
-    laws: list[Tensor] = field(default_factory=list)
-    """q of the nodes that were expanded, in node order"""
+    depths: list[int] = field(default_factory=lambda: [0])
+    laws: dict[int, Tensor] = field(default_factory=dict)
+    """node -> the law (vocabulary,) that its children are drawn from"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -36,15 +37,39 @@ class Sapling:
     def add(self, parent: int, token: int) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
         return len(self.tokens) - 1
 
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the root to a node."""
+        tokens = []
+        while node > 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Where each node stands in level order; siblings keep the order in which they joined."""
+        order = sorted(range(len(self)), key=self.depths.__getitem__)
+        return {node: place for place, node in enumerate(order)}
+
     def finish(self, draw: Draw, leaves: tuple[int, ...] = ()) -> DraftTree:
+        """The tree in level order."""
+        place = self.places
+        order = list(place)
+        parents = tuple(place.get(self.parents[node], -1) for node in order)
+        q = None
+        if draw is not Draw.FIXED and len(self) > 1:
+            some = next(iter(self.laws.values()))
+            nothing = torch.zeros_like(some)
+            q = torch.stack([self.laws.get(node, nothing) for node in order[: max(parents) + 1]])
         return DraftTree(
-            torch.tensor(self.tokens, device=self.laws[0].device),
-            tuple(self.parents),
+            torch.tensor([self.tokens[node] for node in order], device=None if q is None else q.device),
+            parents,
             draw,
-            torch.stack(self.laws),
-            leaves,
+            q,
+            tuple(place[leaf] for leaf in leaves),
         )
 
 
@@ -53,11 +78,23 @@ def drawable(laws: Tensor) -> Tensor:
     return laws.where(laws >= torch.finfo(laws.dtype).tiny, 0.0)
 
 
-Growing = Generator[tuple[Sapling, list[int]], Tensor, DraftTree]
-"""yields (tree so far, nodes to expand), receives their laws (nodes, vocabulary), returns the tree"""
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a source says of the nodes that a policy asked for."""
+
+    laws: Tensor
+    """(nodes, vocabulary) float32: what could follow each"""
+    hidden: Tensor | None = None
+    """(nodes, width): what the head of a draft model saw, where the policy wants it"""
+
+
+Growing = Generator[tuple[Sapling, list[int]], Found, DraftTree]
+"""yields (tree so far, nodes to expand), receives what is found there, returns the tree"""
 
 
 class Growth(Protocol):
+    """A policy. One that looks at hidden states also says `wants_hidden = True`."""
+
     draw: Draw
 
-    def grow(self, root: int, budget: Budget, chance: Chance) -> Growing: ...
+    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing: ...

@@ -30,6 +30,8 @@ class NGram:
             raise UsageError(f"Drafter 'ngram' needs 1 <= min <= max, not min={min}, max={max}.")
         self.sizes = range(max, min - 1, -1)
         self.tree = tree or Chain()
+        if not isinstance(self.tree, Chain):
+            raise UsageError("Drafter 'ngram' drafts one chain; use --tree chain:L.")
         self._indexes: WeakKeyDictionary[Sequence, Index] = WeakKeyDictionary()
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:

@@ -6,13 +6,11 @@ Jeon et al., "Recursive Speculative Decoding: Accelerating LLM Inference via Sam
 
 from __future__ import annotations
 
-import torch
-
-from branchwise.chance import Chance
 from branchwise.draft import Budget
+from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling, drawable
 from branchwise.errors import UsageError
-from branchwise.tree import DraftTree, Draw
+from branchwise.tree import Draw
 
 
 class Branching:
@@ -25,16 +23,15 @@ class Branching:
             raise UsageError("RSD-C needs how many children each level has, such as rsd-c:4,2,1.")
         self.branching = branching
 
-    def grow(self, root: int, budget: Budget, chance: Chance) -> Growing:
+    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
         tree, level = Sapling([root]), [0]
         for depth, width in enumerate(self.branching[: max(budget.depth, 0)]):
             if len(tree) + len(level) * width > budget.nodes:
                 break
-            laws = drawable((yield tree, level))
-            tree.laws += laws.unbind()
+            found = yield tree, level
             below = []
-            for place, node in enumerate(level):
-                drawn = chance.order(laws[place, None], width, (depth << 16) + place)[0].tolist()
-                below += [tree.add(node, token) for token in drawn if token >= 0]
+            for place, (node, law) in enumerate(zip(level, drawable(found.laws), strict=True)):
+                tree.laws[node] = law
+                below += [tree.add(node, token) for token in dice.order(law, width, (depth << 16) + place)]
             level = below
-        return tree.finish(self.draw) if tree.laws else DraftTree(torch.tensor([root]), (-1,), self.draw)
+        return tree.finish(self.draw)

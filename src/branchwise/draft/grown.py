@@ -1,0 +1,78 @@
+"""Drafters that grow their trees: a source of laws, and a growth policy that asks it.
+
+A source is a subclass with a method `look`. It answers the wishes of all sequences at once, so that one pass of a model
+serves a whole level of a whole batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+from branchwise.draft import Budget
+from branchwise.draft.dice import dice_of
+from branchwise.draft.growth import Found, Growing, Growth, Sapling
+from branchwise.sequence import Sequence
+from branchwise.target import Scored, Target
+from branchwise.tree import DraftTree
+from branchwise.verify import Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Wish:
+    """What a policy wants to know about the tree of one sequence."""
+
+    sequence: Sequence
+    tree: Sapling
+    nodes: list[int]
+    """at least one, all different; the laws of their ancestors were asked for before"""
+
+
+class Grown:
+    """What every drafter of this kind has in common."""
+
+    name: str
+
+    def __init__(self, tree: Growth) -> None:
+        self.tree = tree
+        self.draw = tree.draw
+        self.passes = 0
+        self.target: Target | None = None
+
+    def bind(self, target: Target) -> None:
+        self.target = target
+
+    @abstractmethod
+    def look(self, wishes: Rows[Wish]) -> list[Found]:
+        """What could follow the nodes of every wish, in one pass."""
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        growing = [self._plant(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        trees: dict[int, DraftTree] = {}
+        waiting: dict[int, Wish] = {}
+
+        def advance(row: int, found: Found | None) -> None:
+            """Let a tree grow to its next wish, or to its end."""
+            try:
+                waiting[row] = Wish(sequences[row], *growing[row].send(found))  # type: ignore[arg-type]
+            except StopIteration as end:
+                trees[row] = end.value
+
+        for row in range(len(growing)):
+            advance(row, None)
+        while waiting:
+            wishes = dict(waiting)
+            waiting.clear()
+            for row, found in zip(wishes, self.look(list(wishes.values())), strict=True):
+                advance(row, found)
+        return [trees[row] for row in range(len(growing))]
+
+    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        pass
+
+    def _plant(self, sequence: Sequence, budget: Budget) -> Growing:
+        device = torch.device("cpu") if self.target is None else self.target.device
+        return self.tree.grow(sequence.root, budget, dice_of(sequence, device))
