@@ -1,6 +1,7 @@
-"""The tables of docs/benchmarks.md, written from the committed records.
+"""The tables of docs/benchmarks.md, written from the committed records, and the README's table of methods.
 
-A table stands behind a line `<!-- table: FILE [what] -->` and is whatever that file of records says today.
+A table stands behind a line `<!-- table: FILE [what] -->` and is whatever that file of records says today; where a file
+of records is still to be measured, it says so.
 
     python benchmarks/tables.py            write them
     python benchmarks/tables.py --check    fail where the page says something else
@@ -15,40 +16,57 @@ import re
 import sys
 from pathlib import Path
 
+import drafting
 import foundations
 import verifiers
 from rich.console import Console
 
 from branchwise.bench.records import read
 from branchwise.bench.summary import summarise, table
+from branchwise.methods import table as table_of_methods
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RECORDS = ROOT / "benchmarks" / "records"
+README = ROOT / "README.md"
 PLACE = re.compile(r"(<!-- table: (\S+?)(?: (\S+))? -->\n```\n)(.*?)(```\n)", re.DOTALL)
+METHODS = re.compile(r"(<!-- methods -->\n).*?(<!-- /methods -->\n)", re.DOTALL)
+SCRIPTS = {"foundations": foundations, "verifiers": verifiers, "drafting-overhead": drafting}
+"""whose records are their own, with a summary that prints"""
+WIDTHS = {"drafting": 150}
+"""characters of a table; 120 for the others"""
 
 
 def main() -> None:
-    page = PAGE.read_text()
-    found = filled(page)
-    if "--check" in sys.argv:
-        sys.exit(found != page and f"{PAGE.name} is not what the records say; run python benchmarks/tables.py.")
-    PAGE.write_text(found)
+    for path, fill in ((PAGE, filled), (README, with_methods)):
+        page = path.read_text()
+        found = fill(page)
+        if "--check" in sys.argv and found != page:
+            sys.exit(f"{path.name} is not what the records and presets say; run python benchmarks/tables.py.")
+        path.write_text(found)
 
 
 def filled(page: str) -> str:
     return PLACE.sub(lambda place: place[1] + text_of(RECORDS / place[2], place[3]) + place[5], page)
 
 
+def with_methods(page: str) -> str:
+    return METHODS.sub(lambda place: place[1] + table_of_methods() + place[2], page)
+
+
 def text_of(path: Path, what: str | None) -> str:
+    if not path.exists():
+        return "not measured yet\n"
     printed = io.StringIO()
-    if path.name.startswith(("foundations", "verifiers")):
-        script = foundations if path.name.startswith("foundations") else verifiers
-        with contextlib.redirect_stdout(printed):
-            script.summarise([json.loads(line) for line in path.read_text().splitlines()])
-        return printed.getvalue()
+    for name, script in SCRIPTS.items():
+        if path.name.startswith(name):
+            with contextlib.redirect_stdout(printed):
+                script.summarise([json.loads(line) for line in path.read_text().splitlines()])
+            return printed.getvalue()
     rows = summarise(read(path))
-    Console(file=printed, width=120, highlight=False).print(table(rows, per_category=what == "categories"))
+    width = next((width for name, width in WIDTHS.items() if path.name.startswith(name)), 120)
+    shown = table(rows, per_category=what == "categories", width=width)
+    Console(file=printed, width=width, highlight=False).print(shown)
     return "".join(line.rstrip() + "\n" for line in printed.getvalue().splitlines())
 
 

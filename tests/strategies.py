@@ -14,7 +14,7 @@ from torch import Tensor
 from branchwise.audit.instances import DRAWS, Drafts, Instance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Found, Sapling
+from branchwise.draft.growth import Found, Growth, Sapling
 from branchwise.tree import DraftTree, Draw, Forest
 from tests import slow_truth
 
@@ -148,9 +148,20 @@ Rule = Callable[[tuple[int, ...]], Tensor]
 """the law (vocabulary,) after the tokens below the root"""
 
 
-def grown(spec: str, law: Rule, dice: Dice, budget: Budget | None = None, root: int = 0) -> DraftTree:
-    """The tree that the growth of a spec such as `paths:4x3` draws from these laws."""
-    growing = TREES.build(spec).grow(root, budget or Budget(nodes=999, depth=99), dice)
+def grown(
+    spec: str | Growth,
+    law: Rule,
+    dice: Dice,
+    budget: Budget | None = None,
+    root: int = 0,
+    asked: list[list[int]] | None = None,
+) -> DraftTree:
+    """The tree that a growth, or that of a spec such as `paths:4x3`, draws from these laws.
+
+    `asked` collects the nodes of every wish.
+    """
+    growth = TREES.build(spec) if isinstance(spec, str) else spec
+    growing = growth.grow(root, budget or Budget(nodes=999, depth=99), dice)
     found: Found | None = None
     while True:
         try:
@@ -158,6 +169,8 @@ def grown(spec: str, law: Rule, dice: Dice, budget: Budget | None = None, root: 
         except StopIteration as end:
             tree: DraftTree = end.value
             return tree
+        if asked is not None:
+            asked.append(list(nodes))
         found = Found(torch.stack([law(tuple(tokens_to(sapling, node))) for node in nodes]))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from branchwise.bench.commands import unequal
 from branchwise.bench.records import read
+from branchwise.bench.summary import cells, summarise
 from branchwise.registry import split_specs
+from tests.test_bench_metrics import record as told
 from tests.test_cli import BRANCHWISE, assert_one_sentence, run
 
 SHORT = ("bench", "--limit", "1", "-n", "6", "--dtype", "float32", "--threads", "1")
@@ -120,6 +125,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
         (("--methods", "ngran"), "Unknown method 'ngran'. Did you mean 'ngram'?"),
         (("--methods", "ngram/chain:8/cascade"), "is not exact for drafter 'ngram'"),
         (("--methods", "ngram,ngram"), "named twice"),
+        (("--methods", "ngram,cascade"), "Method 'cascade' needs a draft model; name one with --draft-model"),
         (("--methods", "a/b/c/d"), "Unknown method"),
         (("--suite", "spec-bensh"), "Did you mean 'spec-bench'?"),
         (("--peers", "transformer"), "Did you mean 'transformers'?"),
@@ -176,3 +182,97 @@ def test_answers_that_differ_in_float32_are_a_failure(
     assert done.returncode == 1
     assert "NOT EQUAL: 1 answers differ from plain decoding in float32" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# With a draft model
+
+
+@pytest.fixture(scope="module")
+def drafted_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The model drafts for itself, in trees of at most five nodes below the root."""
+    folder = tmp_path_factory.mktemp("drafted")
+    (folder / "prompt.txt").write_text("Name a colour.\n")
+    methods = ("--methods", "block,improved-mcsd-lossy", "--draft-model", "smollm2", "--budget", "5")
+    files = ("--out", str(folder / "run.jsonl"), "--csv-out", str(folder / "run.csv"))
+    done = run(*SHORT, *methods, *files, "--prompts", str(folder / "prompt.txt"), "-n", "8")
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_draft_passes_and_their_cost_are_recorded(
+    drafted_run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = drafted_run
+    records = {record.contestant: record for record in read(folder / "run.jsonl")}
+    assert set(records) == {"plain", "block", "improved-mcsd-lossy"}
+    assert records["block"].draft_cost == pytest.approx(1.0)
+    assert records["block"].draft_passes
+    assert records["block"].equal is True
+    assert records["plain"].draft_passes == 0
+    assert records["block"].run["arguments"]["draft_model"] == "smollm2"
+
+
+def test_a_budget_bounds_the_nodes_below_the_root_of_every_method(
+    drafted_run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = drafted_run
+    for record in read(folder / "run.jsonl"):
+        if record.kind == "method":
+            assert record.steps
+            assert record.drafted
+            assert record.drafted <= 5 * record.steps
+            assert len(record.drafted_per_depth) <= 5
+    first = next(record for record in read(folder / "run.jsonl") if record.contestant == "block")
+    assert len(first.drafted_per_depth) == 5, "five nodes below the root make a chain of five"
+
+
+def test_the_table_and_the_csv_show_what_drafting_costs(
+    drafted_run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = drafted_run
+    titles = done.stdout.splitlines()[0].split("  ")
+    assert {"drafts/step", "MBSU", "by depth"} <= {title.strip() for title in titles}
+    with (folder / "run.csv").open(newline="") as file:
+        rows = {(row["contestant"], row["category"]): row for row in csv.DictReader(file)}
+    block = rows["block", "all"]
+    assert float(block["draft_passes_per_step"]) > 1
+    assert float(block["memory_bound_speed_up"]) < float(block["block_efficiency"])
+    assert all(0 <= float(share) <= 1 for share in block["acceptance_per_depth"].split())
+    assert rows["plain", "all"]["speed_up"] == ""
+
+
+def test_whoever_runs_a_lossy_method_is_told_and_it_is_no_bug(
+    drafted_run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, done = drafted_run
+    [line] = done.stderr.splitlines()
+    assert line.startswith("branchwise: improved-mcsd-lossy is lossy")
+    assert re.search(r"up to 0\.\d{3}\.$", line)
+
+
+def test_only_lossless_methods_must_be_equal_and_only_in_float32() -> None:
+    exact, rough = {"dtype": "float32"}, {"dtype": "bfloat16"}
+    apart = told("block", equal=False, run=exact)
+    records = [
+        apart,
+        told("block", item="b", equal=True, run=exact),
+        told("block", item="c", equal=False, run=rough),
+        told("some-lossy", equal=False, run=exact),
+    ]
+    assert unequal(records, lossy={"some-lossy"}) == [apart]
+    assert len(unequal(records, lossy=set())) == 2
+
+
+def test_columns_about_draft_models_are_shown_only_where_one_runs() -> None:
+    numbers = {"steps": 4, "accepted": 6, "drafted": 12, "drafted_per_depth": (4, 4), "accepted_per_depth": (4, 2)}
+    plain = told("plain", steps=10, accepted=0, drafted=0, draft_passes=0)
+    without = told("ngram", **numbers, draft_passes=0)
+    with_model = told("block", **numbers, draft_passes=8, draft_cost=0.25)
+    titles, _ = cells(summarise([plain, without]))
+    assert not {"drafts/step", "MBSU", "by depth"} & set(titles)
+    titles, lines = cells([row for row in summarise([plain, without, with_model]) if row.category == "all"])
+    shown = {line[0]: dict(zip(titles, line, strict=True)) for line in lines}
+    assert shown["block"]["drafts/step"] == "2.0"
+    assert shown["block"]["MBSU"] == f"{10 / 4 / (1 + 0.25 * 2):.2f}"
+    assert shown["block"]["by depth"] == "100 50"
+    assert shown["plain"]["by depth"] == "–"

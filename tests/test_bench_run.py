@@ -407,7 +407,7 @@ def test_progress_counts_up_to_all_requests(tmp_path: Path) -> None:
 
 def test_every_verifier_can_take_part(tmp_path: Path) -> None:
     llm = ToyLLM()
-    paths = [name for name in VERIFIERS if name != "auto"]
+    paths = [name for name in VERIFIERS if name != "auto" and "lossy" not in name]
     specs = ["plain", *(f"disturbed/paths:2x2/{name}" for name in paths), "disturbed/rsd-c:2,1/rrs"]
     records = contest(tmp_path / "r", llm, ours(llm, *specs), items(1), temperature=1.0)
     assert [record.contestant for record in records] == specs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -11,17 +12,24 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from branchwise.bench import records
 from branchwise.bench.summary import Row, summarise
+from branchwise.cli import app
+from branchwise.errors import UsageError
+from branchwise.methods import Method
 
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "records").glob("foundations-*.jsonl"))
 VERDICTS = sorted((ROOT / "benchmarks" / "records").glob("verifiers-*.jsonl"))
 CONTESTS = sorted(
-    path for name in ("bench", "styles") for path in (ROOT / "benchmarks" / "records").glob(f"{name}-*.jsonl")
+    path
+    for name in ("bench-*", "styles-*", "drafting-*-t[01]")
+    for path in (ROOT / "benchmarks" / "records").glob(f"{name}.jsonl")
 )
-ALL = [*RECORDS, *VERDICTS, *CONTESTS]
+OVERHEADS = sorted((ROOT / "benchmarks" / "records").glob("drafting-overhead-*.jsonl"))
+ALL = [*RECORDS, *VERDICTS, *CONTESTS, *OVERHEADS]
 
 
 def script(name: str) -> ModuleType:
@@ -47,7 +55,11 @@ def test_the_benchmark_page_shows_what_the_records_say() -> None:
     page = tables.PAGE.read_text()
     assert tables.filled(page) == page, "run python benchmarks/tables.py"
     shown = {place[2] for place in tables.PLACE.finditer(page)}
-    assert shown == {path.name for path in ALL}
+    assert shown >= {path.name for path in ALL}
+    for place in tables.PLACE.finditer(page):
+        assert (place[4] == "not measured yet\n") is not (tables.RECORDS / place[2]).exists()
+    readme = tables.README.read_text()
+    assert tables.with_methods(readme) == readme, "run python benchmarks/tables.py"
 
 
 def test_a_table_that_says_something_else_is_found() -> None:
@@ -120,3 +132,31 @@ def test_every_record_says_where_it_comes_from(path: Path) -> None:
 def test_the_interval_covers_its_median() -> None:
     assert script("measure").interval([1.0, 2.0, 3.0]) == "2.000 [1.000, 3.000]"
     assert script("measure").interval([1.5] * 4) == "1.500 [1.500, 1.500]"
+
+
+def test_the_commands_of_the_drafting_benchmark_can_be_run(tmp_path: Path) -> None:
+    """Every word is understood, every preset is found and fits, and then the prompts are missing."""
+    drafting = script("drafting")
+    asked = argparse.Namespace(
+        model="smollm2", draft_model="smollm2", prompts=[Path("no-such-file.jsonl")], limit=10, methods=None,
+        device="cpu", threads=1, commit=None, out=tmp_path,
+    )  # fmt: skip
+    for temperature in drafting.TEMPERATURES:
+        words = [str(word) for word in drafting.command(asked, temperature)]
+        assert {"--budget", "24", "bfloat16", "96"} <= set(words)
+        done = CliRunner().invoke(app, words)
+        assert isinstance(done.exception, UsageError), done.output
+        assert "no-such-file.jsonl" in str(done.exception)
+    for tree, spec in drafting.WIDE.items():
+        Method(tree, "disturbed", spec, drafting.RULES.get(tree, "rrs")).build()
+
+
+def test_the_overhead_of_drafting_is_what_the_models_do_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+    step = {"tree": "paths", "spec": "paths:4x8", "verifier": "cascade", "batch": 1, "nodes": 32, "levels": 8}
+    one = {**step, "seconds": 0.2, "models": 0.19, "draft": 0.05, "passes": 8}
+    many = {**one, "batch": 8, "draft": 0.1}
+    script("drafting").summarise([one, many])
+    printed = capsys.readouterr().out
+    assert "paths:4x8, cascade: 32.0 nodes a step, 200.0 ms" in printed
+    assert "outside the two models 0.050 [0.050, 0.050] of the step, 1.00 draft passes a level" in printed
+    assert "drafting for 8 texts takes 2.00 times one" in printed

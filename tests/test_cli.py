@@ -145,6 +145,8 @@ def test_version() -> None:
         (["generate", "Hi", "--tree", "chain:x"], ["int", "'x'"]),
         (["generate", "Hi", "--draft", "ngram:min=3,max=2"], ["min <= max"]),
         (["generate", "Hi", "--draft", "none", "--tree", "chain:4"], ["'none'", "grows no tree"]),
+        (["generate", "Hi", "--method", "cascade"], ["'cascade'", "--draft-model"]),
+        (["generate", "Hi", "--method", "ngram", "--tree", "chain:4"], ["--method ngram", "leave out --tree"]),
         (["generate", "Hi", "--temperature", "-1"], ["temperature", "at least 0"]),
         (["generate", "Hi", "--temperature", "nan"], ["temperature"]),
         (["generate", "Hi", "--top-p", "0"], ["top_p", "above 0 and at most 1"]),

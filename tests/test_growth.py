@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,7 +93,19 @@ def test_paths_are_merged_where_they_agree_and_keep_their_draws(count: int, leng
         assert [prefixes[child] for child in children] == [u for u in dict.fromkeys(through) if u != prefixes[node]]
 
 
-@pytest.mark.parametrize("spec", ["paths:3x3", "paths:1x4", "rsd-c:3,2,1", "rsd-c:1,1,1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "paths:3x3",
+        "paths:1x4",
+        "paths:3x3@1",
+        "rsd-c:3,2,1",
+        "rsd-c:1,1,1",
+        "rsd-s:3x3",
+        "dynamic:9",
+        "threshold:0.05,9",
+    ],
+)
 def test_q_is_the_very_law_that_the_children_of_a_node_were_drawn_from(spec: str) -> None:
     for seed in range(10):
         rule = remembered(random_rule(4, seed))
@@ -103,7 +116,7 @@ def test_q_is_the_very_law_that_the_children_of_a_node_were_drawn_from(spec: str
                 assert torch.equal(tree.q[node], rule(tuple(tokens_to(tree, node))))
 
 
-@pytest.mark.parametrize("spec", ["paths:4x3", "rsd-c:3,2,1"])
+@pytest.mark.parametrize("spec", ["paths:4x3", "paths:4x3@1", "rsd-c:3,2,1", "threshold:0.04,99"])
 def test_every_node_is_expanded_once_and_level_by_level(spec: str) -> None:
     rule, growing = random_rule(3, 1), TREES.build(spec).grow(0, Budget(99, 9), chance(1))
     asked: list[int] = []
@@ -169,7 +182,22 @@ def test_a_sibling_is_never_drawn_from_masses_that_float32_cannot_divide_by() ->
 # Budgets
 
 
-@pytest.mark.parametrize("spec", ["paths:1x4", "paths:3x2", "paths:4x6", "rsd-c:4", "rsd-c:2,2,1", "rsd-c:1,1,1,1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "paths:1x4",
+        "paths:3x2",
+        "paths:4x6",
+        "paths:3x5@2",
+        "rsd-c:4",
+        "rsd-c:2,2,1",
+        "rsd-c:1,1,1,1",
+        "rsd-s:3x4",
+        "rsd-s:1x6",
+        "dynamic:12",
+        "threshold:0.02,12",
+    ],
+)
 def test_every_budget_is_kept(spec: str) -> None:
     growth, rule = TREES.build(spec), remembered(random_rule(3, 2))
     for nodes, depth in itertools.product(range(1, 30), range(7)):
@@ -324,7 +352,16 @@ PAIRS = [
     for name in VERIFIERS
     for spec in ("paths:2x2", "rsd-c:2,1")
     if TREES.build(spec).draw in VERIFIERS.find(name).accepts
-]
+] + [("rrs", "paths:2x2@1"), ("traversal", "rsd-s:2x2"), ("rrs", "dynamic:3"), ("traversal", "threshold:0.2,3")]
+DEEP = {
+    "paths:2x2": "paths:3x4",
+    "paths:2x2@1": "paths:3x4@1",
+    "rsd-c:2,1": "rsd-c:3,2,1,1",
+    "rsd-s:2x2": "rsd-s:3x4",
+    "dynamic:3": "dynamic:9",
+    "threshold:0.2,3": "threshold:0.05,9",
+}
+"""for each a larger one"""
 pairs = pytest.mark.parametrize(("name", "spec"), PAIRS, ids=[f"{name} on {spec}" for name, spec in PAIRS])
 
 
@@ -387,16 +424,16 @@ def test_a_greedy_text_is_that_of_plain_decoding_beside_sampled_ones(name: str, 
     assert texts(name, spec, requests, slots=4, vocabulary=6)[1::2] == plain
 
 
-@pairs
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, spec in PAIRS if spec in DEEP])
 def test_a_text_does_not_depend_on_the_texts_beside_it(name: str, spec: str) -> None:
     # They differ in length, so that near their ends budgets do, and with them the depth of their trees.
-    deep = {"paths:2x2": "paths:3x4", "rsd-c:2,1": "rsd-c:3,2,1,1"}[spec]
+    deep = DEEP[spec]
     requests = [Request((1, n % 3), SamplingParams(temperature=1.0, seed=n), max_new_tokens=5 + n) for n in range(8)]
     alone = [texts(name, deep, [request], slots=1)[0] for request in requests]
     assert texts(name, deep, requests, slots=4) == alone
 
 
-@pytest.mark.parametrize("spec", ["paths:3x3", "rsd-c:3,2"])
+@pytest.mark.parametrize("spec", ["paths:3x3", "paths:3x3@1", "rsd-c:3,2", "rsd-s:3x3", "dynamic:6", "threshold:0.1,6"])
 def test_with_match_sampled_texts_are_those_of_plain_decoding_seed_for_seed(spec: str) -> None:
     requests = sampled(range(8), length=20)
     assert texts("match", spec, requests, slots=4) == texts("match", "none", requests, slots=4)
@@ -414,9 +451,16 @@ def test_an_undisturbed_drafter_is_accepted_to_the_last_token(name: str, spec: s
         assert generation.stats.steps == 40 // 5
 
 
+MET = {"chain", "paths", "rsd-c", "rsd-s", "dynamic", "threshold"}
+ELSEWHERE = {"topk": "test_topk.py", "template": "test_template.py", "graph": "test_graph.py", "fork-lossy": "*.py"}
+
+
 def test_growths_of_the_registry_are_all_met_here() -> None:
     drawing = {name for name in TREES if hasattr(TREES.find(name), "grow")}
-    assert drawing == {"chain", "paths", "rsd-c"}
+    assert drawing == MET | set(ELSEWHERE)
+    for name, file in ELSEWHERE.items():
+        pages = Path(__file__).parent.glob(file)
+        assert any(f"{name}:" in page.read_text() for page in pages if page.name != Path(__file__).name), name
 
 
 def test_the_noise_of_a_draft_is_not_that_of_its_verdict() -> None:

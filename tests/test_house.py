@@ -29,7 +29,7 @@ LEVELS = [
     {"engine", "testing", "methods"},
     {"llm", "hf"},
     {"tune"},
-    {"audit", "bench"},
+    {"audit", "bench", "train"},
     {"cli", "demo", "__main__"},
 ]
 """from the ground up: a module imports from its own level or below, never from above"""

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from branchwise import tree as trees_module
 from branchwise.errors import UsageError
-from branchwise.tree import DraftTree, Draw, Forest, Room, Topology, topology
+from branchwise.tree import DraftTree, Draw, Forest, Room, Topology, branched, plant, topology
 from tests.strategies import path_trees, topologies, trees
 
 
@@ -126,6 +127,64 @@ def test_mask_of_the_first_levels_is_the_leading_block(parents: tuple[int, ...])
         assert max(whole.depths[:size]) == depth
         assert torch.equal(topology(parents[:size]).ancestors, whole.ancestors[:size, :size])
         assert not whole.ancestors[:size, size:].any()
+
+
+@given(topologies(), st.data())
+def test_the_mask_of_a_leading_part_is_a_view_and_equals_a_rebuilt_one(
+    parents: tuple[int, ...], data: st.DataObject
+) -> None:
+    whole = Topology(parents)
+    part = whole.leading(data.draw(st.integers(1, len(parents))))
+    assert part.parents == parents[: len(part)]
+    assert part.ancestors.tolist() == ancestors_by_hand(part.parents)
+    assert part.ancestors.data_ptr() == whole.ancestors.data_ptr()
+    assert (part.depths, part.children) == (Topology(part.parents).depths, Topology(part.parents).children)
+    again = part.leading(data.draw(st.integers(1, len(part))))
+    assert again.ancestors.data_ptr() == whole.ancestors.data_ptr()
+    assert again.ancestors.tolist() == ancestors_by_hand(again.parents)
+
+
+def test_a_shape_that_stops_early_finds_its_mask_where_it_was_planted() -> None:
+    parents = branched([3, 2, 2])
+    stale = topology(parents[:4])  # built before by itself
+    whole = plant(parents)
+    assert topology(parents) is whole
+    for nodes in (1, 4, 10):
+        tree = DraftTree(torch.arange(nodes), parents[:nodes])
+        assert tree.topology.ancestors.data_ptr() == whole.ancestors.data_ptr()
+        assert tree.topology.ancestors.tolist() == ancestors_by_hand(parents[:nodes])
+        assert Forest([tree]).tokens.shape == (1, nodes)
+    assert topology(parents[:4]) is not stale
+    assert topology(parents[:5]).ancestors.data_ptr() != whole.ancestors.data_ptr()  # part of a level is not planted
+
+
+def test_shapes_are_kept_as_long_as_they_are_used_and_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees_module, "_shapes", type(trees_module._shapes)())
+    monkeypatch.setattr(trees_module, "MOST_SHAPES", 20)
+    used, forgotten = topology((-1, 0, 0)), topology((-1, 0, 1))
+    for width in range(3, 30):
+        topology((-1, *[0] * width))
+        assert topology((-1, 0, 0)) is used
+    assert len(trees_module._shapes) == 20
+    assert topology((-1, 0, 1)) is not forgotten
+    whole = plant(branched([1] * 40))  # more slices than are kept: the last ones stay, and those before are built anew
+    assert len(trees_module._shapes) == 20
+    assert topology(branched([1] * 39)).ancestors.data_ptr() == whole.ancestors.data_ptr()
+    assert topology(branched([1] * 9)).ancestors.data_ptr() != whole.ancestors.data_ptr()
+
+
+def test_a_broken_shape_is_not_kept() -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match="earlier node"):
+            topology((-1, 5))
+
+
+def test_branched_has_whole_levels_of_equal_families() -> None:
+    assert branched([]) == (-1,)
+    assert branched([3]) == (-1, 0, 0, 0)
+    assert branched([2, 2, 1]) == (-1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 6)
+    assert branched([2, 2, 1], most=10) == (-1, 0, 0, 1, 1, 2, 2)
+    assert len(branched([1] * 9999)) == 512
 
 
 def test_trees_of_one_shape_share_their_topology() -> None:

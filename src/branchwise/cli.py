@@ -12,15 +12,20 @@ import typer
 
 from branchwise.audit.commands import app as audit
 from branchwise.bench.commands import bench, report
+from branchwise.bench.methods_command import methods
+from branchwise.bench.tree_command import app as tree_app
 from branchwise.bench.tune_command import tune
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.train.calibrate import app as calibrate
+from branchwise.train.commands import app as train
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from branchwise.engine import Piece
     from branchwise.llm import LLM, Completion, Options
+    from branchwise.methods import Method
 
 app = typer.Typer(
     name="branchwise",
@@ -32,15 +37,35 @@ app = typer.Typer(
 )
 
 app.add_typer(audit)
-for command in (bench, report, tune):
+app.add_typer(tree_app)
+app.add_typer(train)
+app.add_typer(calibrate)
+for command in (bench, report, tune, methods):
     app.command()(command)
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
 ]
-Draft = Annotated[str, typer.Option(help="What proposes tokens: ngram (repeats of this text), none (plain decoding).")]
+MethodName = Annotated[
+    str | None, typer.Option("--method", help="A published method by name, or draft/tree/verify; `branchwise methods`.")
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="Model that drafts, as --model takes it; options may follow: ID,temperature=0.8,top-k=20."),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="What proposes tokens: ngram (repeats of this text), none (plain decoding).", show_default="ngram"
+    ),
+]
 Tree = Annotated[str | None, typer.Option(help="Shape of the draft, such as chain:8.", show_default="the drafter's")]
-Verify = Annotated[str, typer.Option(help="Rule that accepts drafted tokens; every one is lossless.")]
+Verify = Annotated[
+    str | None,
+    typer.Option(
+        help="Rule that accepts drafted tokens; one that is not lossless has lossy in its name.", show_default="match"
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The most tokens to write.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")]
@@ -62,9 +87,11 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
     model: Model = DEFAULT_MODEL,
-    draft: Draft = "ngram",
+    method: MethodName = None,
+    draft_model: DraftModel = None,
+    draft: Draft = None,
     tree: Tree = None,
-    verify: Verify = "match",
+    verify: Verify = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -89,7 +116,8 @@ def generate(
     options = _options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, raw=raw
     )
-    llm = _load(model, draft, tree, verify, dtype, device, threads, trust_remote_code)
+    chosen = _choose(method, draft_model, draft, tree, verify)
+    llm = _load(model, chosen, dtype, device, threads, trust_remote_code)
     if as_json:
         print(json.dumps(_as_json(llm.generate(text, **options))))
         return
@@ -100,9 +128,11 @@ def generate(
 @app.command()
 def chat(
     model: Model = DEFAULT_MODEL,
-    draft: Draft = "ngram",
+    method: MethodName = None,
+    draft_model: DraftModel = None,
+    draft: Draft = None,
     tree: Tree = None,
-    verify: Verify = "match",
+    verify: Verify = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -117,7 +147,8 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     options = _options(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    llm = _load(model, draft, tree, verify, dtype, device, threads, trust_remote_code)
+    chosen = _choose(method, draft_model, draft, tree, verify)
+    llm = _load(model, chosen, dtype, device, threads, trust_remote_code)
     if not llm.tokenizer.chat_template:
         raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
     console = _console()
@@ -126,7 +157,7 @@ def chat(
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # arrows and history in input(), where the system has them
             import readline  # noqa: F401
-        console.print(f"{llm.name}, drafting with {draft}. /reset starts over, /exit ends.", style="dim")
+        console.print(f"{llm.name}, drafting with {chosen.name}. /reset starts over, /exit ends.", style="dim")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -284,23 +315,27 @@ def _options(**given: Any) -> Options:
     return options
 
 
-def _load(
-    model: str,
-    draft: str,
-    tree: str | None,
-    verify: str,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    trust_remote_code: bool,
-) -> LLM:
+def _choose(
+    method: str | None, draft_model: str | None, draft: str | None, tree: str | None, verify: str | None
+) -> Method:
+    """What is asked for, found and paired before a model is loaded for nothing."""
+    from branchwise.audit.methods import tell_if_lossy
+    from branchwise.methods import choose_method
+
+    chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
+    chosen.build()
+    tell_if_lossy(chosen)
+    return chosen
+
+
+def _load(model: str, method: Method, dtype: str, device: str, threads: int | None, trust_remote_code: bool) -> LLM:
     from branchwise.llm import load
 
     return load(
         model,
-        draft=draft,
-        tree=tree,
-        verify=verify,
+        draft=method.draft,
+        tree=method.tree,
+        verify=method.verify,
         dtype=dtype,
         device=device,
         threads=threads,

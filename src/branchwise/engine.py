@@ -277,3 +277,5 @@ class Engine:
         if last is not generation:
             self._running[place] = last
         self.target.close(generation.sequence)
+        if hasattr(self.drafter, "close"):
+            self.drafter.close(generation.sequence)

@@ -12,6 +12,7 @@ import torch
 from branchwise.draft import Drafter, build_drafter
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import UsageError
+from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
 from branchwise.registry import nearest
 from branchwise.sampling import Processor, SamplingParams
@@ -89,9 +90,11 @@ class Chunk:
 def load(
     model: str | PathLike[str] = DEFAULT_MODEL,
     *,
-    draft: str | Drafter = "ngram",
+    method: str | None = None,
+    draft_model: str | None = None,
+    draft: str | Drafter | None = None,
     tree: str | None = None,
-    verify: str = "match",
+    verify: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     threads: int | None = None,
@@ -102,12 +105,18 @@ def load(
 ) -> LLM:
     """Load a model by alias, hub id, folder or GGUF file, with a drafter and a verifier.
 
-    `context` limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences
-    run together, more wait their turn.
+    These are a `method` by name, with the model that drafts for it, or `draft`, `tree` and `verify` one by one; without
+    any of them `ngram` drafts and `match` verifies. `context` limits the tokens of a sequence (the model's own limit by
+    default); `max_batch` is how many sequences run together, more wait their turn.
     """
     model = fspath(model)
-    drafter = build_drafter(draft, tree) if isinstance(draft, str) else draft
-    verifier = VERIFIERS.build(verify)
+    if draft is None or isinstance(draft, str):
+        chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
+        drafter, verifier = chosen.build()
+    elif method or draft_model or tree:
+        raise UsageError("A drafter of your own grows its own trees; leave out method, draft_model and tree.")
+    else:
+        drafter, verifier = draft, VERIFIERS.build(verify or "match")
     if max_batch < 1:
         raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
     if threads is not None:
@@ -122,7 +131,7 @@ def load(
     # Importing transformers takes seconds; whoever misspelt a name above should not wait for it.
     from branchwise.target.transformers import TransformersTarget
 
-    target = TransformersTarget(weights, slots=max_batch, context=context)
+    target = TransformersTarget(weights, slots=max_batch, context=context, tokenizer=tokenizer)
     return LLM(model, weights, tokenizer, Engine(target, drafter, verifier))
 
 
@@ -140,6 +149,12 @@ class LLM:
         drafter = build_drafter(draft, tree) if isinstance(draft, str) else draft
         engine = Engine(self.engine.target, drafter, VERIFIERS.build(verify))
         return LLM(self.name, self.model, self.tokenizer, engine)
+
+    def with_method(self, method: str | Method, draft_model: str | None = None) -> LLM:
+        """The same weights and cache with another method, by name or as a spec draft/tree/verify."""
+        chosen = choose_method(method, draft_model=draft_model) if isinstance(method, str) else method
+        drafter, verifier = chosen.build()
+        return LLM(self.name, self.model, self.tokenizer, Engine(self.engine.target, drafter, verifier))
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion: ...

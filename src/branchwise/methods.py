@@ -1,17 +1,23 @@
 """Methods: a drafter, the tree it grows and the verifier that judges it, under one name.
 
 A method is a preset by name, or a spec `draft/tree/verify` whose empty or missing parts take their defaults:
-`ngram/chain:8`, `disturbed/paths:4x6/cascade`, `ngram//match`.
+`ngram/chain:8`, `model/paths:4x6/cascade`, `ngram//match`. The drafter `model` is whatever model the user drafts with.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from branchwise.draft import DRAFTERS, Drafter, build_drafter
+from branchwise.draft import DRAFTERS, TREES, Drafter, build_drafter
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest, split_spec
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
+
+MODEL = "model"
+"""the drafter that runs a draft model"""
+LOSSY = "lossy"
+"""the word in the name of everything that changes the law"""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,38 @@ class Method:
     tree: str | None = None
     verify: str = "match"
     paper: str = ""
+    """short, with its arXiv id"""
+    about: str = ""
+    """one sentence"""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether texts have the target's law. A rule that changes it has the word in its name."""
+        return LOSSY not in self.verify
+
+    @property
+    def needs_draft_model(self) -> bool:
+        """Whether the user has yet to say which model drafts."""
+        name, positional, _ = split_spec(self.draft)
+        return name == MODEL and not positional
+
+    @property
+    def command(self) -> str:
+        """What runs it."""
+        return f"branchwise generate PROMPT --method {self.name}{' --draft-model ID' if self.needs_draft_model else ''}"
+
+    def drafting_with(self, draft_model: str | None) -> Method:
+        """This method with the draft model of a spec `ID[,temperature=…]`, whose options come before its own."""
+        if not self.needs_draft_model:
+            raise UsageError(f"Method {self.name!r} drafts without a draft model; leave out --draft-model.")
+        if not draft_model:
+            raise UsageError(
+                f"Method {self.name!r} needs a draft model; name one with --draft-model, such as a smaller model with "
+                "the tokenizer of the target."
+            )
+        said = split_spec(f"{MODEL}:{draft_model}")[2]
+        own = [f"{key}={value}" for key, value in split_spec(self.draft)[2].items() if key not in said]
+        return replace(self, draft=f"{MODEL}:{','.join([draft_model, *own])}")
 
     def build(self) -> tuple[Drafter, Verifier]:
         """A fresh drafter and verifier; a pair that would not be lossless is refused."""
@@ -29,26 +67,248 @@ class Method:
         return drafter, verifier
 
 
-PLAIN = Method("plain", "none")
+# Trees have at most 24 nodes below the root, so that methods can be compared at an equal cost of the target. On a real
+# pair depth buys more than width, and costs a draft pass a level: a chain is 6 to 8 deep, and a tree of 24 nodes is 6
+# deep and about 4 wide. Methods that share a kind of draw share the tree, so that what differs is the verifier.
+PLAIN = Method("plain", "none", about="The target alone, one token a pass: what all others are measured against.")
 PRESETS = {
     method.name: method
-    for method in (PLAIN, Method("ngram", "ngram", "chain:8", paper="Saxena, Prompt Lookup Decoding, 2023"))
+    for method in (
+        PLAIN,
+        Method(
+            "ngram",
+            "ngram",
+            "chain:8",
+            paper="Saxena, Prompt Lookup Decoding, 2023",
+            about="Proposes what followed the last tokens where they stood before; needs no model.",
+        ),
+        Method(
+            "speculative",
+            MODEL,
+            "chain:6",
+            "token",
+            "Leviathan et al., 2211.17192; Chen et al., 2302.01318",
+            "One path, each token accepted or rejected by itself.",
+        ),
+        # Block verification loses nothing to depth but the draft's time, so its chain is longer.
+        Method(
+            "block",
+            MODEL,
+            "chain:8",
+            "block",
+            "Sun et al., 2403.10444",
+            "One path, accepted as a block: the most that one path can give.",
+        ),
+        # The paper's 4,2,2 has 28 nodes and 3 levels; this one trades width for depth.
+        Method(
+            "mcsd",
+            MODEL,
+            "rsd-c:2,2,1,1,1,1",
+            "rrs",
+            "Yang et al., MCSD, 2401.06706",
+            "Distinct tokens at the first levels, tried one after the other.",
+        ),
+        # The target's laws come into the draft as statistics, and a level whose every node is unsure is the last.
+        Method(
+            "improved-mcsd",
+            "model:recall=0.3",
+            "rsd-c:2,2,1,1,1,1,stop=confidence:0.4",
+            "rrs",
+            "Lu et al., improved MCSD, 2409.10644",
+            "MCSD that remembers the target's laws as draft statistics and stops where the draft is unsure.",
+        ),
+        Method(
+            "improved-mcsd-lossy",
+            MODEL,
+            "fork-lossy:4x6",
+            "lossy-longest",
+            "Lu et al., improved MCSD, 2409.10644",
+            "The first tokens are the target's own and the longest branch wins, which changes the law.",
+        ),
+        Method(
+            "specinfer",
+            MODEL,
+            "paths:4x6",
+            "mss",
+            "Miao et al., SpecInfer, 2305.09781",
+            "Independent paths in one tree, tried token by token.",
+        ),
+        Method(
+            "gbv",
+            MODEL,
+            "paths:4x6",
+            "gbv",
+            "Thomas and Pal, 2602.16961",
+            "The most promising of several independent paths, accepted as a block.",
+        ),
+        # Of all verifiers of independent paths it accepts most.
+        Method(
+            "cascade",
+            MODEL,
+            "paths:4x6",
+            "cascade",
+            "our own; see how-it-works.md",
+            "Block verification of one path after the other: where one stops, the others go on.",
+        ),
+        Method(
+            "rsd-c",
+            MODEL,
+            "rsd-c:4,1,1,1,1,1",
+            "rrs",
+            "Jeon et al., RSD, 2402.14160",
+            "Distinct first tokens drawn without replacement, a path below each.",
+        ),
+        # Traversal never accepts less than recursive rejection on the same tree.
+        Method(
+            "rsd-s",
+            MODEL,
+            "rsd-s:4x6",
+            "traversal",
+            "Jeon et al., RSD, 2402.14160",
+            "A stochastic beam: distinct prefixes of the whole draft at every level.",
+        ),
+        Method(
+            "traversal",
+            MODEL,
+            "rsd-c:4,1,1,1,1,1",
+            "traversal",
+            "Weng et al., 2505.12398",
+            "The tree of rsd-c, accepted from the leaves upwards.",
+        ),
+        Method(
+            "dyspec",
+            MODEL,
+            "dynamic:24",
+            "rrs",
+            "Xiong et al., DySpec, 2410.11744",
+            "The tree grows where a node is most likely to be accepted.",
+        ),
+        # The paper's choice for n nodes is about 1/n; a lower one spends them all on the first levels.
+        Method(
+            "dyspec-threshold",
+            MODEL,
+            "threshold:0.04,24",
+            "rrs",
+            "Xiong et al., DySpec, 2410.11744",
+            "DySpec a level at a time: every node whose value passes a threshold, which is steered to the wanted size.",
+        ),
+        Method(
+            "sequoia",
+            MODEL,
+            "template:sequoia-24",
+            "rrs",
+            "Chen et al., Sequoia, 2402.12374",
+            "A fixed shape, the best for a measured acceptance; `branchwise tree optimise` makes one for a pair.",
+        ),
+        # The gain lies between the cost of a draft pass and that of a target pass, as the paper advises.
+        Method(
+            "opt-tree",
+            MODEL,
+            "topk:24,depth=8,width=8,gain=0.5",
+            "match",
+            "Wang et al., OPT-Tree, 2406.17276",
+            "The tree of the most probable paths, as deep as one more level pays.",
+        ),
+        Method(
+            "gsd",
+            MODEL,
+            "graph:24,width=4,depth=6,repeat=1",
+            "match",
+            "Gong et al., GSD, 2407.16207",
+            "Paths that run into the same words share what follows, which is drafted once.",
+        ),
+        # A quarter of the vocabularies of today, as in the paper.
+        Method(
+            "vocabtrim",
+            "model:trim=32768",
+            "chain:8",
+            "block",
+            "Goel et al., VocabTrim, 2506.22694",
+            "The draft model's head knows only the tokens that the target uses most: `branchwise calibrate vocab`.",
+        ),
+    )
 }
 
 
-def find_method(spec: str) -> Method:
-    """The method of a name or of a `draft/tree/verify` spec."""
-    if spec in PRESETS:
-        return PRESETS[spec]
-    draft, *rest = (part.strip() for part in spec.split("/"))
-    name, _, _ = split_spec(draft)
+def find_method(spec: str, draft_model: str | None = None) -> Method:
+    """The method of a name or of a `draft/tree/verify` spec; `draft_model` is for one that needs it."""
+    method = PRESETS.get(spec) or _parse(spec)
+    return method.drafting_with(draft_model) if method.needs_draft_model else method
+
+
+def find_methods(specs: Sequence[str], draft_model: str | None = None) -> list[Method]:
+    """Methods that share a draft model; at least one must want it."""
+    methods = [find_method(spec, draft_model) for spec in specs]
+    if draft_model is not None and all(find_any(spec) == method for spec, method in zip(specs, methods, strict=True)):
+        raise UsageError("No method here drafts with a draft model; leave out --draft-model.")
+    return methods
+
+
+def choose_method(
+    method: str | None = None,
+    *,
+    draft: str | None = None,
+    tree: str | None = None,
+    verify: str | None = None,
+    draft_model: str | None = None,
+) -> Method:
+    """What a user asks for: a method by name, or its parts one by one."""
+    if method is not None:
+        for option, value in (("draft", draft), ("tree", tree), ("verify", verify)):
+            if value is not None:
+                raise UsageError(
+                    f"--method {method} has a drafter, a tree and a verifier of its own; leave out --{option}, or say "
+                    "all three in its place."
+                )
+        return find_methods([method], draft_model)[0]
+    if draft_model is not None and draft is not None:
+        raise UsageError("Give --draft or --draft-model, not both.")
+    parts = (draft or (MODEL if draft_model is not None else "ngram"), tree, verify)
+    chosen = Method("/".join(part or "" for part in parts).rstrip("/"), parts[0], tree, verify or "match")
+    return chosen.drafting_with(draft_model) if draft_model is not None else chosen
+
+
+def find_any(spec: str) -> Method:
+    """The method of a spec as it is written, also where its draft model is not known yet."""
+    return PRESETS.get(spec) or _parse(spec)
+
+
+def table() -> str:
+    """The presets as a table of Markdown."""
+    lines = ["| `--method` | paper | drafter | tree | verifier | law |", "|---|---|---|---|---|---|"]
+    for method in PRESETS.values():
+        parts = (f"`{part}`" if part else "" for part in (method.draft, method.tree, method.verify))
+        law = "kept" if method.lossless else "**changed (lossy)**"
+        lines.append(f"| `{method.name}` | {method.paper} | {' | '.join(parts)} | {law} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _parse(spec: str) -> Method:
+    parts = _split(spec)
+    name, _, _ = split_spec(parts[0])
     if name not in DRAFTERS:
         known = [*PRESETS, *DRAFTERS]
         raise UnknownName(
             f"Unknown method {spec!r}.{nearest(name, known)} A method is a preset ({', '.join(PRESETS)}) or a spec "
             f"draft/tree/verify with a drafter of {', '.join(sorted(DRAFTERS))}."
         )
-    if len(rest) > 2:
+    if len(parts) > 3:
         raise UsageError(f"{spec!r} has more than three parts; a method is draft/tree/verify.")
-    tree, verify = [*rest, "", ""][:2]
+    draft, tree, verify = [*parts, "", ""][:3]
     return Method(spec, draft, tree or None, verify or "match")
+
+
+FILES = ("model:", "template:", "learned:")
+"""what is followed by a name that may hold slashes of its own"""
+
+
+def _split(spec: str) -> list[str]:
+    """`draft/tree/verify` as its parts. Slashes in the name of a model or a file are no ends of parts."""
+    parts: list[str] = []
+    for word in (word.strip() for word in spec.split("/")):
+        begins = not word or split_spec(word)[0] in (*TREES, *VERIFIERS)
+        if parts and not begins and any(kind in parts[-1] for kind in FILES):
+            parts[-1] += f"/{word}"
+        else:
+            parts.append(word)
+    return parts

@@ -125,7 +125,7 @@ def _usage(name: str, own: list[inspect.Parameter]) -> str:
 
 def _convert(kind: str, name: str, parameter: inspect.Parameter, text: str) -> Any:
     # An annotation is a type or, where a module defers them, the name of one.
-    annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
+    annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation)).split(" | ")[0]
     wanted = {"int": int, "float": float, "str": str}.get(annotation)
     if wanted is None:
         raise UsageError(f"{kind.capitalize()} {name!r} takes {parameter.name!r} from Python only, not from a spec.")

@@ -7,6 +7,8 @@ plain decoding. Nodes stand in level order, so the mask of the first levels is t
 from __future__ import annotations
 
 import copy
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,6 +33,8 @@ class Draw(Enum):
     """Siblings drawn one after the other from q, never the same token twice, kept in draw order."""
     PATHS = "paths"
     """K independent paths of full depth drawn from q and merged where they agree; `leaves` keeps the draws."""
+    FORK = "fork-lossy"
+    """A first level that may be the target's own, and one chain drawn from q below each; only lossy rules take it."""
 
 
 class Topology:
@@ -48,6 +52,7 @@ class Topology:
                 raise UsageError(f"Nodes must stand in level order; node {node} is less deep than node {node - 1}.")
         self.parents = parents
         self.depths = tuple(depths)
+        self._whole: Topology | None = None
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -59,6 +64,8 @@ class Topology:
     @cached_property
     def ancestors(self) -> Tensor:
         """(nodes, nodes) bool: row i marks the nodes on the path from the root to node i, node i included."""
+        if self._whole is not None:
+            return self._whole.ancestors[: len(self), : len(self)]
         mask = np.eye(len(self), dtype=np.bool_)  # torch would take ten times as long, and paths rarely repeat a shape
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
@@ -92,10 +99,63 @@ class Topology:
             path.append(parent)
         return path[::-1]
 
+    def leading(self, nodes: int) -> Topology:
+        """The shape of the first nodes. Its mask is a view of this one's, so nothing is built when a draft stops early.
 
-@lru_cache(maxsize=1024)
+        The sliced topology-aware mask of improved MCSD (Lu et al. 2024, arXiv 2409.10644): no node sees a later one, so
+        what is left of the mask is its leading block.
+        """
+        if nodes == len(self):
+            return self
+        shape = Topology(self.parents[:nodes])
+        shape._whole = self
+        return shape
+
+
+MOST_SHAPES = 1024
+"""topologies that are kept at hand, those used last"""
+
+_shapes: OrderedDict[tuple[int, ...], Topology] = OrderedDict()
+_shapes_turn = threading.Lock()  # engines of several threads share the shapes
+
+
 def topology(parents: tuple[int, ...]) -> Topology:
-    return Topology(parents)
+    """The shape of these parents. One that is kept is neither checked nor built again."""
+    with _shapes_turn:
+        shape = _shapes.get(parents)
+        if shape is not None:
+            _shapes.move_to_end(parents)
+            return shape
+    return _keep(Topology(parents))
+
+
+def plant(parents: tuple[int, ...]) -> Topology:
+    """A shape, kept with those of its first levels: whichever level a draft stops at, its mask is there already."""
+    whole = topology(parents)
+    for level in whole.levels[:-1]:
+        _keep(whole.leading(level[-1] + 1))
+    return whole
+
+
+def _keep(shape: Topology) -> Topology:
+    with _shapes_turn:
+        _shapes[shape.parents] = shape
+        _shapes.move_to_end(shape.parents)
+        if len(_shapes) > MOST_SHAPES:
+            _shapes.popitem(last=False)
+    return shape
+
+
+def branched(widths: Sequence[int], most: int = 512) -> tuple[int, ...]:
+    """The parents of a tree in which every node at depth d has widths[d] children; whole levels up to `most` nodes."""
+    parents, level = [-1], range(1)
+    for width in widths:
+        if len(parents) + len(level) * width > most:
+            break
+        below = range(len(parents), len(parents) + len(level) * width)
+        parents += [node for node in level for _ in range(width)]
+        level = below
+    return tuple(parents)
 
 
 @lru_cache(maxsize=1024)
@@ -120,6 +180,8 @@ class DraftTree:
     one that has children need no row."""
     leaves: tuple[int, ...] = ()
     """for PATHS: the last node of each drawn path, in draw order, repeats kept"""
+    trusted: bool = False
+    """for FORK: the first level was drawn from what the target wants, row 0 of q, and is not tested"""
 
     def __post_init__(self) -> None:
         shape = self.topology  # checks the parents
@@ -143,8 +205,14 @@ class DraftTree:
                 )
         if self.leaves and {*self.parents, *self.leaves} != set(range(-1, len(shape))):
             raise UsageError("Every node of a tree of paths must lie on one of them.")
+        if self.trusted and (self.draw is not Draw.FORK or self.q is None):
+            raise UsageError("Only a fork can be trusted, and it carries the law that its first level was drawn from.")
+        if self.draw is Draw.FORK:
+            width = self.parents.count(0)
+            if any(parent != max(node - width, 0) for node, parent in enumerate(self.parents[1:], start=1)):
+                raise UsageError("Below its first level a fork is one chain a branch, in the order of that level.")
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         return topology(self.parents)
 
@@ -295,6 +363,11 @@ class Forest:
         return self._table("forks")
 
     @cached_property
+    def trusted(self) -> Tensor:
+        """(batch,): 1 for forks whose first level is the target's own, 0 for all other trees."""
+        return self._table("trusted")
+
+    @cached_property
     def numbers(self) -> Tensor:
         """(n,): all of these one behind the other. Asking for it brings them to the device in one copy."""
         if self._source is not None:
@@ -372,6 +445,7 @@ LOOKED_UP: dict[str, Callable[[DraftTree], Any]] = {
     "levels": lambda tree: tree.topology.levels,
     "postorder": lambda tree: tree.postorder,
     "forks": lambda tree: tree.topology.forks,
+    "trusted": lambda tree: int(tree.trusted),
 }
 """the tables of a forest, from each of its trees"""
 

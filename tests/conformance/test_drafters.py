@@ -7,12 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from branchwise.draft import DRAFTERS, Budget, Drafter, build_drafter
+from branchwise.draft import DRAFTERS, TREES, Budget, Drafter, build_drafter
+from branchwise.draft.model import ModelDrafter
+from branchwise.draft.weights import Weights
 from branchwise.engine import Engine, Request
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
+from branchwise.target import Target
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
+from tests.test_model_drafter import tiny
 
 VOCABULARY = 6
 PROMPTS = [(1, 2, 3, 1, 2), (4,), (5, 0, 5, 0, 5, 0, 5)]
@@ -25,8 +29,21 @@ DOUBLES: dict[str, Callable[[Truth], Drafter]] = {
     "truth": lambda truth: TruthDrafter(truth, VOCABULARY, decoys=1),
     "adversarial": lambda truth: ContrarianDrafter(truth, VOCABULARY),
 }
+
+
+class AnyModel(ModelDrafter):
+    """A random draft model with as many tokens as the target."""
+
+    def __init__(self) -> None:
+        super().__init__(Weights("tiny", tiny(1, layers=1), None), tree=TREES.build("paths:2x3"))
+
+    def bind(self, target: Target) -> None:
+        self.model = Weights("tiny", tiny(1, layers=1, vocabulary=target.vocabulary), None)
+        super().bind(target)
+
+
 SHIPPED: dict[str, Callable[[Truth], Drafter]] = {
-    name: lambda truth, name=name: build_drafter(name)  # type: ignore[misc]
+    name: lambda truth, name=name: AnyModel() if name == "model" else build_drafter(name)  # type: ignore[misc]
     for name in DRAFTERS
 }
 
@@ -60,17 +77,19 @@ def test_the_text_is_that_of_plain_decoding(name: str, verifier: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_tree_starts_at_the_root_and_stays_within_the_budget(name: str) -> None:
     rng = random.Random(0)
-    drafter, target = SHIPPED[name]({}), ToyTarget(vocabulary=3, slots=3)
+    drafter, target = SHIPPED[name]({}), ToyTarget(VOCABULARY, slots=3)
     if hasattr(drafter, "bind"):
         drafter.bind(target)
-    for _ in range(200):
-        sequences = [Sequence([rng.randrange(3) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
+    for _ in range(60):
+        sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
         budgets = [Budget(nodes=rng.randint(1, 12), depth=rng.randint(0, 6)) for _ in sequences]
         for sequence in sequences:
             target.open(sequence)
         trees = drafter.draft(sequences, budgets)
         for sequence in sequences:
             target.close(sequence)
+            if hasattr(drafter, "close"):
+                drafter.close(sequence)
         assert len(trees) == 3
         for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):
             assert int(tree.tokens[0]) == sequence.root

@@ -7,6 +7,7 @@ Heavy imports wait until a command needs them, so that help is instant. The exit
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from branchwise.audit.blocks import BlockTests, Finding
+    from branchwise.audit.methods import MethodAudited
     from branchwise.audit.model import Greedy
 
 app = typer.Typer(
@@ -93,6 +95,12 @@ def verifiers(
     if plot is not None:
         check_plot(plot)
     rules = [VERIFIERS.build(name) for name in (split_names(verify) if verify else VERIFIERS)]
+    for rule in rules if verify else ():
+        if not getattr(rule, "lossless", True):
+            raise UsageError(
+                f"Verifier {rule.name!r} is lossy, there is nothing to prove; `branchwise audit methods "
+                "improved-mcsd-lossy` measures its distance."
+            )
     if cases is not None:
         worlds = [("", instance) for instance in read_cases(cases)]
     else:
@@ -142,15 +150,94 @@ def verifiers(
 
 
 @app.command()
+def methods(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Presets or draft/tree/verify specs.", show_default="every preset")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove methods exact: the policy that grows the tree and the verifier together, every draft and every coin.
+
+    Each method is run on small laws with a small tree of its own kind. Reported are the distance of what it emits from
+    the target's law and its tokens per step; for a method that is called lossy the distance is what it costs.
+
+    branchwise audit methods cascade rsd-s
+    """
+    from branchwise.audit.instances import SIMILARITIES
+    from branchwise.audit.methods import SEEDS, VOCABULARY, audit_method
+    from branchwise.methods import PRESETS, find_any
+
+    chosen = [find_any(name) for name in names or PRESETS]
+    audits: list[MethodAudited] = []
+    with showing() as progress:
+        for number, method in enumerate(chosen):
+            progress(method.name, number, len(chosen))
+            audits.append(audit_method(method))
+        progress("methods", len(chosen), len(chosen))
+    broken = [audit.method.name for audit in audits if not audit.kept]
+    if as_json:
+        from branchwise import __version__
+
+        word = "NOT LOSSLESS" if broken else "LOSSLESS"
+        found = [audit.as_dict() for audit in audits]
+        print(json.dumps({"audit": "methods", "branchwise": __version__, "finding": word, "audits": found}))
+    else:
+        _print_methods(audits, broken, f"{len(SIMILARITIES) * len(SEEDS)} random laws over {VOCABULARY} tokens")
+    raise typer.Exit(1 if broken else 0)
+
+
+def _print_methods(audits: list[MethodAudited], broken: list[str], worlds: str) -> None:
+    from rich.table import Table
+
+    console = _console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("method", "enumerated tree", "verifier", "drafts", "tokens/step", "distance", "verdict"):
+        numeric = column in ("drafts", "tokens/step", "distance")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    for audit in audits:
+        table.add_row(
+            audit.method.name,
+            audit.tree,
+            audit.method.verify,
+            "" if audit.drafts is None else f"{audit.drafts:,}",
+            "" if audit.block_efficiency is None else f"{audit.block_efficiency:.3f}",
+            f"{audit.tv:.1e}" if audit.lossless else f"{audit.tv:.3f}",
+            audit.verdict,
+        )
+    console.print(table)
+    console.print()
+    lossless = [audit.tv for audit in audits if audit.method.lossless]
+    if broken:
+        console.print("NOT LOSSLESS", style="bold red")
+        console.print(f"  The emitted law is not the target's: {', '.join(broken)}.")
+    elif lossless:
+        console.print("LOSSLESS", style="bold green")
+        console.print(
+            f"  Every outcome of {len(lossless)} methods on {worlds} was followed; the largest distance is "
+            f"{max(lossless):.1e}."
+        )
+    for audit in audits:
+        if not audit.method.lossless:
+            console.print(f"  {audit.method.name} is lossy: on the same laws its distance is up to {audit.tv:.3f}.")
+
+
+@app.command()
 def model(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
     ] = DEFAULT_MODEL,
-    draft: Annotated[str, typer.Option(help="What proposes tokens.")] = "ngram",
+    method: Annotated[
+        str | None, typer.Option(help="A method by name, or draft/tree/verify; see `branchwise methods`.")
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Model that drafts, as --model takes it.")] = None,
+    draft: Annotated[str | None, typer.Option(help="What proposes tokens.", show_default="ngram")] = None,
     tree: Annotated[str | None, typer.Option(help="Shape of the draft.", show_default="the drafter's")] = None,
     verify: Annotated[
-        str, typer.Option(help="The rule to audit; several, separated by commas, one after the other.")
-    ] = "match",
+        str | None,
+        typer.Option(
+            help="The rule to audit; several, separated by commas, one after the other.", show_default="match"
+        ),
+    ] = None,
     prompts: Prompts = None,
     limit: Limit = None,
     samples: Samples = 1000,
@@ -181,10 +268,9 @@ def model(
     """
     texts = read_prompts(prompts, limit)
     from branchwise.audit.model import ModelAudit, ModelAuditor, Plan
-    from branchwise.draft import build_drafter
     from branchwise.llm import load
+    from branchwise.methods import choose_method
     from branchwise.sampling import SamplingParams
-    from branchwise.verify import VERIFIERS, check_pairing
 
     plan = Plan(
         samples=samples,
@@ -199,10 +285,10 @@ def model(
     )
     if batch < 1:
         raise UsageError(f"batch must be at least 1, not {batch}.")
-    rules = split_names(verify)
-    drafter = build_drafter(draft, tree)
+    wanted = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
+    rules = [wanted.verify] if method else split_names(wanted.verify)
     for rule in rules:  # a name that does not fit is told before a model is loaded for nothing
-        check_pairing(VERIFIERS.build(rule), drafter.draw, drafter.name)
+        replace(wanted, verify=rule).build()
     llm = load(
         model,
         draft="none",
@@ -216,7 +302,7 @@ def model(
     with showing() as progress:
         auditor = ModelAuditor(llm, texts, plan, progress)
         for rule in rules:
-            audits.append(auditor.audit(draft, tree, rule))
+            audits.append(auditor.audit(wanted.draft, wanted.tree, rule))
             if audits[-1].interrupted:
                 break
     findings = [audit.finding for audit in audits]
@@ -225,7 +311,7 @@ def model(
     else:
         console = _console()
         for audit in audits:
-            shape = f", tree {tree}" if tree else ""
+            shape = f", tree {audit.tree}" if audit.tree else ""
             _print_tests(
                 console,
                 f"{audit.model}, {audit.dtype}, drafter {audit.draft}{shape}, verifier {audit.verify}: "

@@ -18,6 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from branchwise.audit.growths import grown_trees
+from branchwise.draft import Budget
+from branchwise.draft.growth import Growth
 from branchwise.errors import UsageError
 from branchwise.rows import rows_at
 from branchwise.tree import DraftTree, Draw, Forest
@@ -42,6 +45,11 @@ class Instance:
     @property
     def depth(self) -> int:
         return len(self.q)
+
+    def draft_law(self, prefix: Sequence[int]) -> Tensor:
+        """(vocabulary,): the law q after the tokens of a prefix."""
+        assert len(prefix) < self.depth, "the budget of a tree is as deep as the laws of the instance"
+        return torch.from_numpy(self.q[len(prefix)][_code(tuple(prefix), self.vocabulary)])
 
     @classmethod
     def random(cls, vocabulary: int, depth: int, paths: int, sigma: float, seed: Sequence[int]) -> Instance:
@@ -108,6 +116,19 @@ class Drafts:
             codes[row, : len(prefixes)] = torch.tensor([_code(prefix, instance.vocabulary) for prefix in prefixes])
         weights = torch.tensor([weight for weight, _, _ in drawn], dtype=torch.float64)
         return cls(kind, instance, trees, weights, forest, codes)
+
+    @classmethod
+    def grown(cls, growth: Growth, instance: Instance, budget: Budget | None = None, kind: str = "grown") -> Drafts:
+        """All that a growth policy can draw from the laws q, as deep as they reach."""
+        most = budget or Budget(nodes=1 << 16, depth=instance.depth)
+        found = grown_trees(growth, instance.draft_law, Budget(most.nodes, min(most.depth, instance.depth)))
+        forest = Forest([tree for _, tree in found])
+        codes = torch.zeros_like(forest.tokens)
+        for node in range(1, forest.nodes):  # parents stand before their children
+            above = codes.gather(1, forest.parents[:, node, None].clamp_min(0))[:, 0]
+            codes[:, node] = above * instance.vocabulary + forest.tokens[:, node]
+        weights = torch.tensor([weight for weight, _ in found], dtype=torch.float64)
+        return cls(kind, instance, list(forest.trees), weights, forest, codes)
 
     @property
     def p(self) -> Tensor:

@@ -35,7 +35,14 @@ def bench(
         ),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of known sets.", show_default="$BRANCHWISE_DATA")] = None,
-    methods: Annotated[str, typer.Option(help="Presets or draft/tree/verify specs, separated by commas.")] = "ngram",
+    methods: Annotated[
+        str,
+        typer.Option(help="Presets (see `branchwise methods`), draft/tree/verify specs, or all; between commas."),
+    ] = "ngram",
+    draft_model: Annotated[
+        str | None,
+        typer.Option(help="Model that drafts for the methods that need one, as --model takes it: ID,temperature=0.8."),
+    ] = None,
     peers: Annotated[
         str,
         typer.Option(
@@ -58,7 +65,11 @@ def bench(
         str, typer.Option(help="interleaved: all contestants on a prompt before the next; or sequential.")
     ] = "interleaved",
     budget: Annotated[
-        int | None, typer.Option(help="The most nodes below the root that a pass may score, for every method alike.")
+        int | None,
+        typer.Option(
+            help="The most drafted nodes of a tree, the root not counted, for every method alike: a larger tree is cut "
+            "by its own rule."
+        ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="The most levels of a tree, for every method alike.")] = None,
     state: Annotated[
@@ -79,6 +90,9 @@ def bench(
     vllm_out: Annotated[
         Path | None, typer.Option(help="Folder for results with the keys of `vllm bench serve --save-result`.")
     ] = None,
+    csv_out: Annotated[
+        Path | None, typer.Option(help="File for every number of the summary, a row per contestant and category.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git to ask.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
@@ -86,10 +100,12 @@ def bench(
 
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
-    from branchwise.bench.records import METHOD, STATES, Ledger
+    from branchwise.audit.methods import tell_if_lossy
+    from branchwise.bench.provenance import without_folder
+    from branchwise.bench.records import STATES, Ledger
     from branchwise.bench.run import Contest, Rules, digest, fitting
     from branchwise.draft import Budget
-    from branchwise.methods import PLAIN, find_method
+    from branchwise.methods import PLAIN, PRESETS, find_methods
     from branchwise.sampling import SamplingParams
 
     SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
@@ -112,17 +128,21 @@ def bench(
             raise UsageError(f"--{name} must be at least 1, not {value}.")
     if not split_specs(methods) and not split_specs(peers):
         raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
-    chosen = [find_method(spec) for spec in split_specs(methods)]
+    specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
+    chosen = find_methods(specs, draft_model)
     for method in chosen:
         method.build()  # a pair that does not fit is refused before a model is loaded
     if len({PLAIN.name, *(method.name for method in chosen)}) != len(chosen) + (PLAIN not in chosen):
         raise UsageError("A method is named twice in --methods.")
     check_peers(split_specs(peers))
+    for method in chosen:
+        tell_if_lossy(method)
     items = find_items(prompts or [], suite or [], data, limit, problems, seed)
     arguments = {
         "prompts": [path.name for path in prompts or []],
         "suite": suite or [],
         "methods": [method.name for method in chosen],
+        "draft_model": None if draft_model is None else without_folder(draft_model),
         "peers": split_specs(peers),
         "temperature": temperature,
         "top_p": top_p,
@@ -162,13 +182,11 @@ def bench(
             tell(f"Stopped with {len(ledger.records)} records in {out}; the same command goes on.")
             raise
         records = ledger.records
-    write_exports(records, spec_bench_out, vllm_out)
+    write_exports(records, spec_bench_out, vllm_out, csv_out)
     show(records, out, categories, as_json)
-    if broken := [
-        record.key for record in records if record.kind == METHOD and record.equal is False and exact(record)
-    ]:
+    if broken := unequal(records, lossy={method.name for method in chosen if not method.lossless}):
         tell(
-            f"NOT EQUAL: {len(broken)} answers differ from plain decoding in float32, the first is {broken[0]}. "
+            f"NOT EQUAL: {len(broken)} answers differ from plain decoding in float32, the first is {broken[0].key}. "
             "This is a bug in Branchwise; please report it."
         )
         raise typer.Exit(1)
@@ -204,9 +222,12 @@ def check_peers(specs: list[str]) -> None:
         raise UsageError("A peer is named twice in --peers.")
 
 
-def exact(record: Record) -> bool:
-    """Whether the answer must be plain decoding's, bit by bit."""
-    return bool(record.run.get("dtype") == "float32")
+def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
+    """Answers of methods that must be plain decoding's, bit by bit, and are not."""
+    from branchwise.bench.records import METHOD
+
+    exact = (record for record in records if record.kind == METHOD and record.run.get("dtype") == "float32")
+    return [record for record in exact if record.equal is False and record.contestant not in lossy]
 
 
 def find_items(
@@ -269,10 +290,13 @@ def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: st
     return {**found, "model": model, "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}
 
 
-def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None) -> None:
-    from branchwise.bench.export import spec_bench_lines, vllm_result
-    from branchwise.bench.summary import by_contestant
+def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None = None) -> None:
+    from branchwise.bench.export import csv_text, spec_bench_lines, vllm_result
+    from branchwise.bench.summary import by_contestant, summarise
 
+    if csv is not None:
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        csv.write_text(csv_text(summarise(records)), encoding="utf-8", newline="")
     for folder, suffix in ((spec_bench, "jsonl"), (vllm, "json")):
         if folder is None:
             continue

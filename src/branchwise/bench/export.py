@@ -6,6 +6,8 @@ out, never made up.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,6 +15,7 @@ from typing import Any
 
 from branchwise.bench.metrics import group_sizes, shares, sum_per_depth
 from branchwise.bench.records import Record
+from branchwise.bench.summary import Row
 
 
 def spec_bench_lines(records: Sequence[Record]) -> list[str]:
@@ -106,6 +109,47 @@ def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
             taken / drafts for taken in sum_per_depth(told, "accepted_per_depth")
         ],
     }
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """The summary for spreadsheets: a line for each contestant and category, absent numbers empty.
+
+    Acceptance at each depth stands in one cell, from the first depth on, between blanks.
+    """
+    text = io.StringIO()
+    lines = csv.writer(text)
+    lines.writerow(CSV)
+    for row in rows:
+        speed = row.speed_up
+        lines.writerow(
+            [
+                row.contestant,
+                row.kind,
+                row.category,
+                row.state,
+                row.requests,
+                row.tokens,
+                row.seconds,
+                row.tokens_per_second,
+                *((None,) * 3 if speed is None else (speed.value, speed.low, speed.high)),
+                row.mean_acceptance_length,
+                row.block_efficiency,
+                row.nodes_per_step,
+                row.draft_passes_per_step,
+                row.memory_bound_speed_up,
+                " ".join(f"{share:.4f}" for share in row.acceptance_per_depth),
+                row.accuracy,
+                row.output_length,
+            ]
+        )
+    return text.getvalue()
+
+
+CSV = (
+    "contestant", "kind", "category", "state", "requests", "tokens", "seconds", "tokens_per_second",
+    "speed_up", "speed_up_low", "speed_up_high", "mean_acceptance_length", "block_efficiency", "nodes_per_step",
+    "draft_passes_per_step", "memory_bound_speed_up", "acceptance_per_depth", "accuracy", "output_length",
+)  # fmt: skip
 
 
 def _model_id(record: Record) -> str:

@@ -183,8 +183,9 @@ def _summary(rows: Sequence[Row], commands: Sequence[str]) -> str:
         f'<section class="card"><h2>Summary</h2>{overall}'
         f"<details><summary>By category</summary>{single}</details>"
         '<p class="soft">speed-up: time per token of plain decoding over the contestant\'s. acceptance: 1 + accepted '
-        "drafts per step. MBSU: the speed-up if time were bytes read. equal: answers that are the baseline's, token "
-        "for token. max gap: between the logits of the two tokens where answers part. "
+        "drafts per step. drafts/step: passes of the draft model. MBSU: the speed-up if time were bytes read. "
+        "by depth: acceptance at depth 1, 2, … in percent. equal: answers that are the baseline's, token for token. "
+        "max gap: between the logits of the two tokens where answers part. "
         f"{ABSENT}: not told.</p>{_commands(commands)}</section>"
     )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ALL = "all"
 """the category of a row over all categories"""
 ABSENT = "–"
+MOST_DEPTHS = 8
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,11 @@ def shown_ratio(ratio: Ratio | None) -> str:
     return f"{ratio.value:.2f}{interval}"
 
 
+def _shown_depths(shares: Sequence[float]) -> str:
+    """`86 78 71`: acceptance at depth 1, 2, … in percent; what lies beyond `MOST_DEPTHS` is in the JSON."""
+    return " ".join(f"{100 * share:.0f}" for share in shares[:MOST_DEPTHS]) or ABSENT
+
+
 def _shown_equality(row: Row) -> str:
     return ABSENT if row.equality is None else f"{row.equality.equal}/{row.equality.compared}"
 
@@ -148,15 +154,21 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "acceptance": lambda row: shown(row.mean_acceptance_length),
     "tokens/step": lambda row: shown(row.block_efficiency),
     "nodes/step": lambda row: shown(row.nodes_per_step, ".1f"),
+    "drafts/step": lambda row: shown(row.draft_passes_per_step, ".1f"),
     "MBSU": lambda row: shown(row.memory_bound_speed_up),
+    "by depth": lambda row: _shown_depths(row.acceptance_per_depth),
     "equal": _shown_equality,
     "max gap": lambda row: shown(row.equality.max_gap if row.equality else None, ".3g"),
     "accuracy": lambda row: shown(row.accuracy, ".1%"),
     "length": lambda row: shown(row.output_length, ".1f"),
 }
-LEFT = ("contestant", "category")
-"""columns of words; the others are numbers"""
-EXPENDABLE = ("MBSU", "tokens/step", "length", "nodes/step", "max gap", "accuracy", "acceptance")
+LEFT = ("contestant", "category", "by depth")
+"""columns of words and lists; the others are numbers"""
+DRAFTED = ("drafts/step", "MBSU", "by depth")
+"""columns that are about draft models"""
+EXPENDABLE = (
+    "tokens/step", "length", "nodes/step", "max gap", "by depth", "MBSU", "drafts/step", "accuracy", "acceptance",
+)  # fmt: skip
 """columns that a narrow terminal goes without, in this order"""
 
 
@@ -164,8 +176,9 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Titles and texts of a table; a column that no row can fill is left out."""
     full = {title: [show(row) for row in rows] for title, show in COLUMNS.items()}
     kept = {title: texts for title, texts in full.items() if set(texts) != {ABSENT}}
-    if kept.get("MBSU") == kept.get("tokens/step"):
-        kept.pop("MBSU", None)  # no draft model runs: it says nothing more
+    if not any(row.draft_passes_per_step for row in rows):
+        for title in DRAFTED:  # no draft model runs: they say nothing more
+            kept.pop(title, None)
     if {row.category for row in rows} == {ALL}:
         kept.pop("category")
     return list(kept), [list(line) for line in zip(*kept.values(), strict=True)]

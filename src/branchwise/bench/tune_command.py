@@ -49,6 +49,13 @@ def tune(
         list[str] | None,
         typer.Option(help="Drafter to time; may be repeated, or several with commas.", show_default="ngram"),
     ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="Method whose drafter to time with its tree; may be repeated; see `branchwise methods`."),
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Model that drafts for --method, as --model takes it.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the cache knows.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
@@ -63,16 +70,20 @@ def tune(
     branchwise tune --model smollm2 --batch 4 --context 1024
     """
     sizes = _sizes(nodes)
-    drafts = [name for given in draft or ["ngram"] for name in split_specs(given)]
+    wanted = [name for given in method or [] for name in split_specs(given)]
+    drafts = [name for given in draft or ([] if wanted else ["ngram"]) for name in split_specs(given)]
     if batch < 1:
         raise UsageError(f"batch must be at least 1, not {batch}.")
     if plot is not None:
         check_plot(plot)
     from branchwise.draft import build_drafter
     from branchwise.llm import load
+    from branchwise.methods import find_methods
     from branchwise.tune import measure, measure_drafter
 
-    drafters = [(name, build_drafter(name)) for name in drafts]  # an unknown name is told before a model is loaded
+    # An unknown name is told before a model is loaded.
+    drafters = [(name, build_drafter(name), "match") for name in drafts]
+    drafters += [(found.name, found.build()[0], found.verify) for found in find_methods(wanted, draft_model)]
     llm = load(
         model,
         draft="none",
@@ -94,7 +105,10 @@ def tune(
             fresh=fresh,
             progress=progress,
         )
-        drafting = [(name, measure_drafter(llm, drafter, prompts, progress=progress)) for name, drafter in drafters]
+        drafting = [
+            (name, measure_drafter(llm, drafter, prompts, verify=verify, progress=progress))
+            for name, drafter, verify in drafters
+        ]
     if plot is not None:
         _draw(costs, plot)
     if as_json:

@@ -33,7 +33,8 @@ class Budget:
 class Drafter(Protocol):
     """What proposes trees.
 
-    One that needs the target itself also has `bind(target)`, called before anything else. One that runs a model counts
+    One that needs the target itself also has `bind(target)`, called before anything else; one that keeps something for
+    each text has `close(sequence)`, called when it ends. One that runs a model counts
     its passes in `passes`, and says in `cost` how many times the target's bytes one reads. One that learns across
     requests says so with `learns = True`.
     """
@@ -52,6 +53,7 @@ DRAFTERS = Registry(
     "drafter",
     {
         "disturbed": "branchwise.draft.disturbed:Disturbed",
+        "model": "branchwise.draft.model:ModelDrafter",
         "ngram": "branchwise.draft.ngram:NGram",
         "none": "branchwise.draft.none:Nothing",
     },
@@ -61,17 +63,47 @@ TREES = Registry(
     "tree",
     {
         "chain": "branchwise.draft.chain:Chain",
+        "fork-lossy": "branchwise.draft.fork:Fork",
         "paths": "branchwise.draft.paths:Paths",
         "rsd-c": "branchwise.draft.rsd:Branching",
+        "rsd-s": "branchwise.draft.beam:Beam",
+        "dynamic": "branchwise.draft.dynamic:Dynamic",
+        "threshold": "branchwise.draft.threshold:Threshold",
+        "graph": "branchwise.draft.graph:Graph",
+        "template": "branchwise.draft.template:Template",
+        "topk": "branchwise.draft.topk:TopK",
     },
 )
+
+
+STOPS = Registry(
+    "stop",
+    {
+        "confidence": "branchwise.draft.stop:Confidence",
+        "entropy": "branchwise.draft.stop:Entropy",
+        "learned": "branchwise.draft.stop:Learned",
+    },
+)
+
+
+def build_growth(tree: str) -> Any:
+    """The growth of a spec such as `chain:8`, or of one that may stop early: `chain:12,stop=confidence:0.4`."""
+    import re
+
+    shape, *stops = re.split(r"[:,]\s*stop=", tree, maxsplit=1)  # all that follows is of the stop, commas included
+    growth = TREES.build(shape)
+    if not stops:
+        return growth
+    from branchwise.draft.stop import Stopping
+
+    return Stopping(growth, STOPS.build(stops[0]), shape)
 
 
 def build_drafter(draft: str, tree: str | None = None) -> Drafter:
     """The drafter of a spec such as `ngram:max=4`, growing the tree of a spec such as `chain:8`."""
     import inspect
 
-    growth = None if tree is None else TREES.build(tree)
+    growth = None if tree is None else build_growth(tree)
     name, _, _ = split_spec(draft)
     if growth is not None and "tree" not in inspect.signature(DRAFTERS.find(name)).parameters:
         raise PairingError(f"Drafter {name!r} grows no tree; leave out --tree {tree}.")

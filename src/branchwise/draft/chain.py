@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from branchwise.draft.paths import Paths
 from branchwise.errors import UsageError
+from branchwise.tree import branched, plant
 
 
 class Chain(Paths):
@@ -16,3 +17,4 @@ class Chain(Paths):
         if length < 1:
             raise UsageError(f"A chain has at least 1 token, not {length}.")
         super().__init__(f"1x{length}")
+        plant(branched([1] * length))

@@ -17,6 +17,7 @@ from torch import Tensor
 from branchwise.draft.grown import Grown, Wish
 from branchwise.draft.growth import Found, Growth, Sapling
 from branchwise.draft.paths import Paths
+from branchwise.draft.recall import Recall
 from branchwise.errors import UsageError
 from branchwise.rows import total
 from branchwise.sequence import Sequence
@@ -27,11 +28,12 @@ class Disturbed(Grown):
     name = "disturbed"
     cost = 1.0
 
-    def __init__(self, sigma: float = 1.0, tree: Growth | None = None) -> None:
+    def __init__(self, sigma: float = 1.0, recall: float | None = None, tree: Growth | None = None) -> None:
         if sigma < 0:
             raise UsageError(f"Drafter 'disturbed' needs a sigma of at least 0, not {sigma}.")
         super().__init__(tree or Paths("2x3"))
         self.sigma = sigma
+        self.recall = None if recall is None else Recall(recall)
 
     def look(self, wishes: Rows[Wish]) -> list[Found]:
         assert self.target is not None
@@ -39,11 +41,13 @@ class Disturbed(Grown):
         forest = Forest([wish.tree.finish(Draw.FIXED) for wish in wishes], self.target.device)
         logits = self.target.score([wish.sequence for wish in wishes], forest).logits
         self.passes += 1
-        return [
-            Found(torch.stack([self._law(wish.sequence, wish.tree, node, rows[places[node]]) for node in wish.nodes]))
-            for wish, rows in zip(wishes, logits, strict=True)
-            for places in [wish.tree.places]
-        ]
+        return [Found(self._laws(wish, rows)) for wish, rows in zip(wishes, logits, strict=True)]
+
+    def _laws(self, wish: Wish, logits: Tensor) -> Tensor:
+        """(nodes, vocabulary), given the target's logits in level order."""
+        sequence, tree, places = wish.sequence, wish.tree, wish.tree.places
+        laws = torch.stack([self._law(sequence, tree, node, logits[places[node]]) for node in wish.nodes])
+        return laws if self.recall is None else self.recall.mix(sequence, tree, wish.nodes, laws)
 
     def _law(self, sequence: Sequence, tree: Sapling, node: int, logits: Tensor) -> Tensor:
         """(vocabulary,): the target's law after a node, disturbed in a way that only the text before it decides."""

@@ -15,6 +15,7 @@ import torch
 from branchwise.draft import Budget
 from branchwise.draft.dice import dice_of
 from branchwise.draft.growth import Found, Growing, Growth, Sapling
+from branchwise.draft.recall import Recall
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
 from branchwise.tree import DraftTree
@@ -35,12 +36,16 @@ class Grown:
     """What every drafter of this kind has in common."""
 
     name: str
+    recall: Recall | None = None
+    """remembers laws of the target for a source that mixes them into its own"""
 
     def __init__(self, tree: Growth) -> None:
         self.tree = tree
         self.draw = tree.draw
+        self.learns = bool(getattr(tree, "learns", False))
         self.passes = 0
         self.target: Target | None = None
+        self._drafted: list[DraftTree] = []
 
     def bind(self, target: Target) -> None:
         self.target = target
@@ -68,11 +73,19 @@ class Grown:
             waiting.clear()
             for row, found in zip(wishes, self.look(list(wishes.values())), strict=True):
                 advance(row, found)
-        return [trees[row] for row in range(len(growing))]
+        self._drafted = [trees[row] for row in range(len(growing))]
+        return self._drafted
 
     def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
-        pass
+        if self.recall is not None:
+            self.recall.learn(sequences, self._drafted, scored, verdicts)
+        if hasattr(self.tree, "observe"):
+            self.tree.observe(sequences, self._drafted, scored, verdicts)
 
     def _plant(self, sequence: Sequence, budget: Budget) -> Growing:
         device = torch.device("cpu") if self.target is None else self.target.device
-        return self.tree.grow(sequence.root, budget, dice_of(sequence, device))
+        dice = dice_of(sequence, device)
+        if hasattr(self.tree, "plant"):
+            growing: Growing = self.tree.plant(sequence, budget, dice)
+            return growing
+        return self.tree.grow(sequence.root, budget, dice)

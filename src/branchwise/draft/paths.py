@@ -1,4 +1,9 @@
-"""K independent paths, merged where they agree: what block verifiers of several paths are exact for."""
+"""K independent paths, merged where they agree: what block verifiers of several paths are exact for.
+
+Near the root a drafter is most often right, so paths drawn there mostly repeat each other. Delayed branching draws the
+first tokens once for all paths. Paths with a common beginning are not independent, so such a tree is one of siblings
+drawn without replacement: where draws repeat, the first of each counts, and it comes from what was left of the law.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +17,27 @@ from branchwise.tree import Draw
 
 
 class Paths:
-    """`paths:KxL`: K paths of L tokens, shorter where the budget is; nothing of that depends on what was drawn."""
+    """`paths:KxL`: K paths of L tokens, shorter where the budget is; nothing of that depends on what was drawn.
 
-    draw = Draw.PATHS
+    `paths:KxL@d`: the first d tokens are common to all.
+    """
 
     def __init__(self, shape: str) -> None:
-        found = re.fullmatch(r"(\d+)x(\d+)", shape)
+        found = re.fullmatch(r"(\d+)x(\d+)(?:@(\d+))?", shape)
         if not found or not int(found[1]) or not int(found[2]):
             raise UsageError(f"Paths are given as paths:KxL, such as paths:4x6, not paths:{shape}.")
-        self.count, self.length = int(found[1]), int(found[2])
+        self.count, self.length, self.common = int(found[1]), int(found[2]), int(found[3] or 0)
+        if self.common >= self.length:
+            raise UsageError(f"Of {self.length} tokens at most {self.length - 1} can be common, not {self.common}.")
+        independent = self.common == 0 or self.count == 1
+        self.draw = Draw.PATHS if independent else Draw.WITHOUT_REPLACEMENT
+        # A depth that several independent paths decide together makes them depend on each other.
+        self.stoppable = self.count == 1 or not independent
 
     def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-        length = min(self.length, budget.depth, (budget.nodes - 1) // self.count)
+        room = budget.nodes - 1
+        fits = room if room <= self.common else self.common + (room - self.common) // self.count
+        length = min(self.length, budget.depth, fits)
         tree = Sapling([root])
         ends = [0] * self.count
         for level in range(length):
@@ -33,9 +47,11 @@ class Paths:
                 tree.laws[node] = law
                 through = [path for path, end in enumerate(ends) if end == node]
                 children: dict[int, int] = {}
-                tokens = dice.picks(law, [level * self.count + path for path in through])
+                drawing = through if level >= self.common else through[:1]
+                tokens = dice.picks(law, [level * self.count + path for path in drawing])
+                tokens *= len(through) // len(drawing)
                 for path, token in zip(through, tokens, strict=True):
                     if token not in children:
                         children[token] = tree.add(node, token)
                     ends[path] = children[token]
-        return tree.finish(self.draw, tuple(ends))
+        return tree.finish(self.draw, tuple(ends) if self.draw is Draw.PATHS else ())

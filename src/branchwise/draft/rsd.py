@@ -10,18 +10,20 @@ from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling, drawable
 from branchwise.errors import UsageError
-from branchwise.tree import Draw
+from branchwise.tree import Draw, branched, plant
 
 
 class Branching:
     """`rsd-c:4,2,1`: four children of the root, two of each of those, one below each of those."""
 
     draw = Draw.WITHOUT_REPLACEMENT
+    stoppable = True
 
     def __init__(self, *branching: int) -> None:
         if not branching or min(branching) < 1:
             raise UsageError("RSD-C needs how many children each level has, such as rsd-c:4,2,1.")
         self.branching = branching
+        plant(branched(branching))
 
     def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
         tree, level = Sapling([root]), [0]

@@ -20,24 +20,33 @@ class Window:
 
 
 def tree_mask(
-    lengths: Tensor, depths: Tensor, ancestors: Tensor, keys: int, window: int | None, dtype: torch.dtype
+    lengths: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    keys: int,
+    window: int | None,
+    dtype: torch.dtype,
+    key_depths: Tensor | None = None,
 ) -> Tensor:
     """(batch, 1, nodes, keys) additive mask: 0 where a node sees a key, -inf elsewhere.
 
-    Key rows below `lengths` (batch,) hold the prefix, whose position is their index; the rows behind hold the tree,
-    node i at length + i, at position length + depths[i]. A node sees the prefix and its `ancestors` (batch, nodes,
-    nodes), within the last `window` positions where the layer has a window.
+    Key rows below `lengths` (batch,) hold the prefix, whose position is their index; the rows behind hold the tree, row
+    i at position length + key_depths[i]. A node at `depths` (batch, nodes) sees the prefix and its `ancestors` (batch,
+    nodes, rows of the tree), within the last `window` positions where the layer has a window. `key_depths` (batch,
+    rows) are those of the nodes themselves where the pass holds the whole tree.
     """
-    batch, nodes = depths.shape
+    batch, nodes, columns = ancestors.shape
+    batch = max(batch, len(depths))
+    key_depths = depths if key_depths is None else key_depths
     row = torch.arange(keys, device=lengths.device)
     behind = row - lengths[:, None]  # (batch, keys): index within the tree; negative in the prefix
-    in_tree = (behind >= 0) & (behind < nodes)
-    node = behind.clamp(0, nodes - 1)
-    seen = ancestors.gather(2, node[:, None].expand(batch, nodes, keys))
+    in_tree = (behind >= 0) & (behind < columns)
+    column = behind.clamp(0, columns - 1)
+    seen = ancestors.expand(batch, -1, -1).gather(2, column[:, None].expand(batch, nodes, keys))
     seen = torch.where(in_tree[:, None], seen, (behind < 0)[:, None])
     if window is not None:
         # In positions relative to the root: prefix rows are at behind < 0, tree nodes at their depth.
-        key_position = torch.where(in_tree, depths.gather(1, node), behind)
+        key_position = torch.where(in_tree, key_depths.gather(1, column), behind)
         seen = seen & (key_position[:, None] > depths[:, :, None] - window)
     mask = torch.zeros(batch, 1, nodes, keys, dtype=dtype, device=lengths.device)
     return mask.masked_fill_(~seen[:, None], -torch.inf)

@@ -174,16 +174,24 @@ def check_against_own_forward(target: TransformersTarget) -> None:
     tokens = [
         sequence.tokens + tree.tokens[path[1:]].tolist() for (sequence, tree), path in zip(cases, paths, strict=True)
     ]
-    reference = target.own_logits(torch.tensor(tokens, device=target.device))
-    errors = [
-        _relative_error(logits[row, node], reference[row, len(sequence.tokens) - 1 + depth])
+    places = [
+        (row, node, len(sequence.tokens) - 1 + depth)
         for row, ((sequence, _), path) in enumerate(zip(cases, paths, strict=True))
         for depth, node in enumerate(path)
     ]
-    # In low precision rounding may send single nodes to other experts; a wrong mask or position meets most nodes.
-    exact = target.dtype == torch.float32
-    error = max(errors) if exact else median(errors)
-    if not error < (1e-3 if exact else 0.1):
+    texts = torch.tensor(tokens, device=target.device)
+    own = target.own_logits(texts)
+    errors = [_relative_error(logits[row, node], own[row, place]) for row, node, place in places]
+    if target.dtype == torch.float32:
+        error, most = max(errors), 1e-3
+    else:
+        # Rounding may send single nodes to other experts; a wrong mask or position meets most nodes.
+        error, most = median(errors), 0.1
+    if error >= most and target.dtype != torch.float32:
+        # Some models amplify rounding so much that their own two kinds of attention are this far apart.
+        other = target.own_logits(texts, "sdpa")
+        most = min(0.5, 2 * median([_relative_error(other[row, place], own[row, place]) for row, _, place in places]))
+    if not error < most:
         raise UnsupportedModel(
             f"{target.name} cannot be served: a tree scored in one pass differs from its own forward by {error:.1%}."
         )

@@ -35,16 +35,38 @@ class Layout:
         return dtype.itemsize * sum(heads * width for heads, width in self.keys + self.values)
 
 
+@dataclass(frozen=True, eq=False)
+class Written:
+    """The rows of growing trees that earlier passes left behind the committed ones."""
+
+    rows: list[int]
+    """how many, for each sequence"""
+    depths: Tensor
+    """(batch, columns): of every row of the trees, those of the coming pass included"""
+
+
 class Pass:
     """One forward pass: which slots it reads, where its nodes go, and what each node sees."""
 
-    def __init__(self, slots: list[int], lengths: list[int], depths: Tensor, ancestors: Tensor | None) -> None:
-        """`depths` (batch, nodes); `ancestors` (batch, nodes, nodes), or None for one chain, as in prefill."""
+    def __init__(
+        self,
+        slots: list[int],
+        lengths: list[int],
+        depths: Tensor,
+        ancestors: Tensor | None,
+        written: Written | None = None,
+    ) -> None:
+        """`depths` (batch, nodes); `ancestors` (batch, nodes, nodes), or None for one chain, as in prefill.
+
+        Where the trees have rows already, `ancestors` is (batch, nodes, columns) over all rows of the trees.
+        """
         device = depths.device
         nodes = depths.shape[1]
-        self.keys = max(lengths) + nodes
+        before = written.rows if written else [0] * len(lengths)
+        starts = [length + rows for length, rows in zip(lengths, before, strict=True)]
+        self.keys = max(starts) + nodes
         self.lengths = torch.tensor(lengths, device=device)
-        self.rows = self.lengths[:, None] + torch.arange(nodes, device=device)  # (batch, nodes)
+        self.rows = torch.tensor(starts, device=device)[:, None] + torch.arange(nodes, device=device)  # (batch, nodes)
         self.slots: slice | Tensor
         if slots == list(range(slots[0], slots[0] + len(slots))):
             self.slots = slice(slots[0], slots[0] + len(slots))
@@ -53,9 +75,10 @@ class Pass:
         self.slot_column = torch.tensor(slots, device=device)[:, None]
         self.depths = depths
         self.ancestors = ancestors
+        self.written = written
         # From an empty prefix a chain is plain causal attention, for which there are kernels without a mask.
         self.causal = ancestors is None and max(lengths) == 0 and nodes > 1
-        self._all_seen = nodes == 1 and min(lengths) == max(lengths)
+        self._all_seen = nodes == 1 and min(lengths) == max(lengths) and not any(before)
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
@@ -69,7 +92,8 @@ class Pass:
             if ancestors is None:
                 nodes = self.depths.shape[1]
                 ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.depths.device).tril_()
-            self._masks[window] = tree_mask(self.lengths, self.depths, ancestors, self.keys, window, dtype)
+            key_depths = self.written.depths if self.written else None
+            self._masks[window] = tree_mask(self.lengths, self.depths, ancestors, self.keys, window, dtype, key_depths)
         return self._masks[window], False
 
 
@@ -144,7 +168,8 @@ class SlotStore(BlankCache):
         last = self._running.pop()
         del self._lengths[sequence]
         free = len(self._running)
-        used = 0 if last is sequence else self._lengths[last]
+        # With all that its passes wrote: a draft model comes back to rows that are not committed yet.
+        used = 0 if last is sequence else self._touched[free]
         for tensor in self._tensors.values():
             if last is not sequence:
                 tensor[:, gap, :, :used] = tensor[:, free, :, :used]
@@ -161,14 +186,16 @@ class SlotStore(BlankCache):
 
     # Passes
 
-    def begin(self, sequences: Rows[Sequence], depths: Tensor, ancestors: Tensor | None) -> Pass:
+    def begin(
+        self, sequences: Rows[Sequence], depths: Tensor, ancestors: Tensor | None, written: Written | None = None
+    ) -> Pass:
         """Make ready for a pass over these sequences; see `Pass` for the rest."""
         slots = [self._running.index(sequence) for sequence in sequences]
         lengths = [self._lengths[sequence] for sequence in sequences]
-        self.current = Pass(slots, lengths, depths, ancestors)
+        self.current = Pass(slots, lengths, depths, ancestors, written)
         assert self.current.keys <= self.rows, "a pass reaches beyond its slots"
-        for slot, length in zip(slots, lengths, strict=True):
-            self._touched[slot] = max(self._touched[slot], length + depths.shape[1])
+        for slot in slots:
+            self._touched[slot] = max(self._touched[slot], self.current.keys)
         return self.current
 
     def update(
@@ -195,6 +222,11 @@ class SlotStore(BlankCache):
             slots, sources, goals = torch.tensor(moves, device=self._keys[0].device).unbind(1)
             for tensor in self._tensors.values():
                 tensor[:, slots, :, goals] = tensor[:, slots, :, sources]
+
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """Count only the first tokens of a sequence as committed; the rows behind them are free again."""
+        assert length <= self._lengths[sequence], "a cut made a sequence longer"
+        self._lengths[sequence] = length
 
     def advance(self, sequence: Sequence, rows: int) -> None:
         """Count the first rows of the last pass as committed, as after a chunk of prefill."""

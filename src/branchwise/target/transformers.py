@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
 from branchwise.errors import ModelError, UnsupportedModel, UsageError
@@ -29,7 +29,7 @@ from branchwise.sequence import Sequence
 from branchwise.target import Scored
 from branchwise.target.attention import Window, attend
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
-from branchwise.target.slots import Layout, SlotStore, forest_ancestors
+from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
 from branchwise.tree import Forest
 from branchwise.verify import Verdict
 
@@ -55,8 +55,11 @@ class TransformersTarget:
         context: int | None = None,
         max_nodes: int = 128,
         prefill_chunk: int = 512,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        """`tokenizer` is for drafters that must know what the tokens mean."""
         self.model = model
+        self.tokenizer = tokenizer
         self.name = type(model).__name__
         self.device = model.device
         self.dtype = model.dtype
@@ -89,6 +92,10 @@ class TransformersTarget:
     @property
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def slots(self) -> int:
+        return self.store.slots
 
     @property
     def free_slots(self) -> int:
@@ -127,12 +134,12 @@ class TransformersTarget:
     def close(self, sequence: Sequence) -> None:
         self.store.close(sequence)
 
-    def own_logits(self, tokens: Tensor) -> Tensor:
+    def own_logits(self, tokens: Tensor, attention: str = "eager") -> Tensor:
         """(batch, length, vocabulary): what the model itself finds after every token, without anything of ours.
 
         Its eager attention is the reference, because faster ones of transformers have dropped soft caps in silence.
         """
-        with torch.inference_mode(), self._attending("eager"):
+        with torch.inference_mode(), self._attending(attention):
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
@@ -144,13 +151,34 @@ class TransformersTarget:
         finally:
             self._route.probe = self._route.store = None
 
-    def _prefill(self, sequence: Sequence) -> None:
-        tokens = torch.tensor(sequence.tokens[:-1], device=self.device)
-        for chunk in tokens.split(self.prefill_chunk) if len(tokens) else ():
+    # For a draft model: text that is followed, and trees that grow level by level
+
+    def follow(self, sequence: Sequence, tokens: Rows[int]) -> None:
+        """Write keys and values of further tokens of a sequence."""
+        for chunk in torch.tensor(tokens, device=self.device).split(self.prefill_chunk) if tokens else ():
             steps = torch.arange(len(chunk), device=self.device)[None]
             current = self.store.begin([sequence], steps, None)
             self._run(chunk[None], current.lengths[:, None] + steps, self.store, keep=1)
             self.store.advance(sequence, len(chunk))
+
+    def sprout(
+        self,
+        sequences: Rows[Sequence],
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        written: Written | None = None,
+    ) -> Tensor:
+        """(batch, nodes, vocabulary): what follows new nodes of trees whose other nodes were scored before.
+
+        `tokens` and `depths` (batch, nodes) are those of the new nodes; depth 0 stands right behind the committed
+        tokens. `ancestors` (batch, nodes, columns) marks for each the rows of its tree that it sees, its own included.
+        """
+        current = self.store.begin(sequences, depths, ancestors, written)
+        return self._run(tokens, current.lengths[:, None] + depths, self.store)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        self.follow(sequence, sequence.tokens[:-1])
 
     def _run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> Tensor:
         """One forward pass of the model with our attention; `keep` rows of logits from the end, 0 for all."""

@@ -37,6 +37,7 @@ def measure_drafter(
     prompts_ids: Rows[Rows[int]],
     *,
     tree: str | None = None,
+    verify: str = "match",
     max_new_tokens: int = 48,
     progress: Progress | None = None,
 ) -> DraftCost:
@@ -47,7 +48,7 @@ def measure_drafter(
     """
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
-    drafting = llm.with_drafter(drafter, tree)
+    drafting = llm.with_drafter(drafter, tree, verify)
     engine, ends = drafting.engine, llm.stop_tokens
     _write(engine, Request(tuple(prompts_ids[0]), max_new_tokens=4, stop_tokens=ends))  # to warm up
     texts: list[Stats] = []

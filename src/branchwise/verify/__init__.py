@@ -28,6 +28,7 @@ from branchwise.chance import Chance
 from branchwise.errors import PairingError
 from branchwise.laws import Laws
 from branchwise.registry import Registry
+from branchwise.rows import total
 from branchwise.tree import Draw, Forest
 
 
@@ -73,7 +74,7 @@ sequence gets the same verdict alone as among others."""
 
 
 class Verifier(Protocol):
-    """A rule, and the draws for which it is lossless."""
+    """A rule, and the draws for which it is lossless. One that is not says `lossless = False`, and `lossy` by name."""
 
     name: str
     accepts: frozenset[Draw]
@@ -95,6 +96,7 @@ VERIFIERS = Registry(
         "rrs": "branchwise.verify.recursive:RRS",
         "traversal": "branchwise.verify.traversal:Traversal",
         "k-seq": "branchwise.verify.spectr:KSeq",
+        "lossy-longest": "branchwise.verify.longest:Longest",
     },
 )
 
@@ -105,7 +107,7 @@ def left_of(laws: Laws, p: Tensor, q: Tensor, share: Tensor | None = None) -> Te
     Where nothing is left, p itself: such a law is never asked for, except by rounding.
     """
     left = torch.sub(p, q if share is None else q * share[..., None].to(q.dtype)).clamp_min_(0)
-    empty = left.amax(dim=-1) == 0
+    empty = total(left) == 0
     if laws.lazy and not bool(empty.any()):
         return left
     return torch.where(empty[..., None], p, left)

@@ -12,7 +12,7 @@ class Auto:
     """Fixed trees: match. One drawn path: block. Several: cascade. Drawn without replacement: traversal."""
 
     name = "auto"
-    accepts = frozenset(Draw)
+    accepts = frozenset(Draw) - {Draw.FORK}
 
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
         return choose(forest)(forest, laws, chance)

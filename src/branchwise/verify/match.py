@@ -21,7 +21,7 @@ from branchwise.verify import Verdicts
 
 class Match:
     name = "match"
-    accepts = frozenset(Draw)
+    accepts = frozenset(Draw) - {Draw.FORK}
 
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
         device = forest.tokens.device

@@ -1,0 +1,202 @@
+"""Every tree that a growth policy can grow, each with its exact probability.
+
+The policy is the one that serves users. It is run with dice that follow a script: where the script ends they fall one
+way and note the others, and the policy is run again for each of those, until no way is left.
+
+An arrival time has too many outcomes to follow. The one policy that asks for some is stochastic beam search, and there
+only the order of arrivals matters, whose law can be written down (`arrivals`). For each order the policy is run with
+waits that bring it about.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from branchwise.draft import Budget
+from branchwise.draft.beam import Beam
+from branchwise.draft.dice import Dice
+from branchwise.draft.growth import Found, Growth
+from branchwise.tree import DraftTree
+
+Prefix = tuple[int, ...]
+Rule = Callable[[Prefix], Tensor]
+"""the law (vocabulary,) float64 after the tokens below the root"""
+
+
+class Weighed(NamedTuple):
+    weight: float
+    tree: DraftTree
+
+
+def grown_trees(growth: Growth, rule: Rule, budget: Budget) -> list[Weighed]:
+    """All trees of a policy over these laws; their weights sum to 1.
+
+    Every run starts from the policy as it stands: what it learns from a tree is forgotten before the next.
+    """
+    found: dict[tuple[object, ...], Weighed] = {}
+    for weight, tree in (
+        _beams(growth, rule, budget) if isinstance(_inner(growth), Beam) else _all(growth, rule, budget)
+    ):
+        same = (*tree.tokens.tolist(), tree.parents, tree.leaves, None if tree.q is None else tree.q.numpy().tobytes())
+        before = found[same].weight if same in found else 0.0
+        found[same] = Weighed(before + weight, tree)
+    return list(found.values())
+
+
+def _all(growth: Growth, rule: Rule, budget: Budget) -> Iterator[Weighed]:
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        dice = ScriptedDice(scripts.pop())
+        tree = grow(copy.deepcopy(growth), rule, budget, dice)
+        scripts += dice.others
+        yield Weighed(dice.weight, tree)
+
+
+def _beams(growth: Growth, rule: Rule, budget: Budget) -> Iterator[Weighed]:
+    beam = _inner(growth)
+    assert isinstance(beam, Beam)
+    for weight, order in arrivals(rule, beam.width, beam.levels(budget)):
+        yield Weighed(weight, grow(copy.deepcopy(growth), rule, budget, ArrangedDice(order, rule)))
+
+
+def _inner(growth: Growth) -> Growth:
+    """The policy inside a wrapper, which has it as its `growth`."""
+    return _inner(growth.growth) if hasattr(growth, "growth") else growth
+
+
+def grow(growth: Growth, rule: Rule, budget: Budget, dice: Dice) -> DraftTree:
+    """One tree over these laws. Where a policy wants hidden states, the law of a node stands for what is seen there."""
+    growing, found = growth.grow(0, budget, dice), None
+    while True:
+        try:
+            sapling, nodes = growing.send(found)  # type: ignore[arg-type]
+        except StopIteration as end:
+            tree: DraftTree = end.value
+            return tree
+        laws = torch.stack([rule(tuple(sapling.path(node))) for node in nodes])
+        found = Found(laws, laws if getattr(growth, "wants_hidden", False) else None)
+
+
+@dataclass
+class ScriptedDice:
+    """Fall as the script says, then each time the first way that can be gone."""
+
+    script: list[int]
+    weight: float = 1.0
+    """the probability of all that was drawn"""
+    others: list[list[int]] = field(default_factory=list)
+    """the scripts of the ways not taken"""
+    _made: list[int] = field(default_factory=list)
+    _asked: set[tuple[str, int]] = field(default_factory=set)
+
+    def picks(self, law: Tensor, draws: Sequence[int]) -> list[int]:
+        masses = law.double().tolist()
+        for draw in draws:
+            self._ask("pick", draw)
+        return [self._draw(masses) for _ in draws]
+
+    def order(self, law: Tensor, k: int, draw: int) -> list[int]:
+        self._ask("order", draw)
+        masses, tokens = law.double().tolist(), []
+        for _ in range(min(k, sum(mass > 0 for mass in masses))):
+            tokens.append(self._draw(masses))
+            masses[tokens[-1]] = 0.0
+        return tokens
+
+    def wait(self, draw: int) -> float:
+        raise NotImplementedError("a wait has too many outcomes to follow; arrange the waits as for `Beam`")
+
+    def _ask(self, kind: str, draw: int) -> None:
+        assert (kind, draw) not in self._asked, f"the policy asked twice for {kind} {draw}"
+        self._asked.add((kind, draw))
+
+    def _draw(self, masses: Sequence[float]) -> int:
+        """One token, where tokens have these masses, which need not sum to 1."""
+        ways = [token for token, mass in enumerate(masses) if mass > 0]
+        turn = len(self._made)
+        if turn < len(self.script):
+            token = self.script[turn]
+        else:
+            token = ways[0]
+            self.others += [[*self._made, other] for other in ways[1:]]
+        self.weight *= masses[token] / math.fsum(masses)
+        self._made.append(token)
+        return token
+
+
+# Stochastic beam search
+
+
+def arrivals(rule: Rule, width: int, levels: int) -> Iterator[tuple[float, list[Prefix]]]:
+    """The orders in which the first prefixes of each length can be met, and how probable each is.
+
+    Continuations of full length race, each with its probability as its rate: they come in the order of draws without
+    replacement. A level of the beam holds the first `width` prefixes of its length that are met on the way. The order
+    has the first `width` of full length, behind them the shorter ones that are not met with those.
+    """
+
+    def meet(length: int, met: list[Prefix]) -> Iterator[tuple[float, list[Prefix]]]:
+        known = {prefix[:length] for prefix in met}
+        others = {prefix: mass for prefix, mass in masses[length].items() if prefix not in known}
+        if length == 0:
+            yield 1.0, met
+        elif len(known) == width or not others:
+            yield from meet(length - 1, met)
+        else:  # whatever longer ones come in between, the next new one is drawn from those that are not met yet
+            whole = math.fsum(others.values())
+            for prefix, mass in others.items():
+                for weight, order in meet(length, [*met, prefix]):
+                    yield mass / whole * weight, order
+
+    masses: list[dict[Prefix, float]] = [{(): 1.0}]
+    for _ in range(levels):
+        masses.append(
+            {
+                (*prefix, token): mass * share
+                for prefix, mass in masses[-1].items()
+                for token, share in enumerate(rule(prefix).tolist())
+                if share > 0
+            }
+        )
+    return meet(levels, [])
+
+
+class ArrangedDice:
+    """Let a beam search meet prefixes in a given order: the one with the number n arrives at the time n."""
+
+    def __init__(self, order: Sequence[Prefix], rule: Rule) -> None:
+        self._rule = rule
+        self._times: dict[Prefix, int] = {}
+        for time, prefix in enumerate(order):
+            for length in range(len(prefix) + 1):
+                self._times.setdefault(prefix[:length], time)
+        self._nodes = sorted(self._times, key=lambda prefix: (len(prefix), self._times[prefix]))
+        """as they join the tree"""
+
+    def picks(self, law: Tensor, draws: Sequence[int]) -> list[int]:
+        return [self._nodes[draw][-1] for draw in draws]
+
+    def order(self, law: Tensor, k: int, draw: int) -> list[int]:
+        raise NotImplementedError("a beam draws one token at a time")
+
+    def wait(self, draw: int) -> float:
+        """How long the next sibling of a node takes, times the rate by which the policy divides it."""
+        prefix = self._nodes[draw]
+        parent, now = prefix[:-1], self._times[prefix]
+        siblings = {other: time for other, time in self._times.items() if len(other) and other[:-1] == parent}
+        later = [time for time in siblings.values() if time > now]
+        if not later:
+            return math.inf
+        rate = 1.0
+        for length, token in enumerate(parent):
+            rate *= float(self._rule(parent[:length])[token])
+        come = {other[-1] for other, time in siblings.items() if time <= now}
+        rate *= math.fsum(mass for token, mass in enumerate(self._rule(parent).tolist()) if token not in come)
+        return (min(later) - now) * rate

@@ -1,0 +1,186 @@
+"""The audit of methods: growth policy and verifier together, through every draft and every coin.
+
+A method is audited with its own policy and its own rule, on a tree small enough to enumerate and on small laws in place
+of the draft model's. What a draft model does to its laws before they are drawn from (temperature, remembered laws of
+the target) makes other laws, and those of the instances are as good as any; a trimmed head is a law with zeros, so
+there one token is cut out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from branchwise.audit.exact import TOLERANCE, emitted
+from branchwise.audit.instances import SIMILARITIES, Drafts, Instance
+from branchwise.audit.longest import lossy_distance
+from branchwise.draft import DRAFTERS, Budget, build_growth
+from branchwise.draft.dice import Dice
+from branchwise.draft.grown import Grown
+from branchwise.draft.growth import Growing, Sapling
+from branchwise.errors import UsageError
+from branchwise.methods import Method
+from branchwise.registry import split_spec
+from branchwise.tree import Draw
+from branchwise.verify import VERIFIERS, check_pairing
+
+VOCABULARY = 3
+SEEDS = (0, 1)
+"""instances of each similarity"""
+DEPTH = 3
+"""of the laws; trees are no deeper"""
+FORK = (2, 2)
+"""branches and depth of a lossy fork: whoever uses one is told its distance, and should not wait for it"""
+
+SMALL = {
+    "chain": "chain:3",
+    "paths": "paths:2x2",
+    "rsd-c": "rsd-c:2,2",
+    "rsd-s": "rsd-s:2x2",
+    "dynamic": "dynamic:4",
+    "threshold": "threshold:0.15,4",
+    "topk": "topk:4,depth=2,width=2",
+    "graph": "graph:5,width=2,depth=3,repeat=0",
+    "template": "template:sequoia-24",
+    "fork-lossy": f"fork-lossy:{FORK[0]}x{FORK[1]}",
+}
+"""the same policies with few nodes; a template keeps its first levels"""
+DELAYED = "paths:2x3@1"
+STOP = "confidence:0.7"
+"""on three tokens a level is unsure more often than on many, and a stop that never stops would prove nothing"""
+FEW = Budget(nodes=25, depth=2)
+"""for a template"""
+
+
+@dataclass(frozen=True)
+class MethodAudited:
+    """What a method does on all instances."""
+
+    method: Method
+    tree: str
+    """what was enumerated"""
+    tv: float
+    """the largest total-variation distance of the emitted law from the target's"""
+    block_efficiency: float | None = None
+    """expected tokens per step, the mean over the instances"""
+    drafts: int | None = None
+    """trees that can be drafted, over all instances"""
+
+    @property
+    def lossless(self) -> bool:
+        return self.tv < TOLERANCE
+
+    @property
+    def kept(self) -> bool:
+        """Whether the method does what its name says: only one that is called lossy may change the law."""
+        return self.lossless or not self.method.lossless
+
+    @property
+    def verdict(self) -> str:
+        return "LOSSLESS" if self.lossless else "NOT LOSSLESS" if self.method.lossless else "LOSSY"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "method": self.method.name,
+            "tree": self.tree,
+            "verify": self.method.verify,
+            "verdict": self.verdict,
+            "tv": self.tv,
+            "block_efficiency": self.block_efficiency,
+            "drafts": self.drafts,
+            "instances": len(SIMILARITIES) * len(SEEDS),
+            "vocabulary": VOCABULARY,
+        }
+
+
+class Fixed:
+    """A policy that draws nothing: what a drafter without laws, such as `ngram`, does."""
+
+    draw = Draw.FIXED
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
+        tree, node = Sapling([root]), 0
+        for token in self.tokens:
+            node = tree.add(node, token)
+        yield from ()  # a policy is a coroutine, also one that asks for nothing
+        return tree.finish(self.draw)
+
+
+def audit_method(method: Method) -> MethodAudited:
+    if not method.lossless:
+        return _audit_lossy(method)
+    verifier = VERIFIERS.build(method.verify)
+    tree, found, count = "", [], 0
+    for instance in instances(method):
+        tree, drafts = drafted(method, instance)
+        check_pairing(verifier, drafts.trees[0].draw, method.name)
+        found.append(emitted(verifier, drafts))
+        count += len(drafts.trees)
+    efficiency = float(np.mean([efficiency for _, efficiency in found]))
+    return MethodAudited(method, tree, max(tv for tv, _ in found), efficiency, count)
+
+
+def _audit_lossy(method: Method) -> MethodAudited:
+    """A lossy step ends at a drafted token and the next one goes on from there, so its law is told otherwise."""
+    tree = small(method.tree or "")
+    return MethodAudited(method, tree, max(lossy_distance(instance, FORK[0]) for instance in instances(method)))
+
+
+def instances(method: Method) -> Iterator[Instance]:
+    """The same small worlds for every method, always."""
+    trimmed = "trim" in split_spec(method.draft)[2]
+    for sigma in SIMILARITIES.values():
+        for seed in SEEDS:
+            instance = Instance.random(VOCABULARY, DEPTH if method.lossless else FORK[1], 2, sigma, (seed,))
+            yield without_last_token(instance) if trimmed else instance
+
+
+def without_last_token(instance: Instance) -> Instance:
+    """A draft head that does not know the last token."""
+    tables = [np.where(np.arange(VOCABULARY) < VOCABULARY - 1, table, 0.0) for table in instance.q]
+    return replace(instance, q=tuple(table / table.sum(axis=1, keepdims=True) for table in tables))
+
+
+def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
+    """What stands for the method's tree, and all its outcomes."""
+    name, _, _ = split_spec(method.draft)
+    drafter = DRAFTERS.find(name)
+    if isinstance(drafter, type) and issubclass(drafter, Grown):
+        spec = small(method.tree or "chain")
+        if spec.startswith("template"):
+            drafts = Drafts.grown(build_growth(spec), instance, FEW)
+            return f"{spec}, {drafts.forest.depth} levels", drafts
+        return spec, Drafts.grown(build_growth(spec), instance)
+    if getattr(drafter, "draw", None) is not Draw.FIXED:
+        raise UsageError(f"Drafter {name!r} cannot be enumerated; use branchwise audit model --draft {method.draft}.")
+    if name == "none":
+        return "the root alone", Drafts.grown(Fixed(), instance)
+    return f"a fixed chain of {DEPTH}", Drafts.grown(Fixed(*range(DEPTH)), instance)
+
+
+def small(tree: str) -> str:
+    """The same policy with few nodes; a stop stays a stop."""
+    name, _, options = split_spec(tree)
+    if name not in SMALL:
+        raise UsageError(f"There is no small tree to stand for {tree}; trees that can be audited: {', '.join(SMALL)}.")
+    spec = DELAYED if name == "paths" and "@" in tree else SMALL[name]
+    return f"{spec},stop={STOP}" if "stop" in options else spec
+
+
+def tell_if_lossy(method: Method) -> None:
+    """Nobody changes the law of a model without having been told; a line on standard error."""
+    if method.lossless:
+        return
+    found = audit_method(method)
+    print(
+        f"branchwise: {method.name} is lossy: it changes what the model would have said. On small laws "
+        f"(branchwise audit methods {method.name}) the distance from the target's law is up to {found.tv:.3f}.",
+        file=sys.stderr,
+    )

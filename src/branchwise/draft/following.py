@@ -1,0 +1,148 @@
+"""The cache of a draft model: it follows texts, and holds the rows of trees while they grow.
+
+After a step the text has grown by accepted nodes and one token more. The rows of the nodes that the draft model has
+seen are kept; what is left of the text is written in the pass that asks what follows the new root. Where a text is not
+what it was, the longest common prefix stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from branchwise.draft.growth import Sapling
+from branchwise.sequence import Sequence
+from branchwise.target.slots import Written
+
+if TYPE_CHECKING:
+    from branchwise.target.transformers import TransformersTarget
+
+AT_ONCE = 16
+"""so many tokens of a text are written along with its root, in the pass that all texts share; more are a prefill"""
+
+
+@dataclass(eq=False)
+class Followed:
+    """What is in the cache of one text."""
+
+    key: Sequence = field(default_factory=lambda: Sequence([0]))
+    """its slot in the store; a text has a slot in the target's store under its own name"""
+    cached: list[int] = field(default_factory=list)
+    """tokens of the draft model whose rows are committed: after a pass all of the text, its root included"""
+    tree: Sapling = field(default_factory=lambda: Sapling([0]))
+    rows: dict[int, int] = field(default_factory=dict)
+    """node of the tree -> its row behind the committed ones; the root has none"""
+
+
+class Following:
+    """Texts in the slots of a draft model."""
+
+    def __init__(self, slots: TransformersTarget, token_of: Callable[[int], int]) -> None:
+        """`token_of` says which token of the draft model a token of a tree is."""
+        self.slots = slots
+        self.token_of = token_of
+        self._texts: dict[Sequence, Followed] = {}
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._texts
+
+    def open(self, sequence: Sequence) -> None:
+        if sequence not in self._texts:
+            followed = Followed()
+            self.slots.store.open(followed.key)
+            self._texts[sequence] = followed
+
+    def close(self, sequence: Sequence) -> None:
+        if (followed := self._texts.pop(sequence, None)) is not None:
+            self.slots.close(followed.key)
+
+    def roots(self, sequences: Rows[Sequence], texts: Rows[list[int]], trees: Rows[Sapling]) -> tuple[Tensor, Tensor]:
+        """Write what is new in the texts (tokens of the draft model); the logits after each root.
+
+        Returns logits (batch, nodes, vocabulary) and the row (batch,) in which the root of each text stands. The trees,
+        of which nothing but the root is there, are those that will grow from here.
+        """
+        followed = [self._texts[sequence] for sequence in sequences]
+        ahead = [self._catch_up(one, text) for one, text in zip(followed, texts, strict=True)]
+        nodes = max(map(len, ahead))
+        tokens = torch.tensor([new + [0] * (nodes - len(new)) for new in ahead], device=self.slots.device)
+        depths = torch.arange(nodes, device=tokens.device).expand(len(tokens), -1)
+        chain = torch.ones(len(tokens), nodes, nodes, dtype=torch.bool, device=tokens.device).tril_()
+        logits = self.slots.sprout([one.key for one in followed], tokens, depths, chain)
+        for one, new, tree in zip(followed, ahead, trees, strict=True):
+            self.slots.store.advance(one.key, len(new))
+            one.cached += new
+            one.tree, one.rows = tree, {}
+        return logits, torch.tensor([len(new) - 1 for new in ahead])
+
+    def sprouts(self, sequences: Rows[Sequence], wanted: Rows[list[int]]) -> Tensor:
+        """(batch, nodes, vocabulary): the logits after the wanted nodes of every tree, in order."""
+        followed = [self._texts[sequence] for sequence in sequences]
+        before = [len(one.rows) for one in followed]
+        nodes = max(map(len, wanted))
+        shape = len(followed), nodes, max(before) + nodes
+        tokens, depths = np.zeros(shape[:2], dtype=np.int64), np.zeros(shape[:2], dtype=np.int64)
+        row_depths, ancestors = np.zeros((shape[0], shape[2]), dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+        joined: list[dict[int, int]] = []
+        for b, (one, new) in enumerate(zip(followed, wanted, strict=True)):
+            assert not one.rows.keys() & set(new), "a node was asked for twice"
+            rows = one.rows | {node: before[b] + place for place, node in enumerate(new)}
+            for node, row in rows.items():
+                # The root is committed, so its children stand right behind the committed tokens.
+                row_depths[b, row] = one.tree.depths[node] - 1
+            for place, node in enumerate(new):
+                tokens[b, place] = self.token_of(one.tree.tokens[node])
+                depths[b, place] = one.tree.depths[node] - 1
+                while node > 0:
+                    ancestors[b, place, rows[node]] = True
+                    node = one.tree.parents[node]
+            for place in range(len(new), nodes):  # padding sees the text and itself
+                ancestors[b, place, before[b] + place] = True
+            joined.append(rows)
+
+        def there(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(self.slots.device)
+
+        keys, written = [one.key for one in followed], Written(before, there(row_depths))
+        logits = self.slots.sprout(keys, there(tokens), there(depths), there(ancestors), written)
+        for one, rows in zip(followed, joined, strict=True):
+            one.rows = rows
+        return logits
+
+    def _catch_up(self, followed: Followed, text: list[int]) -> list[int]:
+        """Keep the rows that are still true; returns the tokens that are not written yet, the root at least."""
+        cached, store = followed.cached, self.slots.store
+        known = len(cached)
+        if cached != text[:known] or known == len(text):
+            known = sum(1 for _ in takewhile(bool, map(eq, cached, text[:-1])))
+            followed.rows = {}
+        del cached[known:]
+        store.cut(followed.key, known)  # also what a pass that was interrupted left behind
+        path = self._accepted(followed, text[known:-1])
+        store.keep([followed.key], [tuple(followed.rows[node] for node in path)])
+        cached += text[known : known + len(path)]
+        followed.rows = {}
+        ahead = text[len(cached) :]
+        if len(ahead) > AT_ONCE:
+            self.slots.follow(followed.key, ahead[:-1])
+            cached += ahead[:-1]
+        return text[len(cached) :]
+
+    def _accepted(self, followed: Followed, tokens: list[int]) -> list[int]:
+        """The nodes of the last tree that spell these tokens, as far as their rows go."""
+        tree, node, path = followed.tree, 0, []
+        children = {(tree.parents[child], self.token_of(tree.tokens[child])): child for child in followed.rows}
+        for token in tokens:
+            if (child := children.get((node, token))) is None:
+                break
+            path.append(node := child)
+        return path

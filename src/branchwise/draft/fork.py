@@ -1,0 +1,100 @@
+"""A fork: the target begins the branches, the draft model continues them. Lossy, with the rule of `verify/longest.py`.
+
+Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644): what follows the last accepted node is
+known from the pass that accepted it, so the first level of the next tree is drawn from the target itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from branchwise.draft import Budget
+from branchwise.draft.dice import Dice
+from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.errors import UsageError
+from branchwise.rows import total
+from branchwise.sampling import Context, adjust, one_hot, warp
+from branchwise.sequence import Sequence
+from branchwise.target import Scored
+from branchwise.tree import DraftTree, Draw
+from branchwise.verify import Verdict
+from branchwise.verify.longest import after_stop
+
+
+class Fork:
+    """`fork-lossy:WxD`: W branches of D tokens, whose first tokens are the target's wherever its law is known."""
+
+    draw = Draw.FORK
+
+    def __init__(self, shape: str) -> None:
+        found = re.fullmatch(r"(\d+)x(\d+)", shape)
+        if not found or not int(found[1]) or not int(found[2]):
+            raise UsageError(f"A fork is given as fork-lossy:WxD, such as fork-lossy:4x5, not fork-lossy:{shape}.")
+        self.width, self.depth = int(found[1]), int(found[2])
+        self._known: WeakKeyDictionary[Sequence, tuple[int, Tensor]] = WeakKeyDictionary()
+        """what follows a text, and how long the text is then"""
+
+    def plant(self, sequence: Sequence, budget: Budget, dice: Dice) -> Growing:
+        length, law = self._known.get(sequence, (0, None))
+        return self.grow(sequence.root, budget, dice, law if length == len(sequence.tokens) else None)
+
+    def grow(self, root: int, budget: Budget, dice: Dice, known: Tensor | None = None) -> Growing:
+        """`known` (vocabulary,) is what the target wants after the root."""
+        width = min(self.width, budget.nodes - 1)
+        depth = min(self.depth, budget.depth, (budget.nodes - 1) // max(width, 1))
+        tree = Sapling([root])
+        if depth < 1:
+            return self._bare(root, dice, known)
+        found = yield tree, [0]  # asked for in any case: a source reads the text up to its root before what is below
+        tree.laws[0] = drawable(found.laws)[0] if known is None else known
+        level = [tree.add(0, token) for token in dice.order(tree.laws[0], width, 0)]
+        for step in range(1, depth):
+            found = yield tree, level
+            below = []
+            for branch, (node, law) in enumerate(zip(level, drawable(found.laws), strict=True)):
+                tree.laws[node] = law
+                [token] = dice.picks(law, [step * self.width + branch])
+                below.append(tree.add(node, token))
+            level = below
+        return replace(tree.finish(self.draw), trusted=known is not None)
+
+    def _bare(self, root: int, dice: Dice, known: Tensor | None) -> DraftTree:
+        """No room for a branch. The one token that may be written is drawn here: nobody else knows its law."""
+        if known is None:
+            return DraftTree(torch.tensor([root]), (-1,), self.draw)
+        token = torch.tensor(dice.order(known, 1, 0), device=known.device)
+        return DraftTree(torch.tensor([root]), (-1,), self.draw, one_hot(token, len(known)), trusted=True)
+
+    def observe(
+        self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
+    ) -> None:
+        """Keep what the target wants behind the last accepted node of every tree, which is its next root."""
+        for row, (sequence, tree, verdict) in enumerate(zip(sequences, trees, verdicts, strict=True)):
+            tokens = tree.tokens.tolist()
+            below = tree.topology.children
+            stop = next((node for node in below[verdict.path[-1]] if tokens[node] == verdict.token), None)
+            if stop is None:
+                continue  # nothing was accepted, and what follows the token in its place was not scored
+            written = [*sequence.tokens, *(tokens[node] for node in verdict.path[1:]), verdict.token]
+            tested = None if tree.q is None or not below[stop] else tree.q[stop]
+            context = Context(written, sequence.prompt_length)
+            self._known[sequence] = len(written), wanted(scored.logits[row, stop], sequence, context, tested)
+
+
+def wanted(logits: Tensor, sequence: Sequence, context: Context, q: Tensor | None) -> Tensor:
+    """(vocabulary,): the law of the token behind a node; q is what a rejected token behind it was drawn from.
+
+    A greedy text begins its branches with the most probable tokens, so there the ranks of all tokens are kept.
+    """
+    if sequence.sampling.greedy:
+        return adjust(logits[None], [sequence.sampling], [context])[0].softmax(dim=-1)
+    law = warp(logits[None], [sequence.sampling], [context])[0]
+    if q is not None:
+        law = after_stop(law, q.to(law.dtype), torch.ones((), dtype=torch.bool, device=law.device))
+    return law / total(law).to(law.dtype)

@@ -1,0 +1,203 @@
+"""A smaller model as the source of laws: `model:ID_OR_PATH[,temperature=…,top-k=…,trim=N,recall=X]`.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", and Chen et al., "Accelerating Large
+Language Model Decoding with Speculative Sampling" (both 2023); every paper on trees since drafts so.
+
+The draft model runs on the same class as the target, with slots of its own (`following`). One pass writes what is new
+in the texts and says what follows their roots; then every level is one pass over its new nodes, for all texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from branchwise.draft import Budget
+from branchwise.draft.chain import Chain
+from branchwise.draft.following import Following
+from branchwise.draft.grown import Grown, Wish
+from branchwise.draft.growth import Found, Growth
+from branchwise.draft.recall import Recall
+from branchwise.draft.trim import frequent_tokens
+from branchwise.draft.vocabulary import Vocabulary, common
+from branchwise.draft.weights import Head, Weights, bytes_read
+from branchwise.errors import ModelError, UsageError
+from branchwise.models import ALIASES, resolve
+from branchwise.sampling import SamplingParams, Warp
+from branchwise.sequence import Sequence
+from branchwise.target import Target
+from branchwise.tree import DraftTree
+
+FOR_GREEDY = 0.6
+"""The temperature at which laws are read where the text is greedy: that the best token is the target's best one is more
+probable than that it would be drawn. Policies that weigh nodes by their probability (DySpec uses 0.6) need to know."""
+
+
+class ModelDrafter(Grown):
+    name = "model"
+
+    def __init__(
+        self,
+        model: str | Weights,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        trim: int | None = None,
+        recall: float | None = None,
+        tree: Growth | None = None,
+    ) -> None:
+        """`model` is a name, or weights that are loaded already. `temperature` and `top_k` are the draft's own; by
+        default it is warped as the text is.
+
+        `trim` computes the laws of the N tokens only that the target writes most. `recall` mixes in what the target
+        said after the same two tokens.
+        """
+        super().__init__(tree or Chain())
+        if temperature is not None and not temperature > 0:
+            raise UsageError(f"A draft model draws at a temperature above 0, not {temperature}.")
+        if top_k is not None and top_k < 1:
+            raise UsageError(f"A draft model keeps at least its most probable token, not top-k={top_k}.")
+        if trim is not None and trim < 1:
+            raise UsageError(f"A trimmed head keeps at least 1 token, not trim={trim}.")
+        if isinstance(model, str) and model not in ALIASES:
+            resolve(model)  # whoever misspelt the name should not wait for the target
+        self.model, self.temperature, self.top_k, self.trim = model, temperature, top_k, trim
+        self.recall = None if recall is None else Recall(recall)
+        self.cost: float | None = None
+        self._spelled: dict[Sequence, Spelled] = {}
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        dtype = getattr(target, "dtype", torch.float32)
+        given = self.model
+        self._weights = given if isinstance(given, Weights) else Weights.of(given, dtype, target.device)
+        self.vocabulary = self._common(target)
+        if self.trim is not None:
+            self.vocabulary = self.vocabulary.keep(frequent_tokens(target, self.trim))
+        self.vocabulary = self.vocabulary.to(target.device)
+        self._wants_hidden = bool(getattr(self.tree, "wants_hidden", False))
+        self._head: Head | None = None
+        if self.trim is not None or self._wants_hidden:
+            self._head = Head(self._weights.head, None if self.trim is None else self.vocabulary.columns)
+        slots = self._weights.slots(getattr(target, "slots", 8))
+        self._following = Following(slots, self.vocabulary.draft_token)
+        if isinstance(model := getattr(target, "model", None), nn.Module):
+            rows = None if self.trim is None else len(self.vocabulary.columns)
+            self.cost = bytes_read(self._weights.model, rows) / bytes_read(model)
+
+    def close(self, sequence: Sequence) -> None:
+        self._following.close(sequence)
+        self._spelled.pop(sequence, None)
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        return super().draft(sequences, [self._within(*pair) for pair in zip(sequences, budgets, strict=True)])
+
+    def look(self, wishes: Rows[Wish]) -> list[Found]:
+        # Trees grow side by side, so all ask about their roots in the first round and about nodes below in the others.
+        roots = [wish.nodes == [0] for wish in wishes]
+        assert all(roots) or not any(roots), "trees of one batch grow level by level together"
+        self.passes += 1
+        with self._weights.lock, self._headed():
+            logits, places = self._roots(wishes) if roots[0] else self._sprouts(wishes)
+            hidden = self._head.seen if self._head is not None and self._wants_hidden else None
+        return [
+            Found(self._laws(wish, logits[row, at]), None if hidden is None else hidden[row, at])
+            for row, (wish, at) in enumerate(zip(wishes, places, strict=True))
+        ]
+
+    def _roots(self, wishes: Rows[Wish]) -> tuple[Tensor, list[slice]]:
+        sequences = [wish.sequence for wish in wishes]
+        for sequence in sequences:
+            self._following.open(sequence)
+        texts = [self._text(sequence) for sequence in sequences]
+        logits, places = self._following.roots(sequences, texts, [wish.tree for wish in wishes])
+        return logits, [slice(place, place + 1) for place in places]
+
+    def _sprouts(self, wishes: Rows[Wish]) -> tuple[Tensor, list[slice]]:
+        logits = self._following.sprouts([wish.sequence for wish in wishes], [wish.nodes for wish in wishes])
+        return logits, [slice(len(wish.nodes)) for wish in wishes]
+
+    # Laws
+
+    def _laws(self, wish: Wish, logits: Tensor) -> Tensor:
+        """(nodes, the target's vocabulary): the laws to draw from."""
+        if self.trim is None and not self.vocabulary.whole:
+            logits = logits[:, self.vocabulary.columns]
+        warp = Warp([self._sampling(wish.sequence.sampling)], logits.shape[-1], logits.device)
+        laws = self.vocabulary.spread(warp(logits[None])[0])
+        return laws if self.recall is None else self.recall.mix(wish.sequence, wish.tree, wish.nodes, laws)
+
+    def _sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """How laws are warped: as the text's are, as far as they do not depend on what stands before."""
+        bias = sampling.logit_bias
+        if bias and not self.vocabulary.whole:
+            places = self.vocabulary.place_of
+            bias = {places[token]: value for token, value in bias.items() if token in places}
+        own: dict[str, Any] = {"logit_bias": bias, "top_k": self.top_k or 0}
+        if sampling.temperature > 0:
+            own |= {"top_k": self.top_k or sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        return SamplingParams(temperature=self.temperature or sampling.temperature or FOR_GREEDY, **own)
+
+    @contextmanager
+    def _headed(self) -> Iterator[None]:
+        """Put a head of our own in the place of the model's for one pass, where there is one."""
+        model, own = self._weights.model, self._weights.model.get_output_embeddings()
+        model.set_output_embeddings(self._head or own)
+        try:
+            yield
+        finally:
+            model.set_output_embeddings(own)
+
+    # Texts
+
+    def _within(self, sequence: Sequence, budget: Budget) -> Budget:
+        """What the slots and the context of the draft model leave room for."""
+        slots = self._following.slots
+        if sequence not in self._following and not slots.free_slots:
+            return Budget(1, 0)
+        room = slots.context - len(self._text(sequence)) - 1
+        return Budget(budget.nodes, max(0, min(budget.depth, room))) if room > 0 else Budget(1, 0)
+
+    def _text(self, sequence: Sequence) -> list[int]:
+        """The text in tokens of the draft model."""
+        if self.vocabulary.same:
+            return sequence.tokens
+        spelled = self._spelled.setdefault(sequence, Spelled())
+        if not spelled.read:
+            spelled.tokens = self._spell(sequence.tokens[: sequence.prompt_length])
+            spelled.read = sequence.prompt_length
+        for token in sequence.tokens[spelled.read :]:
+            own = self.vocabulary.draft_of.get(token)
+            spelled.tokens += self._spell([token]) if own is None else [own]
+        spelled.read = len(sequence.tokens)
+        return spelled.tokens
+
+    def _spell(self, tokens: list[int]) -> list[int]:
+        """What the draft model's tokenizer makes of them; a part of a character that it cannot read is left out."""
+        theirs: Any = self._weights.tokenizer
+        text = self.target.tokenizer.decode(tokens, skip_special_tokens=False)  # type: ignore[union-attr]
+        return list(theirs(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _common(self, target: Target) -> Vocabulary:
+        weights, tokenizer = self._weights, getattr(target, "tokenizer", None)
+        if tokenizer is not None and weights.tokenizer is not None:
+            return common(tokenizer, target.vocabulary, weights.tokenizer, weights.vocabulary, weights.name)
+        if weights.vocabulary != target.vocabulary:
+            raise ModelError(
+                f"The draft model {weights.name} has {weights.vocabulary} tokens and the target {target.vocabulary}; "
+                "without a tokenizer of the target they cannot be matched."
+            )
+        return Vocabulary.shared(target.vocabulary, weights.vocabulary)
+
+
+class Spelled:
+    """A text of the target in the tokens of another tokenizer."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.read = 0
+        """how many of the target's tokens it covers"""

@@ -1,0 +1,303 @@
+"""Training a stop: at which nodes does the target accept what is drawn next?
+
+Lu et al. (arXiv 2409.10644): draft ten nodes below the root, note what the drafter sees at each, and learn from it what
+the target will make of the token that is drawn there. Two labels:
+
+    soft   clamp(p / q, 0, 1) of the drawn token. We take its mean over all tokens, sum of min(p, q): learning from many
+           drawn tokens would find the same, with more noise.
+    hard   whether both models have the same most probable token.
+
+A sample is a node below the root, and so is what a stop is asked about. Texts that are held out decide which epoch is
+kept: nodes of one text are too alike to test each other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import count
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from branchwise.chance import Chance
+from branchwise.draft import Budget, Drafter
+from branchwise.draft.dice import Dice
+from branchwise.draft.growth import Found, Growing, Sapling, drawable
+from branchwise.draft.stop import features, network_of, widths_of
+from branchwise.engine import Engine, Request
+from branchwise.errors import PairingError, UsageError
+from branchwise.laws import Laws
+from branchwise.progress import Progress, silent
+from branchwise.sampling import SamplingParams
+from branchwise.target import Target
+from branchwise.tree import Draw, Forest
+from branchwise.verify import Verdicts
+from branchwise.verify.match import Match
+
+WIDTH = 10
+LEAST = 50
+"""so few samples teach nothing"""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    features: Tensor
+    """(samples, width) float32"""
+    labels: Tensor
+    """(samples,) float32, between 0 and 1"""
+    texts: Tensor
+    """(samples,) int64: the number of the prompt that each belongs to"""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def where(self, chosen: Tensor) -> Samples:
+        return Samples(self.features[chosen], self.labels[chosen], self.texts[chosen])
+
+
+# Collecting
+
+
+class Fan:
+    """A growth of one level that also asks what would follow it, and keeps the answer for whoever learns from it."""
+
+    draw = Draw.WITHOUT_REPLACEMENT
+
+    def __init__(self, kind: str, width: int = WIDTH) -> None:
+        self.kind, self.width = kind, width
+        self.wants_hidden = kind == "soft"
+        self.found: dict[int, Found] = {}
+        """by the number of the tree, counted from the last look at it"""
+        self._trees = count()
+
+    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
+        return self._grow(next(self._trees), root, budget, dice)
+
+    def _grow(self, number: int, root: int, budget: Budget, dice: Dice) -> Growing:
+        tree, width = Sapling([root]), min(self.width, budget.nodes - 1)
+        if budget.depth > 0 and width > 0:
+            law = drawable((yield tree, [0]).laws)[0]
+            tree.laws[0] = law
+            self.found[number] = yield tree, [tree.add(0, token) for token in dice.order(law, width, 0)]
+        return tree.finish(self.draw)
+
+    def take(self) -> dict[int, Found]:
+        """What was found in the trees since the last time."""
+        found, self.found, self._trees = self.found, {}, count()
+        return found
+
+
+class Judge(Match):
+    """`match`, which on its way compares the laws that a fan found with those of the target.
+
+    It is where both are at hand: the laws here are warped as the text wants them.
+    """
+
+    def __init__(self, fan: Fan) -> None:
+        super().__init__()
+        self.fan = fan
+        self.samples: dict[int, tuple[Tensor, Tensor]] = {}
+        """features and labels of the last step, by row of the batch"""
+
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        found = self.fan.take()
+        nodes = torch.arange(1, max(forest.nodes, 2), device=forest.device).clamp_max(forest.nodes - 1)
+        p = laws.rows(nodes.expand(len(forest), -1))
+        self.samples = {
+            row: (self._seen(there).cpu(), labels(self.fan.kind, p[row, : len(there.laws)], there.laws).cpu())
+            for row, there in found.items()
+        }
+        return super().__call__(forest, laws, chance)
+
+    def _seen(self, found: Found) -> Tensor:
+        if self.fan.wants_hidden and found.hidden is None:
+            raise PairingError("This drafter has no hidden states to learn from; use a draft model, or --kind hard.")
+        return features(self.fan.kind, found)
+
+
+def labels(kind: str, p: Tensor, q: Tensor) -> Tensor:
+    """(nodes,): what a stop should say where the target's laws are p and the drafter's q (nodes, vocabulary)."""
+    if kind == "hard":
+        return (p.argmax(dim=-1) == q.argmax(dim=-1)).float()
+    return torch.minimum(p, q).sum(dim=-1).clamp(0, 1).float()
+
+
+def collect(
+    target: Target,
+    drafter: Drafter,
+    fan: Fan,
+    prompts: Rows[tuple[int, ...]],
+    *,
+    samples: int,
+    length: int = 200,
+    temperature: float = 1.0,
+    seed: int = 0,
+    stop_tokens: frozenset[int] = frozenset(),
+    progress: Progress = silent,
+) -> Samples:
+    """Let the target write, with a drafter that grows `fan`, until every prompt has brought its part of the samples."""
+    judge = Judge(fan)
+    engine = Engine(target, drafter, judge, Budget(1 + fan.width, 1))
+    part = ceil(samples / len(prompts))
+    brought = [0] * len(prompts)
+    seen: list[Samples] = []
+    for turn in count():  # a text may end before it has brought enough; then it is written again, with another seed
+        before = len(seen)
+        texts = {
+            engine.submit(
+                Request(
+                    prompt,
+                    SamplingParams(temperature=temperature, seed=seed + turn * len(prompts) + number),
+                    max_new_tokens=length,
+                    stop_tokens=stop_tokens,
+                )
+            ): number
+            for number, prompt in enumerate(prompts)
+            if brought[number] < part
+        }
+        try:
+            while engine.busy:
+                moved = engine.step()
+                for row, (x, y) in judge.samples.items():
+                    number = texts[moved[row]]
+                    brought[number] += len(y)
+                    seen.append(Samples(x, y, torch.full((len(y),), number)))
+                for text in [text for text, number in texts.items() if brought[number] >= part]:
+                    engine.cancel(text)
+                progress("drafted nodes", min(sum(min(part, n) for n in brought), samples), samples)
+        finally:
+            for text in texts:
+                engine.cancel(text)
+        if min(brought) >= part or len(seen) == before:
+            break
+    if sum(brought) < LEAST:
+        raise UsageError(f"The texts brought fewer than {LEAST} drafted nodes, too few to learn from; ask for more.")
+    return Samples(
+        torch.cat([piece.features for piece in seen]),
+        torch.cat([piece.labels for piece in seen]),
+        torch.cat([piece.texts for piece in seen]),
+    )
+
+
+# Learning
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How the training went, on texts that were held out."""
+
+    samples: int
+    held_out: int
+    loss: float
+    blind_loss: float
+    """of the best guess that does not look at the node"""
+    epoch: int
+    """the one that was kept, from 1"""
+    stopped: float
+    """the share of nodes that score at most the threshold"""
+    label_stopped: float | None
+    """the mean label of those, and of the others, if there are any"""
+    label_kept: float | None
+
+
+def hold_out(samples: Samples) -> tuple[Samples, Samples]:
+    """Samples to learn from and samples to test with: those of every fifth text, or of the last one."""
+    texts = int(samples.texts.max()) + 1
+    if texts < 2:
+        raise UsageError("One prompt cannot be learned from and tested with; give at least two.")
+    held = samples.texts % 5 == 4 if texts >= 5 else samples.texts == texts - 1
+    learn, test = samples.where(~held), samples.where(held)
+    if not len(learn) or not len(test):
+        raise UsageError("Too few prompts brought drafted nodes to learn from and to test with; give longer ones.")
+    return learn, test
+
+
+def fit(
+    kind: str,
+    samples: Samples,
+    *,
+    threshold: float = 0.4,
+    epochs: int = 10,
+    batch: int = 64,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> tuple[nn.Sequential, Lesson]:
+    """The network with the lowest loss on held-out texts, over all epochs."""
+    learn, test = hold_out(samples)
+    if kind == "hard" and len(set(learn.labels.tolist())) < 2:
+        always = "always" if bool(learn.labels[0]) else "never"
+        raise UsageError(f"Drafter and target {always} agree on these texts, so there is nothing to learn for a stop.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network, best = _descend(kind, learn, test, epochs, batch, progress)
+    return network, _summary(kind, network, learn, test, threshold, best)
+
+
+def _descend(
+    kind: str, learn: Samples, test: Samples, epochs: int, batch: int, progress: Progress
+) -> tuple[nn.Sequential, int]:
+    network = network_of(widths_of(kind, learn.features.shape[1]))
+    mean, spread = learn.features.mean(dim=0), learn.features.std(dim=0, correction=0).clamp_min(1e-6)
+    x, weights = (learn.features - mean) / spread, _weights(kind, learn.labels, learn.labels)
+    optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
+    halving = torch.optim.lr_scheduler.ExponentialLR(optimiser, gamma=0.5)
+    best, lowest, kept = 0, float("inf"), network
+    steps = ceil(len(learn) / batch)
+    for epoch in range(1, epochs + 1):
+        for step, rows in enumerate(torch.randperm(len(learn)).split(batch), start=1):
+            optimiser.zero_grad()
+            binary_cross_entropy_with_logits(network(x[rows])[:, 0], learn.labels[rows], weights[rows]).backward()
+            optimiser.step()
+            progress(f"epoch {epoch}", (epoch - 1) * steps + step, epochs * steps)
+        halving.step()
+        folded = _folded(network, mean, spread)
+        loss = _loss(kind, folded, learn, test)
+        if loss < lowest:
+            best, lowest, kept = epoch, loss, folded
+    return kept, best
+
+
+def _weights(kind: str, labels: Tensor, learned: Tensor) -> Tensor:
+    """(samples,): the hard labels yes and no, counted where it learned, weigh the same together; soft ones are even."""
+    if kind == "soft":
+        return torch.ones_like(labels)
+    yes = learned.mean()
+    return torch.where(labels > 0.5, 0.5 / yes, 0.5 / (1 - yes))
+
+
+def _folded(network: nn.Sequential, mean: Tensor, spread: Tensor) -> nn.Sequential:
+    """The network for features as they are, where it learned from features brought to mean 0 and spread 1."""
+    folded = copy.deepcopy(network)
+    first = folded[0]
+    assert isinstance(first, nn.Linear)
+    with torch.no_grad():
+        first.weight.div_(spread)
+        first.bias.sub_(first.weight @ mean)
+    return folded
+
+
+@torch.no_grad()
+def _loss(kind: str, network: nn.Sequential, learn: Samples, test: Samples) -> float:
+    weights = _weights(kind, test.labels, learn.labels)
+    return float(binary_cross_entropy_with_logits(network(test.features)[:, 0], test.labels, weights))
+
+
+@torch.no_grad()
+def _summary(kind: str, network: nn.Sequential, learn: Samples, test: Samples, threshold: float, epoch: int) -> Lesson:
+    weights = _weights(kind, test.labels, learn.labels)
+    guess = ((weights * test.labels).sum() / weights.sum()).logit().expand(len(test))
+    stopped = network(test.features)[:, 0].sigmoid() <= threshold
+    return Lesson(
+        samples=len(learn),
+        held_out=len(test),
+        loss=_loss(kind, network, learn, test),
+        blind_loss=float(binary_cross_entropy_with_logits(guess.clamp(-20, 20), test.labels, weights)),
+        epoch=epoch,
+        stopped=float(stopped.float().mean()),
+        label_stopped=float(test.labels[stopped].mean()) if bool(stopped.any()) else None,
+        label_kept=float(test.labels[~stopped].mean()) if not bool(stopped.all()) else None,
+    )

@@ -1,0 +1,202 @@
+"""`branchwise audit methods`: policies and verifiers together, and a policy or a rule that is wrong is found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from branchwise.audit import methods as audit
+from branchwise.audit.methods import MethodAudited, audit_method, drafted, instances, small, tell_if_lossy
+from branchwise.chance import Chance
+from branchwise.cli import app
+from branchwise.draft import TREES, Budget, build_growth
+from branchwise.draft.dice import Dice
+from branchwise.draft.growth import Growing, Sapling
+from branchwise.errors import BranchwiseError
+from branchwise.laws import Laws
+from branchwise.methods import PRESETS, find_any
+from branchwise.registry import split_spec
+from branchwise.tree import Draw, Forest
+from branchwise.verify import VERIFIERS, Verdicts
+from branchwise.verify.token import Token
+from tests.test_cli import assert_one_sentence, run
+
+LOSSLESS = [name for name, method in PRESETS.items() if method.lossless]
+
+
+@pytest.fixture(scope="module")
+def audits() -> dict[str, MethodAudited]:
+    return {name: audit_method(method) for name, method in PRESETS.items()}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_a_lossless_preset_is_lossless(name: str, audits: dict[str, MethodAudited]) -> None:
+    found = audits[name]
+    assert found.tv < 1e-9
+    assert found.verdict == "LOSSLESS"
+    assert found.kept
+    assert found.block_efficiency is not None
+    assert found.block_efficiency > 1 or name == "plain"
+
+
+def test_what_was_enumerated_is_the_policy_of_the_method(audits: dict[str, MethodAudited]) -> None:
+    for name in LOSSLESS:
+        tree = PRESETS[name].tree
+        if PRESETS[name].needs_draft_model:
+            assert tree is not None
+            assert split_spec(audits[name].tree)[0] == split_spec(tree)[0]
+            assert ("stop=" in audits[name].tree) is ("stop=" in tree)
+    assert audits["plain"].tree == "the root alone"
+    assert audits["ngram"].tree == "a fixed chain of 3"
+
+
+def test_verifiers_of_the_same_trees_stand_in_the_known_order(audits: dict[str, MethodAudited]) -> None:
+    gain = {name: found.block_efficiency or 0.0 for name, found in audits.items()}
+    assert gain["speculative"] < gain["block"]
+    assert gain["specinfer"] < gain["cascade"]
+    assert gain["gbv"] < gain["cascade"]
+    assert gain["rsd-c"] < gain["traversal"]
+    assert gain["improved-mcsd"] < gain["mcsd"], "a stop that never stops proves nothing"
+    assert gain["vocabtrim"] < gain["block"], "a trimmed head knows fewer tokens"
+
+
+def test_the_lossy_preset_is_far_from_the_law_and_says_so(
+    audits: dict[str, MethodAudited], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = audits["improved-mcsd-lossy"]
+    assert 0.01 < found.tv < 1
+    assert found.verdict == "LOSSY"
+    assert found.kept, "what is called lossy may be lossy"
+    tell_if_lossy(PRESETS["improved-mcsd-lossy"])
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert f"up to {found.tv:.3f}" in told.err
+    tell_if_lossy(PRESETS["cascade"])
+    assert capsys.readouterr().err == ""
+
+
+def test_every_tree_of_the_registry_has_a_small_one() -> None:
+    assert set(audit.SMALL) == set(TREES)
+    assert small("paths:4x6") == "paths:2x2"
+    assert build_growth(small("paths:4x6@3")).draw is Draw.WITHOUT_REPLACEMENT
+    with pytest.raises(BranchwiseError, match="no small tree"):
+        small("unknown:4")
+
+
+def test_a_trimmed_head_never_drafts_what_it_does_not_know() -> None:
+    method = PRESETS["vocabtrim"]
+    for instance in instances(method):
+        _, drafts = drafted(method, instance)
+        for tree in drafts.trees:
+            assert audit.VOCABULARY - 1 not in tree.tokens[1:].tolist()
+    assert all((q > 0).all() for instance in instances(PRESETS["block"]) for q in instance.q)
+
+
+# What is wrong is found
+
+
+class Choosy:
+    """A policy that looks at what it drew: an unlikely token is drawn again."""
+
+    draw = Draw.PATHS
+
+    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
+        tree = Sapling([root])
+        found = yield tree, [0]
+        tree.laws[0] = law = found.laws[0]
+        [token] = dice.picks(law, [0])
+        if law[token] < 0.4:
+            [token] = dice.picks(law, [1])
+        return tree.finish(self.draw, (tree.add(0, token),))
+
+
+class Generous(Token):
+    """Takes every drafted token."""
+
+    name = "generous"
+
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        nodes = torch.arange(forest.nodes).expand(len(forest.tokens), -1)
+        return Verdicts(nodes, chance.pick(laws.rows(nodes[:, -1]), 0))
+
+
+def test_a_policy_that_peeks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TREES, "_entries", {**TREES._entries, "choosy": Choosy})
+    monkeypatch.setitem(audit.SMALL, "choosy", "choosy")
+    found = audit_method(find_any("model/choosy/token"))
+    assert found.tv > 1e-3
+    assert found.verdict == "NOT LOSSLESS"
+    assert not found.kept
+
+
+def test_a_rule_that_is_too_generous_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VERIFIERS, "_entries", {**VERIFIERS._entries, "generous": Generous})
+    found = audit_method(find_any("model/chain:3/generous"))
+    assert found.tv > 0.05
+    assert not found.kept
+
+
+def test_a_rule_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(BranchwiseError, match="is not exact for drafter"):
+        audit_method(find_any("model/rsd-c:2,1/cascade"))
+
+
+def test_a_drafter_with_draws_of_its_own_is_sent_to_the_other_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from branchwise.draft import DRAFTERS
+
+    class Own:
+        draw = Draw.PATHS
+
+    monkeypatch.setattr(DRAFTERS, "_entries", {**DRAFTERS._entries, "own": Own})
+    with pytest.raises(BranchwiseError, match="branchwise audit model --draft own"):
+        audit_method(find_any("own"))
+
+
+# The command
+
+
+def audited(*words: str) -> tuple[int, str]:
+    """Exit code and output of the command, in this process: a new one would import everything again."""
+    done = CliRunner().invoke(app, ["audit", "methods", *words])
+    return done.exit_code, done.output
+
+
+def test_the_command_shows_trees_distances_and_verdicts() -> None:
+    code, shown = audited("cascade", "improved-mcsd-lossy")
+    assert code == 0, shown
+    cascade, lossy = (line for line in shown.splitlines() if line.startswith(("cascade", "improved")))
+    assert "paths:2x2" in cascade
+    assert "LOSSLESS" in cascade
+    assert lossy.rstrip().endswith("LOSSY")
+    assert "LOSSLESS\n  Every outcome of 1 methods on 6 random laws over 3 tokens was followed" in shown
+    assert "improved-mcsd-lossy is lossy: on the same laws its distance is up to 0." in shown
+
+
+def test_the_command_prints_one_json_object() -> None:
+    code, shown = audited("speculative", "--json")
+    assert code == 0, shown
+    found = json.loads(shown)
+    assert found["finding"] == "LOSSLESS"
+    [one] = found["audits"]
+    assert one["method"] == "speculative"
+    assert one["verdict"] == "LOSSLESS"
+    assert one["tree"] == "chain:3"
+    assert 0 <= one["tv"] < 1e-9
+
+
+def test_the_command_fails_for_a_method_that_is_not_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VERIFIERS, "_entries", {**VERIFIERS._entries, "generous": Generous})
+    code, shown = audited("model/chain:2/generous", "block")
+    assert code == 1
+    assert "NOT LOSSLESS\n  The emitted law is not the target's: model/chain:2/generous." in shown
+    code, shown = audited("model/chain:2/generous", "--json")
+    assert code == 1
+    assert json.loads(shown)["finding"] == "NOT LOSSLESS"
+
+
+def test_an_unknown_method_is_one_sentence() -> None:
+    assert_one_sentence(run("audit", "methods", "cascad"), "Unknown method 'cascad'", "Did you mean 'cascade'")

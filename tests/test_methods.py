@@ -1,0 +1,278 @@
+"""Methods by name: every preset can be built, fits its verifier, stays within 24 nodes, and stands in the README."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from branchwise.cli import app, main
+from branchwise.draft import Budget, build_drafter, build_growth
+from branchwise.engine import Engine, Request
+from branchwise.errors import BranchwiseError
+from branchwise.llm import LLM, load
+from branchwise.methods import PRESETS, Method, choose_method, find_method, find_methods, table
+from branchwise.sampling import SamplingParams
+from branchwise.testing import ToyTarget
+from branchwise.tree import Draw
+from branchwise.verify import VERIFIERS, check_pairing
+from tests.test_cli import assert_one_sentence, run
+
+ROOT = Path(__file__).parents[1]
+NAMES = [
+    "speculative",
+    "block",
+    "mcsd",
+    "improved-mcsd",
+    "improved-mcsd-lossy",
+    "specinfer",
+    "rsd-c",
+    "rsd-s",
+    "dyspec",
+    "dyspec-threshold",
+    "sequoia",
+    "opt-tree",
+    "gsd",
+    "gbv",
+    "cascade",
+    "traversal",
+    "vocabtrim",
+]
+GROWN = [name for name in NAMES if PRESETS[name].lossless]
+
+
+def on_toys(name: str) -> Method:
+    """A preset whose draft model is the toy target itself, disturbed."""
+    preset = PRESETS[name]
+    return Method(name, "disturbed:sigma=0.7", preset.tree, preset.verify)
+
+
+def test_the_presets_of_the_literature_are_all_here() -> None:
+    assert set(PRESETS) == {"plain", "ngram", *NAMES}
+    assert [name for name, method in PRESETS.items() if not method.lossless] == ["improved-mcsd-lossy"]
+    assert {name for name, method in PRESETS.items() if method.needs_draft_model} == set(NAMES)
+    for name, method in PRESETS.items():
+        assert method.name == name
+        assert method.about.endswith(".")
+        assert method.paper or name == "plain"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_draws_what_its_verifier_takes(name: str) -> None:
+    method = PRESETS[name]
+    assert method.tree is not None
+    verifier = VERIFIERS.build(method.verify)
+    check_pairing(verifier, build_growth(method.tree).draw, name)
+    # A rule that changes the law says so in its name, and no other does.
+    assert getattr(verifier, "lossless", True) is method.lossless is ("lossy" not in name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget(name: str, temperature: float) -> None:
+    target = ToyTarget(16, seed=3)
+    for budget in (None, Budget(13, 4)):
+        drafter, verifier = on_toys(name).build()
+        engine = Engine(target, drafter, verifier, budget)
+        sampling = SamplingParams(temperature=temperature, seed=4)
+        generation = engine.submit(Request((1, 2, 3), sampling, max_new_tokens=16))
+        largest = deepest = 0
+        while not generation.finished:
+            before = generation.stats.drafted_tokens
+            engine.step()
+            largest = max(largest, generation.stats.drafted_tokens - before)
+        deepest = len(generation.stats.drafted_per_depth)
+        assert 0 < largest <= (24 if budget is None else 12)
+        assert deepest <= (8 if budget is None else 4)
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_lossless_preset_writes_the_greedy_text_of_plain_decoding(name: str) -> None:
+    target = ToyTarget(16, seed=8)
+    texts = []
+    for drafter, verifier in ((build_drafter("none"), VERIFIERS.build("match")), on_toys(name).build()):
+        engine = Engine(target, drafter, verifier)
+        generation = engine.submit(Request((1, 2), max_new_tokens=24))
+        while not generation.finished:
+            engine.step()
+        texts.append(generation.token_ids)
+    assert texts[0] == texts[1]
+
+
+# Names and specs
+
+
+def test_a_draft_model_joins_a_preset_with_its_options() -> None:
+    assert find_method("cascade", "org/small").draft == "model:org/small"
+    assert find_method("cascade", "small,temperature=0.7").draft == "model:small,temperature=0.7"
+    assert find_method("improved-mcsd", "small").draft == "model:small,recall=0.3"
+    # What the user says of the draft model comes before what the preset says.
+    assert find_method("improved-mcsd", "small,recall=0.1,top-k=5").draft == "model:small,recall=0.1,top-k=5"
+    assert find_method("cascade", "small").name == "cascade"
+    assert find_method("model/chain:3/token", "small") == Method(
+        "model/chain:3/token", "model:small", "chain:3", "token"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("ngram", ("ngram", "chain:8", "match")),
+        ("ngram/chain:4", ("ngram", "chain:4", "match")),
+        ("ngram//match", ("ngram", None, "match")),
+        ("disturbed:sigma=2/rsd-c:4,2,1/rrs", ("disturbed:sigma=2", "rsd-c:4,2,1", "rrs")),
+        ("model:org/name", ("model:org/name", None, "match")),
+        ("model:org/name/paths:4x6/cascade", ("model:org/name", "paths:4x6", "cascade")),
+        ("model:/a/folder/chain:6", ("model:/a/folder", "chain:6", "match")),
+        ("model:org/name,trim=9//auto", ("model:org/name,trim=9", None, "auto")),
+        ("disturbed/template:/a/b.json/rrs", ("disturbed", "template:/a/b.json", "rrs")),
+        ("disturbed/chain:9,stop=learned:a/b.st/token", ("disturbed", "chain:9,stop=learned:a/b.st", "token")),
+    ],
+)
+def test_a_spec_has_three_parts_and_names_of_files_may_hold_slashes(
+    spec: str, parts: tuple[str, str | None, str]
+) -> None:
+    found = find_method(spec)
+    assert (found.draft, found.tree, found.verify) == parts
+
+
+def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
+    assert choose_method() == Method("ngram", "ngram")
+    assert choose_method(tree="chain:4", verify="match") == Method("ngram/chain:4/match", "ngram", "chain:4")
+    assert choose_method(draft_model="small", verify="auto").draft == "model:small"
+    assert choose_method("cascade", draft_model="small") == find_method("cascade", "small")
+    assert [method.draft for method in find_methods(["ngram", "block"], "small")] == ["ngram", "model:small"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"method": "casade"}, "Did you mean 'cascade'"),
+        ({"method": "cascade"}, "needs a draft model; name one with --draft-model"),
+        ({"method": "cascade", "draft_model": ""}, "needs a draft model"),
+        ({"method": "model//token"}, "needs a draft model"),
+        ({"method": "ngram", "draft_model": "small"}, "leave out --draft-model"),
+        ({"method": "cascade", "draft_model": "small", "tree": "chain:4"}, "leave out --tree"),
+        ({"method": "cascade", "draft_model": "small", "draft": "ngram"}, "leave out --draft,"),
+        ({"method": "ngram", "verify": "match"}, "leave out --verify"),
+        ({"draft": "ngram", "draft_model": "small"}, "--draft or --draft-model, not both"),
+        ({"method": "ngram/chain:8/match/more"}, "more than three parts"),
+    ],
+)
+def test_a_wrong_method_is_one_sentence(given: dict[str, str], words: str) -> None:
+    with pytest.raises(BranchwiseError, match=words):
+        choose_method(**given)  # type: ignore[arg-type]
+
+
+def test_a_method_of_a_pair_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(BranchwiseError, match="is not exact for drafter"):
+        find_method("disturbed/rsd-c:2,1/cascade").build()
+    with pytest.raises(BranchwiseError, match="is not exact for drafter"):
+        find_method("disturbed/chain:4/lossy-longest").build()
+
+
+# What users see
+
+
+def test_the_readme_shows_the_presets() -> None:
+    assert table() in (ROOT / "README.md").read_text(), "run python benchmarks/tables.py"
+
+
+def test_the_table_tells_a_lossy_method_from_the_others() -> None:
+    rows = {row.split("`")[1]: row for row in table().splitlines()[2:]}
+    assert set(rows) == set(PRESETS)
+    assert [name for name, row in rows.items() if "changed (lossy)" in row] == ["improved-mcsd-lossy"]
+    assert all("kept" in row for name, row in rows.items() if name != "improved-mcsd-lossy")
+
+
+def listed(*words: str) -> str:
+    done = CliRunner().invoke(app, ["methods", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_methods_lists_every_preset() -> None:
+    lines = {line.split()[0]: line for line in listed().splitlines() if line.split()}
+    assert set(PRESETS) <= set(lines)
+    assert "paths:4x6" in lines["cascade"]
+    assert " lossy " in lines["improved-mcsd-lossy"]
+    assert " lossless " in lines["improved-mcsd"]
+
+
+def test_methods_prints_json_and_tells_more_of_one() -> None:
+    found = json.loads(listed("--json"))["methods"]
+    assert [method["name"] for method in found] == list(PRESETS)
+    assert set(found[0]) == {
+        "name", "about", "paper", "draft", "tree", "verify", "lossless", "needs_draft_model", "command",
+    }  # fmt: skip
+    one = listed("rsd-s")
+    assert "branchwise generate PROMPT --method rsd-s --draft-model ID" in one
+    assert "2402.14160" in one
+    assert_one_sentence(run("methods", "rsd-z"), "Unknown method 'rsd-z'", "Did you mean 'rsd-s'")
+
+
+MISTAKES = [
+    (("--method", "casade"), "Unknown method 'casade'. Did you mean 'cascade'?"),
+    (("--method", "cascade"), "Method 'cascade' needs a draft model; name one with --draft-model"),
+    (("--method", "ngram", "--draft-model", "smollm2"), "leave out --draft-model"),
+    (("--method", "block", "--draft-model", "no/such/folder/at/all"), "no/such/folder/at/all"),
+]
+
+
+@pytest.mark.parametrize("command", ["generate Hi", "chat", "audit model", "tune", "bench"])
+@pytest.mark.parametrize(("words", "sentence"), MISTAKES)
+def test_every_command_that_takes_a_method_says_what_is_wrong_with_it(
+    command: str,
+    words: tuple[str, ...],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, as `test_cli.py` does it in a new one."""
+    if command == "bench":
+        words = tuple(word.replace("--method", "--methods") for word in words)
+    monkeypatch.setattr(sys, "argv", ["branchwise", *command.split(), *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert told.out == ""
+    assert told.err.startswith("branchwise: ")
+    assert told.err.count("\n") == 1
+    assert sentence in told.err
+
+
+@pytest.mark.parametrize("command", ["generate Hi", "chat", "audit model"])
+@pytest.mark.parametrize("part", [("--draft", "ngram"), ("--tree", "chain:4"), ("--verify", "match")])
+def test_a_method_and_a_part_of_one_exclude_each_other(
+    command: str, part: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["branchwise", *command.split(), "--method", "ngram", *part])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"leave out {part[0]}," in capsys.readouterr().err
+
+
+# On a real model, which drafts for itself
+
+
+def test_a_method_by_name_writes_what_the_model_would_have_written(smollm2: LLM) -> None:
+    drafting = smollm2.with_method("cascade", draft_model="smollm2")
+    assert drafting.engine.verifier.name == "cascade"
+    plain, answer = (llm.generate("Name a colour.", max_new_tokens=8) for llm in (smollm2, drafting))
+    assert answer.token_ids == plain.token_ids
+    assert answer.stats.mean_acceptance_length > 3
+    assert find_method("cascade", "smollm2").build()[0].draw is Draw.PATHS
+
+
+def test_load_takes_a_method_and_refuses_what_does_not_go_with_it() -> None:
+    with pytest.raises(BranchwiseError, match="needs a draft model"):
+        load(method="cascade")
+    with pytest.raises(BranchwiseError, match="leave out --tree"):
+        load(method="ngram", tree="chain:4")
+    with pytest.raises(BranchwiseError, match="A drafter of your own"):
+        load(draft=build_drafter("ngram"), method="ngram")

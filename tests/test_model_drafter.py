@@ -1,0 +1,393 @@
+"""A draft model: its laws are those of the model on the whole text, at every node and after every rejection."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Rows
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from branchwise.draft import Budget, build_drafter
+from branchwise.draft.dice import Dice
+from branchwise.draft.grown import Wish
+from branchwise.draft.growth import Found, Growing, Growth, Sapling, drawable
+from branchwise.draft.model import FOR_GREEDY, ModelDrafter
+from branchwise.draft.paths import Paths
+from branchwise.draft.rsd import Branching
+from branchwise.draft.trim import frequent_tokens, save_counts, table_of
+from branchwise.draft.vocabulary import common, spellings
+from branchwise.draft.weights import Weights, bytes_read
+from branchwise.engine import Engine, Request
+from branchwise.errors import BranchwiseError, ModelError
+from branchwise.sampling import SamplingParams
+from branchwise.target.transformers import TransformersTarget
+from branchwise.tree import Draw
+from branchwise.verify import VERIFIERS
+
+VOCABULARY = 24
+PROMPTS = [(1, 2, 3, 4, 5), (6,), tuple(range(1, 24)), (7, 8)]
+
+
+def tiny(seed: int, layers: int = 2, vocabulary: int = VOCABULARY, **options: object) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.6,
+        **options,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def target(slots: int = 3, seed: int = 0) -> TransformersTarget:
+    return TransformersTarget(tiny(seed), slots=slots)
+
+
+def weights(seed: int = 1) -> Weights:
+    return Weights("tiny draft", tiny(seed, layers=1), None)
+
+
+class Wild:
+    """Expands drawn nodes in any order, some late, some never: what no policy of ours does, and any may."""
+
+    draw = Draw.WITHOUT_REPLACEMENT
+
+    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
+        tree, order, waiting = Sapling([root]), random.Random(root), [0]
+        while waiting and len(tree) + 3 <= budget.nodes and len(tree) < 14:
+            chosen = sorted(order.sample(waiting, order.randint(1, len(waiting))), reverse=len(tree) % 2 == 0)
+            waiting = [node for node in waiting if node not in chosen]
+            found = yield tree, chosen
+            for node, law in zip(chosen, drawable(found.laws), strict=True):
+                tree.laws[node] = law
+                if tree.depths[node] < budget.depth:
+                    waiting += [tree.add(node, token) for token in dice.order(law, 2, node)]
+        return tree.finish(self.draw)
+
+
+class Checked(ModelDrafter):
+    """Compares every law with the draft model's own forward pass over the whole text."""
+
+    seen = 0
+
+    def look(self, wishes: Rows[Wish]) -> list[Found]:
+        found = super().look(wishes)
+        for wish, said in zip(wishes, found, strict=True):
+            for node, law in zip(wish.nodes, said.laws, strict=True):
+                text = [*wish.sequence.tokens, *wish.tree.path(node)]
+                assert torch.allclose(law, self.slow_law(text, wish), atol=1e-5)
+                self.seen += 1
+        return found
+
+    def slow_law(self, text: list[int], wish: Wish) -> Tensor:
+        with torch.inference_mode():
+            logits = self._weights.model(torch.tensor([text])).logits[0, -1]
+        return torch.softmax(logits / (wish.sequence.sampling.temperature or FOR_GREEDY), dim=-1)
+
+
+def run(drafter: object, verify: str, sampling: SamplingParams, length: int = 24) -> list[list[int]]:
+    engine = Engine(target(), drafter, VERIFIERS.build(verify))  # type: ignore[arg-type]
+    generations = [engine.submit(Request(prompt, sampling, max_new_tokens=length)) for prompt in PROMPTS]
+    while engine.busy:
+        engine.step()
+    return [generation.token_ids for generation in generations]
+
+
+@pytest.mark.parametrize(
+    ("tree", "verify"),
+    [
+        (Paths("3x4"), "cascade"),
+        (Paths("1x5"), "block"),
+        (Branching(2, 2, 1), "rrs"),
+        (Wild(), "traversal"),
+        (Wild(), "match"),
+    ],
+    ids=["paths", "chain", "rsd-c", "wild", "wild by match"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_law_is_the_draft_models_own_after_the_whole_text(tree: Growth, verify: str, temperature: float) -> None:
+    # Catches rows kept of rejected nodes, rows in the wrong place, wrong positions, a mask that shows a sibling,
+    # and slots mixed up when texts end and others join.
+    drafter = Checked(weights(), tree=tree)
+    run(drafter, verify, SamplingParams(temperature=temperature, seed=5))
+    assert drafter.seen > 80
+
+
+@pytest.mark.parametrize("tree", [Paths("2x3"), Branching(3, 1), Wild()], ids=["paths", "rsd-c", "wild"])
+@pytest.mark.parametrize("skill", ["another model", "the target itself"])
+def test_the_text_is_that_of_plain_decoding(tree: Growth, skill: str) -> None:
+    drafter = ModelDrafter(weights() if skill == "another model" else Weights("same", tiny(0), None), tree=tree)
+    for temperature in (0.0, 0.9):
+        sampling = SamplingParams(temperature=temperature, seed=3)
+        assert run(drafter, "match", sampling) == run(build_drafter("none"), "match", sampling)
+
+
+def test_a_level_is_one_pass_for_all_texts() -> None:
+    drafter = ModelDrafter(weights(), tree=Branching(2, 2, 1))
+    engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
+    for prompt in PROMPTS[:3]:
+        engine.submit(Request(prompt, SamplingParams(temperature=1.0, seed=1), max_new_tokens=30))
+    engine.step()
+    assert drafter.passes == 3
+    engine.step()
+    assert drafter.passes == 6
+
+
+def test_what_it_knows_of_a_text_goes_with_the_text() -> None:
+    drafter = ModelDrafter(weights(), tree=Paths("1x3"))
+    run(drafter, "block", SamplingParams(temperature=1.0, seed=1))
+    assert drafter._following.slots.free_slots == 3
+    assert not drafter._following._texts
+
+
+def test_an_interrupted_pass_leaves_no_false_rows() -> None:
+    drafter = Checked(weights(), tree=Branching(2, 2, 2))
+    engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
+    generation = engine.submit(Request(PROMPTS[0], SamplingParams(temperature=1.0, seed=2), max_new_tokens=40))
+    slots, step = drafter._following.slots, 0
+    whole = slots.sprout
+
+    def broken(*arguments: object) -> Tensor:
+        nonlocal step
+        step += 1
+        if step % 3 == 0:
+            raise KeyboardInterrupt
+        return whole(*arguments)  # type: ignore[arg-type]
+
+    slots.sprout = broken  # type: ignore[method-assign]
+    while not generation.finished:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            slots.sprout = whole if step > 60 else broken  # type: ignore[method-assign]
+    assert drafter.seen > 60
+
+
+def test_a_text_beyond_the_draft_models_context_is_not_drafted_for() -> None:
+    model = tiny(1, layers=1)
+    model.config.max_position_embeddings = 32
+    drafter = ModelDrafter(Weights("short", model, None), tree=Paths("1x4"))
+    sampling = SamplingParams(temperature=0.9, seed=3)
+    assert run(drafter, "match", sampling) == run(build_drafter("none"), "match", sampling)
+
+
+def test_cost_is_what_a_pass_reads_of_the_draft_over_what_it_reads_of_the_target() -> None:
+    draft, large = tiny(1, layers=1), tiny(0, layers=4)
+    layer = sum(p.numel() for p in draft.model.layers[0].parameters()) * 4
+    head, norm = VOCABULARY * 32 * 4, 32 * 4
+    assert bytes_read(draft) == layer + norm + head
+    assert bytes_read(draft, rows=6) == layer + norm + head // 4
+    drafter = ModelDrafter(Weights("tiny", draft, None))
+    Engine(TransformersTarget(large, slots=1), drafter, VERIFIERS.build("block"))
+    assert drafter.cost == pytest.approx((layer + norm + head) / (4 * layer + norm + head))
+
+
+def test_hidden_states_are_what_the_head_saw_where_a_policy_wants_them() -> None:
+    class Curious(Branching):
+        wants_hidden = True
+        found: Found
+
+        def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
+            growing, found = super().grow(root, budget, dice), None
+            while True:
+                try:
+                    wish = growing.send(found)  # type: ignore[arg-type]
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                found = self.found = yield wish
+
+    tree = Curious(2, 1)
+    drafter = ModelDrafter(weights(), tree=tree)
+    engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
+    engine.submit(Request(PROMPTS[0], SamplingParams(temperature=1.0, seed=2), max_new_tokens=1 + 4))
+    engine.step()
+    hidden = tree.found.hidden
+    assert hidden is not None
+    with torch.inference_mode():
+        laws = torch.softmax(drafter._weights.model.lm_head(hidden), dim=-1)
+    assert torch.allclose(laws, tree.found.laws, atol=1e-6)
+    assert len(hidden) == 2
+
+
+# Its own warping
+
+
+def test_its_own_temperature_and_cut_are_the_law_that_is_recorded() -> None:
+    drafter = ModelDrafter(weights(), temperature=0.5, top_k=3, tree=Branching(2))
+    engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
+    generation = engine.submit(Request(PROMPTS[0], SamplingParams(temperature=1.5, seed=2)))
+    engine._admit()
+    [tree] = drafter.draft([generation.sequence], [Budget(9, 3)])
+    with torch.inference_mode():
+        logits = drafter._weights.model(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    cut = logits.where(logits >= logits.topk(3).values[-1], -torch.inf)
+    assert tree.q is not None
+    assert torch.allclose(tree.q[0], torch.softmax(cut / 0.5, dim=-1), atol=1e-6)
+
+
+def test_by_default_it_is_warped_as_the_text_is() -> None:
+    drafter = ModelDrafter(weights(), tree=Branching(2))
+    engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
+    sampling = SamplingParams(temperature=0.7, top_k=4, top_p=0.9, min_p=0.02, logit_bias={3: float("-inf")}, seed=2)
+    generation = engine.submit(Request(PROMPTS[0], sampling))
+    engine._admit()
+    [tree] = drafter.draft([generation.sequence], [Budget(9, 3)])
+    assert tree.q is not None
+    assert 1 <= int((tree.q[0] > 0).sum()) <= 4
+    assert tree.q[0, 3] == 0
+
+
+# Trimmed heads
+
+
+def test_a_trimmed_head_is_the_full_head_renormalised(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
+    shared = weights()
+    counts = torch.randint(0, 50, (VOCABULARY,), generator=torch.Generator().manual_seed(4))
+    trimmed = ModelDrafter(shared, trim=9, tree=Branching(3, 2))
+    full = ModelDrafter(shared, tree=Branching(3, 2))
+    goal = target()
+    save_counts(goal, counts, {})
+    kept = frequent_tokens(goal, 9)
+    assert kept.tolist() == sorted(counts.argsort(descending=True, stable=True)[:9].tolist())
+    found = []
+    for drafter in (trimmed, full):
+        engine = Engine(goal, drafter, VERIFIERS.build("rrs"))
+        generation = engine.submit(Request(PROMPTS[0], SamplingParams(temperature=1.0, seed=2)))
+        engine._admit()
+        [tree] = drafter.draft([generation.sequence], [Budget(32, 3)])
+        found.append(tree)
+        engine.cancel(generation)
+    q, whole = found[0].q, found[1].q
+    assert q is not None
+    assert whole is not None
+    inside = torch.zeros(VOCABULARY).index_fill_(0, kept, 1.0)
+    assert torch.allclose(q[0], whole[0] * inside / (whole[0] * inside).sum(), atol=1e-6)
+    assert not set(found[0].tokens[1:].tolist()) - set(kept.tolist())
+    assert shared.model.get_output_embeddings().out_features == VOCABULARY, "the model's own head is back in its place"
+    assert trimmed.cost is not None
+    assert full.cost is not None
+    assert trimmed.cost < full.cost
+
+
+def test_a_trimmed_draft_stays_lossless(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
+    save_counts(target(), torch.arange(VOCABULARY), {})
+    drafter = ModelDrafter(weights(), trim=6, tree=Paths("2x3"))
+    sampling = SamplingParams(temperature=0.9, seed=3)
+    assert run(drafter, "match", sampling) == run(build_drafter("none"), "match", sampling)
+
+
+def test_counts_that_are_missing_damaged_or_of_another_target_are_a_sentence(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
+    goal = target()
+    with pytest.raises(ModelError, match="branchwise calibrate vocab"):
+        frequent_tokens(goal, 4)
+    path = save_counts(goal, torch.zeros(VOCABULARY), {})
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(ModelError, match="cannot be read"):
+        frequent_tokens(goal, 4)
+    save_counts(goal, torch.zeros(VOCABULARY - 1), {})
+    with pytest.raises(ModelError, match="not of this target"):
+        frequent_tokens(goal, 4)
+    assert table_of(target(seed=0)) == path
+    assert table_of(TransformersTarget(tiny(0, layers=3), slots=1)) != path
+
+
+# Two tokenizers
+
+WORDS = ["the", "Ġcat", "Ġsat", "Ġon", "Ġmat", "Ġdog", "Ġran", ".", "Ġ", "a", "b", "c", "Ċ"]
+PIECES = ["<unk>", "the", "▁cat", "▁mat", "▁dog", "▁on", ".", "▁", "a", "b", "c", "<0x0A>", "▁bird", "▁sang"]
+
+
+def byte_level(words: list[str]) -> PreTrainedTokenizerFast:
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*words, "<end>"])}, unk_token="."))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+
+
+def pieces(words: list[str]) -> PreTrainedTokenizerFast:
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*words, "</s>"])}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    raw.decoder = decoders.Metaspace(prepend_scheme="never")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
+
+
+def test_tokens_are_matched_by_what_they_spell_whichever_way_they_are_written() -> None:
+    found = spellings(byte_level(WORDS))
+    assert found[b" cat"] == WORDS.index("Ġcat")
+    assert found[b"\n"] == WORDS.index("Ċ")
+    assert spellings(pieces(PIECES))[b"\n"] == PIECES.index("<0x0A>")
+    vocabulary = common(byte_level(WORDS), len(WORDS) + 1, pieces(PIECES), len(PIECES) + 1, "other")
+    assert not vocabulary.same
+    assert vocabulary.draft_of[WORDS.index("Ġmat")] == PIECES.index("▁mat")
+    assert vocabulary.draft_of[len(WORDS)] == len(PIECES), "the end of a text is the end of a text"
+    assert WORDS.index("Ġran") not in vocabulary.draft_of
+
+
+def test_a_draft_model_with_another_tokenizer_keeps_the_text_and_drafts_what_both_can_say() -> None:
+    ours, theirs = byte_level(WORDS), pieces(PIECES)
+    model = tiny(0, vocabulary=len(WORDS) + 1)
+    draft = Weights("other", tiny(1, layers=1, vocabulary=len(PIECES) + 1), theirs)
+    prompts = [(0, 1, 2, 3), (5, 6, 7), (4,)]
+
+    def write(drafter: object, verify: str, temperature: float) -> tuple[list[list[int]], int]:
+        goal = TransformersTarget(model, slots=2, tokenizer=ours)
+        engine = Engine(goal, drafter, VERIFIERS.build(verify))  # type: ignore[arg-type]
+        sampling = SamplingParams(temperature=temperature, seed=4)
+        made = [engine.submit(Request(prompt, sampling, max_new_tokens=30)) for prompt in prompts]
+        while engine.busy:
+            engine.step()
+        return [generation.token_ids for generation in made], sum(g.stats.accepted_tokens for g in made)
+
+    for temperature in (0.0, 0.9):
+        plain, _ = write(build_drafter("none"), "match", temperature)
+        drafter = ModelDrafter(draft, tree=Branching(3, 2, 1))
+        text, accepted = write(drafter, "match", temperature)
+        assert text == plain
+        assert accepted > 0
+    assert set(drafter.vocabulary.tokens.tolist()) == set(drafter.vocabulary.draft_of)
+    # A law over what both can say, drawn and recorded: a token that the draft model lacks is never drafted.
+    drafter = ModelDrafter(draft, tree=Branching(3, 2, 1))
+    write(drafter, "traversal", 0.9)
+
+
+def test_vocabularies_with_too_little_in_common_are_refused_with_the_overlap() -> None:
+    other = pieces(["<unk>", *(f"word{n}" for n in range(31)), "a"])
+    with pytest.raises(ModelError, match=r"only \d+% of the smaller vocabulary"):
+        common(byte_level(WORDS), len(WORDS) + 1, other, 34, "other")
+
+
+def test_without_a_tokenizer_sizes_must_agree() -> None:
+    draft = Weights("other", tiny(1, vocabulary=30), None)
+    with pytest.raises(ModelError, match="30 tokens and the target 24"):
+        Engine(target(), ModelDrafter(draft), VERIFIERS.build("block"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("model", "needs 'model'"),
+        ("model:smollm2,trim=0", "at least 1 token, not trim=0"),
+        ("model:smollm2,top-k=0", "top-k=0"),
+        ("model:smollm2,temperature=0", "temperature above 0"),
+        ("model:smollm2,heat=1", "no option 'heat'"),
+        ("model:nowhere", "Unknown model 'nowhere'"),
+        ("model:/no/such/file.gguf", "no file or folder"),
+    ],
+)
+def test_a_bad_spec_is_one_sentence(spec: str, words: str) -> None:
+    with pytest.raises(BranchwiseError, match=words):
+        build_drafter(spec)
