@@ -23,7 +23,8 @@ from torch import Tensor
 
 from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget
-from branchwise.draft.growth import Growth
+from branchwise.draft.dice import SeededDice
+from branchwise.draft.growth import Found, Growth
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
@@ -129,8 +130,7 @@ def draft(
     for row in range(batch):
         generator = torch.Generator().manual_seed(1_000_003 * (number + 1) + row)
         found: dict[int, Tensor] = {}
-        chance = SeededChance(torch.tensor([number * 64 + row]), torch.tensor([1]), role="draft")
-        growing = growth.grow(1, Budget(128, 6), chance)
+        growing = growth.grow(1, Budget(128, 6), SeededDice(number * 64 + row, 1))
         answer = None
         while True:
             try:
@@ -141,7 +141,7 @@ def draft(
             for node in nodes:
                 found[node] = target_logits(vocabulary, generator)
             noise = [sigma * torch.randn(vocabulary, generator=generator) for _ in nodes]
-            answer = torch.stack([(found[n] + e).softmax(dim=-1) for n, e in zip(nodes, noise, strict=True)])
+            answer = Found(torch.stack([(found[n] + e).softmax(dim=-1) for n, e in zip(nodes, noise, strict=True)]))
         for leaf in range(len(tree)):
             found.setdefault(leaf, target_logits(vocabulary, generator))
         trees.append(DraftTree(tree.tokens.to(device), tree.parents, tree.draw, tree.q.to(device), tree.leaves))

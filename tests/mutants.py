@@ -135,7 +135,7 @@ MUTANTS = [
         ("weights = clipped_products(p / (q * (first + (1 - first) * gain)))", "weights = clipped_products(p / q)"),
         ("return gain.mul_(1 - one).add_(one).mul_(q)", "return gain.mul_(q)"),
         ("return gain.mul_(1 - one).add_(one).mul_(q)", "return q"),
-        ("for table in (below, q, shares_, one))", "for table in (below, q, share[..., None], one))"),
+        ("(rows_at(table, place)[:, None] for table in", "(table[:, :1] for table in"),
         ("count = self.draws.count[:, None]", "count = self.draws.count[:, None] * 0 + self.most"),
     ),
     *family(
@@ -246,7 +246,8 @@ MUTANTS = [
         ("lower = (theirs < mine)", "lower = (theirs > mine)"),
         ("lower = (theirs < mine)", "lower = (theirs <= mine)"),
         ("slots, heavy + everything)", "slots, heavy)"),
-        ("within = light.cumsum(dim=-1) - light", "within = light.cumsum(dim=-1)"),
+        ("torch.nn.functional.pad(light.cumsum(dim=-1)[..., :-1], (1, 0))", "light.cumsum(dim=-1)"),
+        ("(within + before[..., None])", "within"),
         ("self.q.gather(-1, inside).where(exists, 0.0)", "self.q.gather(-1, inside)"),
         ("return running - blocks, running[..., -1:]", "return running, running[..., -1:]"),
         ("(members < missing[..., None]).sum(dim=-1)", "(members <= missing[..., None]).sum(dim=-1)"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.laws import ModelLaws, settled
+from branchwise.laws import ModelLaws, all_at_once, settled
 from branchwise.sampling import Context, SamplingParams, adjust, warp
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Forest
@@ -138,3 +138,16 @@ def test_several_rows_of_a_tree_are_the_rows_one_by_one(batch: list[DraftTree], 
     assert together.shape == (len(batch), 3, VOCABULARY)
     for column in range(3):
         assert torch.equal(together[:, column], laws.rows(nodes[:, column]))
+
+
+def test_a_rule_that_reads_every_row_has_them_in_one_go_however_many_there_are() -> None:
+    forest = Forest([DraftTree.root(1)] * 2)
+    laws = ModelLaws(random_logits(forest), forest, sequences_for(forest.trees, PARAMS[1:2] * 2))
+    assert all_at_once(laws) is laws
+    laws.lazy, laws.together = False, False
+    every, nodes = all_at_once(laws), torch.zeros(2, dtype=torch.long)
+    assert every.together
+    assert not laws.together
+    assert torch.equal(every.rows(nodes), laws.rows(nodes))
+    assert "_all" in vars(every)
+    assert "_all" not in vars(laws)

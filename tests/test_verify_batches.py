@@ -14,12 +14,13 @@ from torch import Tensor
 from branchwise.audit.instances import ExactLaws
 from branchwise.chance import SeededChance
 from branchwise.draft import Budget
+from branchwise.draft.dice import SeededDice
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw, Forest, Room
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from branchwise.verify.capture import Places, as_program, numbers_of, packed, trace
+from branchwise.verify.capture import ENOUGH, Places, as_program, numbers_of, packed, softmax_in_blocks, trace
 from branchwise.verify.match import Match
 from tests.strategies import Rule, grown, random_rule, tokens_to
 
@@ -52,10 +53,9 @@ def tree_of(spec: str, seed: int, vocabulary: int) -> DraftTree:
     if spec == "nothing":
         return DraftTree.root(0)
     if spec in NOTHING.values():  # what is left of these trees where the budget is spent
-        return grown(spec, target(seed, vocabulary), SeededChance(*torch.zeros(2, 1, dtype=torch.long)), Budget(1, 0))
+        return grown(spec, target(seed, vocabulary), SeededDice(0, 0), Budget(1, 0))
     rule = random_rule(vocabulary, -seed - 1, near=target(seed, vocabulary), far=0.7)
-    chance = SeededChance(torch.tensor([seed]), torch.tensor([0]), role="draft")
-    return grown(spec, rule, chance, Budget(nodes=64, depth=9))
+    return grown(spec, rule, SeededDice(seed, 0), Budget(nodes=64, depth=9))
 
 
 class Batch:
@@ -206,8 +206,7 @@ def test_no_coin_decides_twice_in_trees_of_any_size(spec: str, names: list[str],
     # Catches coins that are numbered as if no tree were larger than some.
     target = random_rule(150, 1, spread=1.0)
     draft = random_rule(150, 2, near=target, far=0.3)
-    chance = SeededChance(torch.tensor([1]), torch.tensor([0]), role="draft")
-    tree = grown(spec, draft, chance, Budget(nodes=999, depth=999))
+    tree = grown(spec, draft, SeededDice(1, 0), Budget(nodes=999, depth=999))
     p = torch.stack([target(tuple(tokens_to(tree, node))) for node in range(len(tree))]).expand(3, -1, -1)
     for name in names:
         found = VERIFIERS.build(name)(Forest([tree] * 3), ExactLaws(p, lazy=lazy), Watched(3)).read()
@@ -285,3 +284,29 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
         assert found == batch.verdicts(name, lazy=True)
         seen |= {len(verdict.path) for verdict in found}
     assert len(seen) > 1
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 700])
+def test_a_softmax_in_blocks_is_a_softmax(vocabulary: int) -> None:
+    rows = 9 * torch.randn(2, 3, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    rows[0, 0, 1:] = -torch.inf
+    assert torch.allclose(softmax_in_blocks(rows, -1, False), rows.softmax(dim=-1), rtol=1e-5, atol=0)
+    assert softmax_in_blocks(rows, 1, False) is NotImplemented
+    assert softmax_in_blocks(rows.expand(ENOUGH, *rows.shape), -1, False) is NotImplemented
+
+
+def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
+    # Catches strides that are not those of the numbers: then every row gets the numbers of another.
+    def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+        shares = torch.stack([numbers[:, 2] / 3, numbers[:, 0] + 1, numbers[:, 1]], dim=1)
+        turned = numbers.T.contiguous().T
+        return logits.softmax(dim=-1) * shares[:, 1:, None].to(q.dtype) + q * turned[:, :2, None].to(q.dtype)
+
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.rand(2, 3, dtype=torch.float64, generator=generator)
+    places = Places(numbers, *torch.rand(2, 2, 2, 600, generator=generator).unbind())
+    traced = trace(program, places)
+    targets = [node.target for node in traced.graph.nodes]
+    assert targets.count(torch.ops.aten.as_strided.default) == 2
+    assert torch.ops.aten._softmax.default not in targets
+    assert torch.allclose(traced(*places), program(*places))

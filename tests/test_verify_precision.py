@@ -14,6 +14,7 @@ from torch import Tensor
 from branchwise.audit.exact import emitted
 from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
 from branchwise.chance import Chance, SeededChance
+from branchwise.draft.dice import SeededDice
 from branchwise.laws import Laws
 from branchwise.tree import DraftTree, Forest
 from branchwise.verify import VERIFIERS, Verdict, Verdicts, Verifier
@@ -57,8 +58,7 @@ def scored(kind: str, vocabulary: int, seed: int) -> tuple[DraftTree, Tensor]:
     """A drawn tree and p (nodes, vocabulary), both float32; laws as peaked as those of a language model."""
     target = random_rule(vocabulary, seed, spread=3.5)
     draft = random_rule(vocabulary, seed + 70, near=target, far=1.0)
-    chance = SeededChance(torch.tensor([seed]), torch.tensor([5]), role="draft")
-    tree = grown(SPECS[kind], draft, chance)
+    tree = grown(SPECS[kind], draft, SeededDice(seed, 5))
     return tree, torch.stack([target(tuple(tokens_to(tree, node))) for node in range(len(tree))])
 
 
@@ -104,8 +104,7 @@ def test_sixteen_paths_are_as_exact_as_two(name: str) -> None:
     # Catches differences of K-th powers, which lose their digits as K grows.
     target = random_rule(300, 1, spread=2.0)
     draft = random_rule(300, 2, near=target, far=0.5)
-    chance = SeededChance(torch.tensor([3]), torch.tensor([5]), role="draft")
-    tree = grown("paths:16x3", draft, chance)
+    tree = grown("paths:16x3", draft, SeededDice(3, 5))
     p = torch.stack([target(tuple(tokens_to(tree, node))) for node in range(len(tree))])
     for seed in range(8):
         for lazy in (True, False):
@@ -206,8 +205,8 @@ def test_awkward_laws_in_float32_give_odds_that_are_odds_and_laws_that_are_laws(
             def draft(prefix: tuple[int, ...], q_of: list[Tensor] = q_of, picks: list[list[int]] = picks) -> Tensor:
                 return q_of[picks[hash(prefix) % 64][0]]
 
-            chance = SeededChance(torch.tensor([seed]), torch.tensor([row]), role="draft")
-            tree = grown(("paths:3x3", "paths:1x2")[row % 2] if kind == "paths" else "rsd-c:3,2", draft, chance)
+            spec = ("paths:3x3", "paths:1x2")[row % 2] if kind == "paths" else "rsd-c:3,2"
+            tree = grown(spec, draft, SeededDice(seed, row))
             p = torch.stack([p_of[picks[hash(tuple(tokens_to(tree, n))) % 64][1]] for n in range(len(tree))])
             batch.append((tree, p))
         found: list[Verdict] = verify(name, batch, torch.float32, lazy, seed).found  # type: ignore[attr-defined]

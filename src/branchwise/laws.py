@@ -37,7 +37,8 @@ class Laws(Protocol):
     def together(self) -> bool:
         """On a device, whether to work on the rows of all nodes in one go, wherever the walk will lead.
 
-        That spares launches while the rows fit into the cache of the chip; beyond it they cost more than launches.
+        That spares launches while the rows fit into the cache of the chip; beyond it a rule that walks down one path
+        reads the rows on its way. One that comes to nearly every node asks for `all_at_once`.
         """
 
     def rows(self, nodes: Tensor) -> Tensor:
@@ -45,6 +46,15 @@ class Laws(Protocol):
 
     def best(self, nodes: Tensor) -> Tensor:
         """(batch,) int64: the tokens that greedy decoding emits after the given nodes."""
+
+
+def all_at_once(laws: Laws) -> Laws:
+    """The same laws for a rule that reads nearly every row whatever is drawn: on a device in one go, however many."""
+    if not isinstance(laws, ModelLaws) or laws.together:
+        return laws
+    same = copy.copy(laws)
+    same.together = True
+    return same
 
 
 def settled(laws: Laws, done: Tensor) -> bool:
@@ -62,7 +72,8 @@ def where_rows(laws: Laws, condition: Tensor, one: Tensor, other: Tensor) -> Ten
 
 
 TOGETHER = 64
-"""at most so many rows are worked on in one go: 39 MB of float32 in a vocabulary of 151,936, and an H200 caches 50"""
+"""at most so many rows are worked on in one go for a rule that walks down one path: 39 MB of float32 in a vocabulary of
+151,936, and an H200 caches 50"""
 
 
 class ModelLaws:

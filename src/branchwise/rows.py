@@ -38,7 +38,26 @@ def total(rows: Tensor) -> Tensor:
     return blocks.sum(dim=-1, dtype=torch.float64) + rows[..., whole:].sum(dim=-1, dtype=torch.float64)
 
 
-def filled_blocks(rows: Tensor) -> Tensor:
-    """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last one filled up with zeros."""
-    blocks: Tensor = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+def filled_blocks(rows: Tensor, value: float = 0.0) -> Tensor:
+    """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last one filled up with a value."""
+    filled = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK), value=value)
+    blocks: Tensor = filled.unflatten(-1, (-1, BLOCK))
     return blocks
+
+
+def in_memory(numbers: Tensor) -> Tensor:
+    """The same numbers, as values that a compiler may not work out again wherever they are used.
+
+    It would carry their formula into the loop that uses them. What is looked at by its strides has to lie somewhere.
+    """
+    return numbers.as_strided(numbers.shape, numbers.stride())
+
+
+def blank(rows: Tensor, tokens: Tensor) -> Tensor:
+    """Rows (…, vocabulary) with nothing on one token each (…,), written over the given ones where that is cheaper.
+
+    On a device a comparison is part of whatever reads the rows next, and writing to them would be a pass of its own.
+    """
+    if rows.device.type == "cpu":
+        return rows.scatter_(-1, tokens[..., None], 0.0)
+    return rows.where(torch.arange(rows.shape[-1], device=rows.device) != tokens[..., None], 0.0)

@@ -12,8 +12,9 @@ The path is kept up to the last i whose coin of odds h_i <= w_i succeeds; then o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Block:
         root = torch.zeros_like(path.length)
         spans = list(read(forest, laws, path, laws.rows(root), forest.q_rows(root)))
         p, q = at_tokens(spans, path.tokens)
-        block = verify_block(laws, chance, path, spans, clipped_products(p / q), lambda span: span.q)
+        block = verify_block(laws, chance, path, spans, clipped_products(p / q), own_law)
         return path.verdicts(block.kept, chance.pick(block.residual(forest, laws, path)))
 
 
@@ -115,6 +116,17 @@ def clipped_products(ratios: Tensor) -> Tensor:
     return torch.stack(found, dim=1)
 
 
+class DrawnFrom(Protocol):
+    def __call__(self, span: Span, place: Tensor | None = None) -> Tensor:
+        """(batch, n, vocabulary): the law that a path was drawn from at the nodes of a span, or, with n = 1, at one of
+        its places (batch,)."""
+
+
+def own_law(span: Span, place: Tensor | None = None) -> Tensor:
+    """`DrawnFrom`, of a path that nobody chose."""
+    return span.q if place is None else rows_at(span.q, place)[:, None]
+
+
 @dataclass(frozen=True, eq=False)
 class Kept:
     """How far a path was kept, and what is still wanted there."""
@@ -142,13 +154,13 @@ def verify_block(
     path: Path,
     spans: list[Span],
     weights: Tensor,
-    drawn_from: Callable[[Span], Tensor],
+    drawn_from: DrawnFrom,
     first_coin: int = 1,
 ) -> Kept:
     """Keep a path up to the last success.
 
-    `weights` (batch, n + 1) are the w_i; `drawn_from` gives the rows (batch, n, vocabulary) of the law that the path
-    was drawn from. Coins are numbered from the deepest place upwards, since the last node is asked first.
+    `weights` (batch, n + 1) are the w_i. Coins are numbered from the deepest place upwards, since the last node is
+    asked first.
     """
     last = path.tokens.shape[1]
     nodes = torch.arange(last, -1, -1, device=weights.device)
@@ -168,7 +180,7 @@ def verify_block(
             open_ = (kept < 0) & (path.length > span.start)
             if not chance.hopes(torch.where(open_[:, None], w, 0.0), coin).any():
                 continue
-        rows = (span.p * w[..., None].to(span.p.dtype)).sub_(drawn_from(span)).clamp_min_(0)
+        rows = wanted(span.p, w, drawn_from(span))
         mass = total(rows)
         odds = torch.where((w == 1) | (steps == 0), 1.0, mass / (mass + 1 - w))
         odds = torch.where((steps < path.length[:, None]) & (kept < 0)[:, None], odds, 0.0)
@@ -178,8 +190,18 @@ def verify_block(
         # Where p equals q nothing is left, and no coin of odds 1 fails; rounding may still ask, and p is the answer.
         here_mass = mass.gather(1, here[:, None])[:, 0]
         empty = found & (here_mass == 0)
-        row = where_rows(laws, empty, rows_at(span.p, here), rows_at(rows, here))
+        p = rows_at(span.p, here)
+        if laws.lazy:
+            row = rows_at(rows, here)
+        else:  # one row made again costs less than writing all of them
+            row = wanted(p[:, None], w.gather(1, here[:, None]), drawn_from(span, here))[:, 0]
+        row = where_rows(laws, empty, p, row)
         left = where_rows(laws, found, row, left)
         left_mass = torch.where(found & ~empty, here_mass, left_mass)
         kept = torch.where(found, here + span.start, kept)
     return Kept(kept, whole, left, torch.where(whole, 1.0, left_mass))
+
+
+def wanted(p: Tensor, w: Tensor, drawn: Tensor) -> Tensor:
+    """(batch, n, vocabulary): max(w p - q, 0), where q is the law that tokens were `drawn` from and w is (batch, n)."""
+    return (p * w[..., None].to(p.dtype)).sub_(drawn).clamp_min_(0)

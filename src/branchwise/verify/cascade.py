@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
-from branchwise.laws import Laws, settled, where_rows
+from branchwise.laws import Laws, all_at_once, settled, where_rows
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
 from branchwise.verify import STRIDE, Verdicts
@@ -34,6 +34,7 @@ class Cascade:
 
     @or_match
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        laws = all_at_once(laws)  # the stages come to as many rows as the tree has
         paths = Paths(forest, laws)
         draws = paths.all
         anchor = torch.zeros_like(draws.depth)  # a path that runs through the node reached so far

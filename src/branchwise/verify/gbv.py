@@ -20,7 +20,17 @@ from branchwise.laws import Laws
 from branchwise.rows import rows_at, total
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts
-from branchwise.verify.block import Kept, Path, Span, at_tokens, clipped_products, read, verify_block, with_first
+from branchwise.verify.block import (
+    Kept,
+    Path,
+    Span,
+    at_tokens,
+    clipped_products,
+    own_law,
+    read,
+    verify_block,
+    with_first,
+)
 from branchwise.verify.match import or_match
 from branchwise.verify.order import Order, boost, sort_keys
 
@@ -185,10 +195,7 @@ def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: 
     p, q = order.p[:, 0], order.q[:, 0]
     gain = boost(order.below(), order.q, torch.ones_like(order.q[..., :1]), draws.count[:, None, None], most, lazy=lazy)
     highest = gain[:, 0].mul_(q)
-    if lazy:  # row by row, while they are at hand
-        overlaps = torch.stack([total(torch.lerp(highest, q, share).clamp_(max=p)) for share in mixtures], dim=1)
-    else:
-        overlaps = total(torch.stack([torch.lerp(highest, q, share).clamp_(max=p) for share in mixtures], dim=1))
+    overlaps = torch.stack([total(torch.lerp(highest, q, share).clamp_(max=p)) for share in mixtures], dim=1)
     noise = 1e-12 if p.dtype == torch.float64 else 1e-6
     good = overlaps >= overlaps.amax(dim=1, keepdim=True) - noise
     share = torch.ones_like(overlaps[:, 0])
@@ -224,7 +231,7 @@ class Choice:
         p, q = at_tokens(self.spans, self.path.tokens)
         if self.alone:
             self.orders = [self.order] * len(self.spans)  # nobody asks
-            return verify_block(laws, chance, self.path, self.spans, clipped_products(p / q), lambda s: s.q, coin)
+            return verify_block(laws, chance, self.path, self.spans, clipped_products(p / q), own_law, coin)
         self.orders = [
             self.paths.order(span, self.path.nodes[:, span.start : span.stop], self.order) for span in self.spans
         ]
@@ -241,19 +248,13 @@ class Choice:
         first = odds_of_first(self.share, gain)
         weights = clipped_products(p / (q * (first + (1 - first) * gain)))
 
-        def drawn_from(span: Span) -> Tensor:
-            order = self.orders[self.spans.index(span)]
-            part = slice(span.start, span.stop)
-            one = first[:, part, None].to(span.q.dtype)
-            gain = boost(
-                order.below(),
-                span.q,
-                share[:, part, None].to(span.q.dtype),
-                count[..., None],
-                self.most,
-                lazy=laws.lazy,
-            )
-            return gain.mul_(1 - one).add_(one).mul_(span.q)
+        def drawn_from(span: Span, place: Tensor | None = None) -> Tensor:
+            below, q = self.orders[self.spans.index(span)].below(), span.q
+            shares_, one = (numbers[:, span.start : span.stop, None].to(q.dtype) for numbers in (share, first))
+            if place is not None:
+                below, q, shares_, one = (rows_at(table, place)[:, None] for table in (below, q, shares_, one))
+            gain = boost(below, q, shares_, count[..., None], self.most, lazy=laws.lazy)
+            return gain.mul_(1 - one).add_(one).mul_(q)
 
         return verify_block(laws, chance, self.path, self.spans, weights, drawn_from, coin)
 

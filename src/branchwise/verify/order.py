@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.rows import BLOCK, filled_blocks, total
+from branchwise.rows import BLOCK, filled_blocks, in_memory, total
 
 RANKED = 512
 """At most so many tokens are sorted: in a vocabulary beyond it, those with q above 1 / RANKED."""
@@ -73,15 +73,15 @@ class Order:
         slots = _places(ranked)
         exists = slots < size
         inside = slots.clamp_max(size - 1)
-        mass = self.q.gather(-1, inside).where(exists, 0.0)
-        keys = self.p.gather(-1, inside) / mass
+        mass = in_memory(self.q.gather(-1, inside).where(exists, 0.0))
+        keys = in_memory(self.p.gather(-1, inside) / mass)
         # Who ranks below whom is asked of all pairs at once: fewer steps than a sort, and a device has hands to spare.
         mine, theirs = keys[..., :, None], keys[..., None, :]
         numbers = torch.arange(RANKED, device=self.q.device)
         lower = (theirs < mine) | ((theirs == mine) & (numbers[None, :] < numbers[:, None]))
         heavy = torch.where(lower, mass[..., None, :], 0.0).sum(dim=-1)
         light = filled_blocks(torch.where(ranked, 0.0, self.q))
-        within = light.cumsum(dim=-1) - light
+        within = torch.nn.functional.pad(light.cumsum(dim=-1)[..., :-1], (1, 0))  # of the block, before each token
         before, everything = _before(light.sum(dim=-1))
         below = (within + before[..., None]).flatten(-2)[..., :size]
         # One place more than there are tokens, for those that do not exist.

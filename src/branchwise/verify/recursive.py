@@ -24,7 +24,7 @@ from torch import Tensor
 
 from branchwise.chance import Chance
 from branchwise.laws import Laws, settled
-from branchwise.rows import rows_at, total
+from branchwise.rows import blank, rows_at, total
 from branchwise.tree import Draw, Forest
 from branchwise.verify import STRIDE, Verdicts, left_of
 from branchwise.verify.match import or_match
@@ -45,7 +45,7 @@ class RRS:
             tried = reject(p, q, tokens_of(forest, below), below >= 0, replace=self.replace)
             return below, tried.odds, tried.share
 
-        node, nodes, (_, _, share) = descend(forest, laws, chance, tries)
+        node, nodes, (share,) = descend(forest, laws, chance, tries)
         return Verdicts(nodes, chance.pick(left_of(laws, laws.rows(node), forest.q_rows(node), share)))
 
     def candidates(self, forest: Forest) -> Tensor:
@@ -76,12 +76,12 @@ def tokens_of(forest: Forest, nodes: Tensor) -> Tensor:
 
 def descend(
     forest: Forest, laws: Laws, chance: Chance, tries: Callable[[Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Walk down from the root while children are accepted.
 
-    `tries` says of nodes (batch, n) which children are tried there (batch, n, most), at which odds, and whatever else
-    the caller wants to know of the last node. Returns that node (batch,), the way to it (batch, depth + 1), what was
-    said of it.
+    `tries` says of nodes (batch, n) which children are tried there (batch, n, most), at which odds, and whatever
+    numbers (batch, n) the caller wants to know of the last node. Returns that node (batch,), the way to it
+    (batch, depth + 1), and the numbers: 0 at the bottom, where no child is tried and no row read.
     """
     node = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
     ended = torch.zeros_like(node, dtype=torch.bool)
@@ -95,9 +95,8 @@ def descend(
             return tuple(item[:, 0] for item in tries(node[:, None]))
         return tuple(rows_at(item, node) for item in known)
 
-    said = at(node)
+    children, odds, *numbers = at(node)
     for depth in range(forest.depth):
-        children, odds = said[:2]
         turn = chance.first(torch.where(ended[:, None], 0.0, odds), depth * STRIDE)
         accepted = turn < children.shape[1]
         child = children.gather(1, turn.clamp_max(children.shape[1] - 1)[:, None])[:, 0]
@@ -106,9 +105,12 @@ def descend(
         node = torch.where(accepted, child, node)
         if settled(laws, ended):
             break
-        said = at(node)
+        if depth + 1 < forest.depth:
+            children, odds, *numbers = at(node)
+        else:
+            numbers = [torch.where(accepted, 0.0, number) for number in numbers]
     nodes = torch.stack(way, dim=1)
-    return node, nodes, said
+    return node, nodes, numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +150,6 @@ def reject(
         wanted = torch.where(here, (left / next_c).nan_to_num(0.0), wanted)
         b, c = torch.where(here, next_b, b), torch.where(here, next_c, c)
         if not replace and turn + 1 < tokens.shape[-1]:
-            untried.scatter_(-1, tokens[..., turn, None], 0.0)
+            untried = blank(untried, tokens[..., turn])
             z = torch.where(here, total(untried), z)
     return Tried(torch.stack(odds, dim=-1), wanted, (b / a).nan_to_num(0.0))

@@ -43,9 +43,9 @@ class KSeq:
             taken = torch.where((beta > 0) & (count > 0), (1 - missed) / beta, 0.0)
             return children, torch.where(children >= 0, odds.clamp_max(1).nan_to_num(0.0), 0.0), rho, taken
 
-        node, nodes, (_, _, rho, taken) = descend(forest, laws, chance, tries)
+        node, nodes, (rho, taken) = descend(forest, laws, chance, tries)
         p, q = laws.rows(node), forest.q_rows(node)
-        served = torch.minimum(p / rho[:, None].to(p.dtype), q)
+        served = torch.minimum(p / rho.clamp_min(1)[:, None].to(p.dtype), q)
         return Verdicts(nodes, chance.pick(left_of(laws, p, served, taken)))
 
 

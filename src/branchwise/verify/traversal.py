@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
-from branchwise.laws import Laws, settled
+from branchwise.laws import Laws, all_at_once, settled
 from branchwise.rows import rows_at
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts, left_of
@@ -30,6 +30,7 @@ class Traversal:
 
     @or_match
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        laws = all_at_once(laws)
         odds, share = odds_of_nodes(forest, laws)
         order = forest.postorder
         turn = chance.first(torch.where(order >= 0, rows_at(odds, order.clamp_min(0)), 0.0), 0)
