@@ -2,7 +2,8 @@
 
 The laws look like those of a language model (a few tokens carry the mass, a long tail the rest) over a vocabulary of
 151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree
-4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync.
+4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync; in
+a graph also the copies of logits and q to where it reads them.
 Verifiers take turns on every draft. On a GPU they do so twice: as they are, and captured in graphs.
 
     python benchmarks/verifiers.py [--device cuda] [--out FILE.jsonl]
@@ -69,7 +70,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--drafts", type=int, default=12, help="batches of drafts")
     parser.add_argument("--repeat", type=int, default=5, help="verdicts on each, with other seeds")
-    parser.add_argument("--verifiers", nargs="+", default=[name for name in VERIFIERS if name != "auto"])
+    lossless = [name for name in VERIFIERS if name != "auto" and getattr(VERIFIERS.find(name), "lossless", True)]
+    parser.add_argument("--verifiers", nargs="+", default=lossless)
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/records/verifiers.jsonl"))
     return parser.parse_args()

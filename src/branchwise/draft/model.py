@@ -78,12 +78,16 @@ class ModelDrafter(Grown):
         self.vocabulary = self._common(target)
         if self.trim is not None:
             self.vocabulary = self.vocabulary.keep(frequent_tokens(target, self.trim))
+        if not len(self.vocabulary.tokens):
+            raise ModelError(f"No token that the target writes often is one of {self._weights.name}; raise trim.")
         self.vocabulary = self.vocabulary.to(target.device)
         self._wants_hidden = bool(getattr(self.tree, "wants_hidden", False))
         self._head: Head | None = None
         if self.trim is not None or self._wants_hidden:
             self._head = Head(self._weights.head, None if self.trim is None else self.vocabulary.columns)
-        slots = self._weights.slots(getattr(target, "slots", 8))
+        # The same text may take more tokens of another tokenizer.
+        context = target.context + 1 if self.vocabulary.same else 2 * target.context
+        slots = self._weights.slots(getattr(target, "slots", target.free_slots), context)
         self._following = Following(slots, self.vocabulary.draft_token)
         if isinstance(model := getattr(target, "model", None), nn.Module):
             rows = None if self.trim is None else len(self.vocabulary.columns)
@@ -128,7 +132,7 @@ class ModelDrafter(Grown):
         if self.trim is None and not self.vocabulary.whole:
             logits = logits[:, self.vocabulary.columns]
         warp = Warp([self._sampling(wish.sequence.sampling)], logits.shape[-1], logits.device)
-        laws = self.vocabulary.spread(warp(logits[None])[0])
+        laws = self.vocabulary.spread(sound(warp(logits[None])[0]))
         return laws if self.recall is None else self.recall.mix(wish.sequence, wish.tree, wish.nodes, laws)
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
@@ -145,27 +149,28 @@ class ModelDrafter(Grown):
     @contextmanager
     def _headed(self) -> Iterator[None]:
         """Put a head of our own in the place of the model's for one pass, where there is one."""
-        model, own = self._weights.model, self._weights.model.get_output_embeddings()
-        model.set_output_embeddings(self._head or own)
+        model = self._weights.model
+        own = None if self._head is None else model.get_output_embeddings()
+        if own is not None:
+            model.set_output_embeddings(self._head)
         try:
             yield
         finally:
-            model.set_output_embeddings(own)
+            if own is not None:
+                model.set_output_embeddings(own)
 
     # Texts
 
     def _within(self, sequence: Sequence, budget: Budget) -> Budget:
-        """What the slots and the context of the draft model leave room for."""
-        slots = self._following.slots
-        if sequence not in self._following and not slots.free_slots:
-            return Budget(1, 0)
-        room = slots.context - len(self._text(sequence)) - 1
+        """What the context of the draft model leaves room for."""
+        room = self._following.slots.context - len(self._text(sequence)) - 1
         return Budget(budget.nodes, max(0, min(budget.depth, room))) if room > 0 else Budget(1, 0)
 
     def _text(self, sequence: Sequence) -> list[int]:
         """The text in tokens of the draft model."""
         if self.vocabulary.same:
-            return sequence.tokens
+            fits = self.vocabulary.own >= self.vocabulary.size
+            return sequence.tokens if fits else [self.vocabulary.draft_token(token) for token in sequence.tokens]
         spelled = self._spelled.setdefault(sequence, Spelled())
         if not spelled.read:
             spelled.tokens = self._spell(sequence.tokens[: sequence.prompt_length])
@@ -192,6 +197,18 @@ class ModelDrafter(Grown):
                 "without a tokenizer of the target they cannot be matched."
             )
         return Vocabulary.shared(target.vocabulary, weights.vocabulary)
+
+
+def sound(laws: Tensor) -> Tensor:
+    """Laws (rows, tokens), where a row that overflowed or lost all its mass draws any token alike.
+
+    A verifier divides by q. What is drawn must have been possible, whatever a draft model made of its numbers.
+    """
+    masses = laws.sum(dim=-1, keepdim=True)
+    good = masses.isfinite() & (masses > 0)
+    if laws.device.type == "cpu" and bool(good.all()):
+        return laws
+    return torch.where(good, laws, 1 / laws.shape[-1])
 
 
 class Spelled:

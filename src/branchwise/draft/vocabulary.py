@@ -48,6 +48,9 @@ class Vocabulary:
         ids = torch.arange(min(size, own))
         return cls(size, ids, ids, own, same=True)
 
+    def __post_init__(self) -> None:
+        assert len(self.tokens.unique()) == len(self.tokens), "a token of the target stands for two of the draft model"
+
     def keep(self, wanted: Tensor) -> Vocabulary:
         """Only those of the wanted tokens (of the target) that the draft model has."""
         kept = torch.isin(self.tokens, wanted.to(self.tokens.device))
@@ -59,7 +62,7 @@ class Vocabulary:
     @cached_property
     def whole(self) -> bool:
         """Whether the draft model's columns are the target's tokens as they stand."""
-        return self.same and len(self.tokens) == self.size
+        return self.same and len(self.tokens) == self.size == self.own
 
     @cached_property
     def draft_of(self) -> dict[int, int]:
@@ -91,17 +94,18 @@ def common(
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return Vocabulary.shared(size, own)
-    spelled, found = spellings(draft), []
-    for spelling, token in spellings(target).items():
+    spelled = spellings(draft)
+    found: dict[int, int] = {}
+    for spelling, token in spellings(target).items():  # the end of a text comes last: it may be spelled alike as well
         if spelling in spelled and token < size and spelled[spelling] < own:
-            found.append((token, spelled[spelling]))
+            found.setdefault(token, spelled[spelling])
     overlap = len(found) / min(len(ours), len(theirs))
     if overlap < LEAST_OVERLAP:
         raise ModelError(
             f"The draft model {name} has another tokenizer, and only {overlap:.0%} of the smaller vocabulary is in "
             f"both ({LEAST_OVERLAP:.0%} are needed); use a draft model of the target's family."
         )
-    tokens, columns = torch.tensor(sorted(found)).unbind(1)
+    tokens, columns = torch.tensor(sorted(found.items())).unbind(1)
     return Vocabulary(size, columns, tokens, own, same=False)
 
 
@@ -112,7 +116,7 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
     """
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_tokens) | {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-    byte_level = any(token.startswith("Ġ") for token in vocabulary)
+    byte_level = sum(token.startswith("Ġ") for token in vocabulary) > sum(token.startswith("▁") for token in vocabulary)
     found: dict[object, int] = {}
     for token, number in vocabulary.items():
         if token in special:

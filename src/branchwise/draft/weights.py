@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from branchwise.target.transformers import TransformersTarget
 
-TREE_ROWS = 512
+TREE_ROWS = 1024
 """rows of a slot behind its text: a policy may expand more nodes than it keeps"""
 
 
 class Weights:
-    """A draft model with its tokenizer and its slots."""
+    """A draft model with its tokenizer."""
 
     _loaded: ClassVar[weakref.WeakValueDictionary[tuple[str, torch.dtype, str], Weights]] = (
         weakref.WeakValueDictionary()
@@ -34,7 +34,6 @@ class Weights:
         self.tokenizer = tokenizer
         self.lock = threading.RLock()
         """whoever runs the model with a head of its own holds it"""
-        self._slots: dict[int, TransformersTarget] = {}
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -48,12 +47,13 @@ class Weights:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def slots(self, count: int) -> TransformersTarget:
+    def slots(self, count: int, context: int) -> TransformersTarget:
+        """Room for so many texts of at most this length; each drafter has its own, so that none waits for another."""
+        from branchwise.target.probe import context_limit
         from branchwise.target.transformers import TransformersTarget  # transformers takes seconds to import
 
-        if count not in self._slots:
-            self._slots[count] = TransformersTarget(self.model, slots=count, max_nodes=TREE_ROWS)
-        return self._slots[count]
+        room = min(context, context_limit(self.model.config))
+        return TransformersTarget(self.model, slots=count, context=room, max_nodes=TREE_ROWS)
 
     @property
     def head(self) -> nn.Linear:
