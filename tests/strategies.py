@@ -14,7 +14,7 @@ from torch import Tensor
 from branchwise.audit.instances import DRAWS, Drafts, Instance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Found, Growth, Sapling
+from branchwise.draft.growth import Found, Growth, Sapling, grow_with
 from branchwise.tree import DraftTree, Draw, Forest
 from tests import slow_truth
 
@@ -161,17 +161,13 @@ def grown(
     `asked` collects the nodes of every wish.
     """
     growth = TREES.build(spec) if isinstance(spec, str) else spec
-    growing = growth.grow(root, budget or Budget(nodes=999, depth=99), dice)
-    found: Found | None = None
-    while True:
-        try:
-            sapling, nodes = growing.send(found)  # type: ignore[arg-type]
-        except StopIteration as end:
-            tree: DraftTree = end.value
-            return tree
+
+    def look(tree: Sapling, nodes: list[int]) -> Found:
         if asked is not None:
             asked.append(list(nodes))
-        found = Found(torch.stack([law(tuple(tokens_to(sapling, node))) for node in nodes]))
+        return Found(torch.stack([law(tuple(tree.path(node))) for node in nodes]))
+
+    return grow_with(growth.grow(root, budget or Budget(nodes=999, depth=99), dice), look)
 
 
 def tokens_to(tree: Sapling | DraftTree, node: int) -> list[int]:

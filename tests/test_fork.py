@@ -20,7 +20,7 @@ from branchwise.audit.longest import Begun
 from branchwise.draft import Budget, build_drafter
 from branchwise.draft.dice import SeededDice, SureDice
 from branchwise.draft.fork import Fork
-from branchwise.draft.growth import Found
+from branchwise.draft.growth import Found, Sapling, grow_with
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.sampling import SamplingParams
@@ -37,15 +37,10 @@ KNOWN = torch.tensor([0.1, 0.2, 0.3, 0.4])
 
 
 def grow(spec: str, rule: Rule, known: Tensor | None, seed: int = 0, budget: Budget | None = None) -> DraftTree:
-    dice = SeededDice(seed, 0)
-    growing, found = Fork(spec).grow(3, budget or Budget(99, 9), dice, known), None
-    while True:
-        try:
-            sapling, nodes = growing.send(found)  # type: ignore[arg-type]
-        except StopIteration as end:
-            tree: DraftTree = end.value
-            return tree
-        found = Found(torch.stack([rule(tuple(tokens_to(sapling, node))) for node in nodes]))
+    def look(tree: Sapling, nodes: list[int]) -> Found:
+        return Found(torch.stack([rule(tuple(tree.path(node))) for node in nodes]))
+
+    return grow_with(Fork(spec).grow(3, budget or Budget(99, 9), SeededDice(seed, 0), known), look)
 
 
 # Drawing

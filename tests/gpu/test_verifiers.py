@@ -10,7 +10,7 @@ import torch
 from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import SeededDice
-from branchwise.draft.growth import Found
+from branchwise.draft.growth import Found, grow_with
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
@@ -31,19 +31,17 @@ PAIRS = [
 ]
 
 
+def random_laws(count: int, generator: torch.Generator) -> torch.Tensor:
+    return (3 * torch.randn(count, VOCABULARY, generator=generator)).softmax(dim=-1)
+
+
 def draft(tree: str, seed: int) -> tuple[list[DraftTree], torch.Tensor]:
     """Trees of a batch, and the target's logits over them."""
     generator = torch.Generator().manual_seed(seed)
     trees, logits = [], []
     for row in range(BATCH):
-        growing, answer = TREES.build(tree).grow(1, Budget(64, 4), SeededDice(seed * 8 + row, 3)), None
-        while True:
-            try:
-                _, nodes = growing.send(answer)
-            except StopIteration as end:
-                trees.append(end.value)
-                break
-            answer = Found((3 * torch.randn(len(nodes), VOCABULARY, generator=generator)).softmax(dim=-1))
+        growing = TREES.build(tree).grow(1, Budget(64, 4), SeededDice(seed * 8 + row, 3))
+        trees.append(grow_with(growing, lambda _, nodes: Found(random_laws(len(nodes), generator))))
         noise = torch.randn(len(trees[-1]), VOCABULARY, generator=generator)
         logits.append(2 * noise)
         rows = len(trees[-1].q)

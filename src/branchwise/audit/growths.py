@@ -22,7 +22,7 @@ from torch import Tensor
 from branchwise.draft import Budget
 from branchwise.draft.beam import Beam
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Found, Growth
+from branchwise.draft.growth import Found, Growth, Sapling, grow_with
 from branchwise.tree import DraftTree
 
 Prefix = tuple[int, ...]
@@ -73,15 +73,12 @@ def _inner(growth: Growth) -> Growth:
 
 def grow(growth: Growth, rule: Rule, budget: Budget, dice: Dice) -> DraftTree:
     """One tree over these laws. Where a policy wants hidden states, the law of a node stands for what is seen there."""
-    growing, found = growth.grow(0, budget, dice), None
-    while True:
-        try:
-            sapling, nodes = growing.send(found)  # type: ignore[arg-type]
-        except StopIteration as end:
-            tree: DraftTree = end.value
-            return tree
-        laws = torch.stack([rule(tuple(sapling.path(node))) for node in nodes])
-        found = Found(laws, laws if getattr(growth, "wants_hidden", False) else None)
+
+    def look(tree: Sapling, nodes: list[int]) -> Found:
+        laws = torch.stack([rule(tuple(tree.path(node))) for node in nodes])
+        return Found(laws, laws if getattr(growth, "wants_hidden", False) else None)
+
+    return grow_with(growth.grow(0, budget, dice), look)
 
 
 @dataclass

@@ -9,7 +9,7 @@ the q it records is the very law that it drew from.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -92,6 +92,17 @@ class Found:
 
 Growing = Generator[tuple[Sapling, list[int]], Found, DraftTree]
 """yields (tree so far, nodes to expand), receives what is found there, returns the tree"""
+
+
+def grow_with(growing: Growing, look: Callable[[Sapling, list[int]], Found]) -> DraftTree:
+    """Grow one tree by itself, from whatever answers its wishes."""
+    found: Found | None = None
+    while True:
+        try:
+            found = look(*growing.send(found))  # type: ignore[arg-type]
+        except StopIteration as end:
+            tree: DraftTree = end.value
+            return tree
 
 
 class Growth(Protocol):
