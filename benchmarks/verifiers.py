@@ -4,9 +4,11 @@ The laws look like those of a language model (a few tokens carry the mass, a lon
 151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree
 4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync; in
 a graph also the copies of logits and q to where it reads them.
-Verifiers take turns on every draft. On a GPU they do so twice: as they are, and captured in graphs.
+Verifiers take turns on every draft. On a GPU they do so twice: captured in graphs, then as they are. What matters most
+comes first, graphs and large batches, and every number is printed and written as soon as it is known, so that a run
+that is cut short has them.
 
-    python benchmarks/verifiers.py [--device cuda] [--out FILE.jsonl]
+    python benchmarks/verifiers.py [--device cuda] [--modes graph] [--out FILE.jsonl]
 """
 
 from __future__ import annotations
@@ -43,22 +45,33 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     run = provenance(device, arguments)
-    verifiers: dict[tuple[str, str], Verifier] = {}
-    for name in arguments.verifiers:
-        verifiers[name, "eager"] = VERIFIERS.build(name)
-        if device.type == "cuda":
-            verifiers[name, "graph"] = Captured(VERIFIERS.build(name))
-    records = []
+    count = 0
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as file:
-        for similarity in arguments.similarity:
-            for batch in arguments.batch:
-                found = measure(verifiers, device, similarity, SIMILARITIES[similarity], batch, arguments)
+        for mode, batch in product(modes(arguments.modes, device), sorted(arguments.batch, reverse=True)):
+            verifiers = built(arguments.verifiers, mode)
+            for similarity in arguments.similarity:
+                found = measure(verifiers, mode, device, similarity, SIMILARITIES[similarity], batch, arguments)
                 file.writelines(json.dumps({**record, "run": run}) + "\n" for record in found)
                 file.flush()
-                records += found
-    print(f"{len(records)} records in {arguments.out}")
-    summarise(records)
+                summarise(found)
+                count += len(found)
+    print(f"{count} records in {arguments.out}")
+
+
+def modes(wanted: str, device: torch.device) -> list[str]:
+    """How verifiers are to run, in order; without a GPU there are no graphs."""
+    here = ["graph", "eager"] if device.type == "cuda" else ["eager"]
+    found = [mode for mode in here if wanted in (mode, "both")]
+    if not found:
+        raise SystemExit(f"There are no graphs on {device}; leave out --modes {wanted}.")
+    return found
+
+
+def built(names: list[str], mode: str) -> dict[str, Verifier]:
+    """Fresh verifiers: those in graphs keep the memory of every shape they have seen."""
+    rules = {name: VERIFIERS.build(name) for name in names}
+    return {name: Captured(rule) for name, rule in rules.items()} if mode == "graph" else rules
 
 
 def parse() -> argparse.Namespace:
@@ -72,13 +85,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="verdicts on each, with other seeds")
     lossless = [name for name in VERIFIERS if name != "auto" and getattr(VERIFIERS.find(name), "lossless", True)]
     parser.add_argument("--verifiers", nargs="+", default=lossless)
+    parser.add_argument("--modes", choices=("graph", "eager", "both"), default="both")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/records/verifiers.jsonl"))
     return parser.parse_args()
 
 
 def measure(
-    verifiers: dict[tuple[str, str], Verifier],
+    verifiers: dict[str, Verifier],
+    mode: str,
     device: torch.device,
     similarity: str,
     sigma: float,
@@ -95,8 +110,8 @@ def measure(
         drafts = {
             draw: draft(growth, number, sigma, batch, arguments.vocabulary, device) for draw, growth in world.items()
         }
-        for mode, turn in product(dict.fromkeys(mode for _, mode in verifiers), range(arguments.repeat)):
-            for name, verifier in ((name, verifier) for (name, own), verifier in verifiers.items() if own == mode):
+        for turn in range(arguments.repeat):
+            for name, verifier in verifiers.items():
                 without = Draw.WITHOUT_REPLACEMENT in verifier.accepts and name != "match"
                 trees, logits = drafts[Draw.WITHOUT_REPLACEMENT if without else Draw.PATHS]
                 sequences = [
@@ -120,7 +135,7 @@ def measure(
                 tokens = statistics.mean(len(verdict.path) for verdict in verdicts)
                 about = {"similarity": similarity, "batch": batch, "verifier": name, "mode": mode}
                 records.append({**about, "draft": number, "turn": turn, "seconds": seconds, "tokens": tokens})
-        progress(f"{similarity}, batch {batch}: {number + 1} of {arguments.drafts}")
+        progress(f"{mode}, {similarity}, batch {batch}: {number + 1} of {arguments.drafts}")
     return records
 
 
@@ -163,13 +178,15 @@ def summarise(records: list[dict[str, Any]]) -> None:
     for similarity, batch, mode in dict.fromkeys((r["similarity"], r["batch"], r["mode"]) for r in records):
         same = [r for r in records if (r["similarity"], r["batch"], r["mode"]) == (similarity, batch, mode)]
         block = {(r["draft"], r["turn"]): r["seconds"] for r in same if r["verifier"] == "block"}
-        print(f"{similarity}, batch {batch}, {mode}:")
+        print(f"{similarity}, batch {batch}, {mode}:", flush=True)
         for name in dict.fromkeys(r["verifier"] for r in same):
             own = [r for r in same if r["verifier"] == name]
             spread = interval([1e3 * r["seconds"] for r in own])
-            ratio = interval([r["seconds"] / block[r["draft"], r["turn"]] for r in own])
+            ratio = (
+                f", {interval([r['seconds'] / block[r['draft'], r['turn']] for r in own])} times block" if block else ""
+            )
             tokens = statistics.mean(r["tokens"] for r in own)
-            print(f"  {name:10} {spread} ms, {ratio} times block, {tokens:.2f} tokens a step")
+            print(f"  {name:10} {spread} ms{ratio}, {tokens:.2f} tokens a step", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from branchwise.audit import methods as audit
-from branchwise.audit.methods import MethodAudited, audit_method, drafted, instances, small, tell_if_lossy
+from branchwise.audit.methods import MethodAudited, audit_method, drafted, instances, small
 from branchwise.chance import Chance
 from branchwise.cli import app
 from branchwise.draft import TREES, Budget, build_growth
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
-from branchwise.errors import BranchwiseError
+from branchwise.errors import BranchwiseError, LossyWarning
 from branchwise.laws import Laws
 from branchwise.methods import PRESETS, find_any
 from branchwise.registry import split_spec
 from branchwise.tree import Draw, Forest
 from branchwise.verify import VERIFIERS, Verdicts
 from branchwise.verify.token import Token
-from tests.test_cli import assert_one_sentence, run
 
 LOSSLESS = [name for name, method in PRESETS.items() if method.lossless]
 
@@ -63,20 +63,36 @@ def test_verifiers_of_the_same_trees_stand_in_the_known_order(audits: dict[str, 
     assert gain["vocabtrim"] < gain["block"], "a trimmed head knows fewer tokens"
 
 
-def test_the_lossy_preset_is_far_from_the_law_and_says_so(
-    audits: dict[str, MethodAudited], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lossy_preset_is_far_from_the_law_and_says_so(audits: dict[str, MethodAudited]) -> None:
     found = audits["improved-mcsd-lossy"]
     assert 0.01 < found.tv < 1
     assert found.verdict == "LOSSY"
     assert found.kept, "what is called lossy may be lossy"
-    tell_if_lossy(PRESETS["improved-mcsd-lossy"])
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert f"up to {found.tv:.3f}" in told.err
-    tell_if_lossy(PRESETS["cascade"])
-    assert capsys.readouterr().err == ""
+    with pytest.warns(LossyWarning, match="changes the law") as told:
+        PRESETS["improved-mcsd-lossy"].warn_if_lossy()
+    PRESETS["cascade"].warn_if_lossy()  # a warning is an error here
+    [text] = (str(one.message) for one in told)
+    worlds = len(list(instances(found.method)))
+    assert f"measured on {found.tree} over {audit.VOCABULARY} tokens, every outcome of {worlds} small laws" in text
+    assert f"up to {found.tv:.3f} there; for fork-lossy:4x6 on the vocabulary of a model it is not known." in text
+
+
+def test_a_warning_is_shown_once_whoever_gives_it() -> None:
+    """As Python shows them by default. A command warns before it loads, and what it loads warns again."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for name in ("improved-mcsd-lossy", "model/fork-lossy:4x6/lossy-longest"):
+            find_any(name).warn_if_lossy()
+        find_any("model/fork-lossy:3x6/lossy-longest").warn_if_lossy()
+    assert ["fork-lossy:4x6" in str(one.message) for one in told] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("spec", "tree"), [("disturbed//match", "paths:2x2"), ("model//match", "chain:3"), ("model:no/such", "chain:3")]
+)
+def test_a_drafter_without_a_tree_is_audited_with_its_own(spec: str, tree: str) -> None:
+    method = find_any(spec)
+    assert drafted(method, next(instances(method)))[0] == tree
 
 
 def test_every_tree_of_the_registry_has_a_small_one() -> None:
@@ -173,7 +189,8 @@ def test_the_command_shows_trees_distances_and_verdicts() -> None:
     assert "LOSSLESS" in cascade
     assert lossy.rstrip().endswith("LOSSY")
     assert "LOSSLESS\n  Every outcome of 1 methods on 6 random laws over 3 tokens was followed" in shown
-    assert "improved-mcsd-lossy is lossy: on the same laws its distance is up to 0." in shown
+    assert "improved-mcsd-lossy is lossy: on the same laws and fork-lossy:2x2 its distance is up to 0." in shown
+    assert "for fork-lossy:4x6 it is not known." in shown
 
 
 def test_the_command_prints_one_json_object() -> None:
@@ -199,4 +216,7 @@ def test_the_command_fails_for_a_method_that_is_not_lossless(monkeypatch: pytest
 
 
 def test_an_unknown_method_is_one_sentence() -> None:
-    assert_one_sentence(run("audit", "methods", "cascad"), "Unknown method 'cascad'", "Did you mean 'cascade'")
+    wrong = CliRunner().invoke(app, ["audit", "methods", "cascad"]).exception
+    assert isinstance(wrong, BranchwiseError)
+    assert str(wrong).startswith("Unknown method 'cascad'. Did you mean 'cascade'")
+    assert "\n" not in str(wrong)

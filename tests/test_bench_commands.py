@@ -246,8 +246,8 @@ def test_whoever_runs_a_lossy_method_is_told_and_it_is_no_bug(
 ) -> None:
     _, done = drafted_run
     [line] = done.stderr.splitlines()
-    assert line.startswith("branchwise: improved-mcsd-lossy is lossy")
-    assert re.search(r"up to 0\.\d{3}\.$", line)
+    assert line.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the law")
+    assert re.search(r"up to 0\.\d{3} there; for fork-lossy:4x6 on", line)
 
 
 def test_only_lossless_methods_must_be_equal_and_only_in_float32() -> None:

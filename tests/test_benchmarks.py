@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from branchwise.bench import records
@@ -67,6 +68,37 @@ def test_a_table_that_says_something_else_is_found() -> None:
     page = tables.PAGE.read_text()
     assert tables.filled(page.replace("tokens a step", "tokens a stop", 1)) == page
     assert tables.filled(page.replace("plain  ", "plane  ", 1)) == page
+
+
+def test_verdicts_that_matter_most_are_measured_and_written_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verifiers = script("verifiers")
+    assert verifiers.modes("both", torch.device("cuda")) == ["graph", "eager"]
+    assert verifiers.modes("graph", torch.device("cuda")) == ["graph"]
+    assert verifiers.modes("both", torch.device("cpu")) == ["eager"]
+    with pytest.raises(SystemExit, match="no graphs"):
+        verifiers.modes("graph", torch.device("cpu"))
+    out = tmp_path / "out.jsonl"
+    small = ["--vocabulary", "50", "--drafts", "1", "--repeat", "1", "--batch", "1", "2", "--similarity", "far"]
+    monkeypatch.setattr(sys, "argv", ["verifiers.py", *small, "--out", str(out)])
+    measure, done = verifiers.measure, []
+
+    def cut_short(*given: Any) -> list[dict[str, Any]]:
+        if done:
+            raise KeyboardInterrupt
+        done.append(given)
+        return measure(*given)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(verifiers, "measure", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        verifiers.main()
+    records = read(out)
+    assert {(record["batch"], record["mode"]) for record in records} == {(2, "eager")}
+    names = {record["verifier"] for record in records}
+    assert {"block", "cascade"} <= names
+    assert not any("lossy" in name for name in names)
+    assert "far, batch 2, eager:\n  match " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", VERDICTS, ids=lambda path: path.stem)
@@ -134,6 +166,7 @@ def test_the_interval_covers_its_median() -> None:
     assert script("measure").interval([1.5] * 4) == "1.500 [1.500, 1.500]"
 
 
+@pytest.mark.filterwarnings("ignore::branchwise.errors.LossyWarning")
 def test_the_commands_of_the_drafting_benchmark_can_be_run(tmp_path: Path) -> None:
     """Every word is understood, every preset is found and fits, and then the prompts are missing."""
     drafting = script("drafting")

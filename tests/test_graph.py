@@ -220,7 +220,7 @@ def test_a_graph_that_is_none_is_a_sentence(spec: str) -> None:
         TREES.build(spec)
 
 
-@pytest.mark.parametrize("sigma", [0, 1, 3])
+@pytest.mark.parametrize("sigma", [0, 2])
 @pytest.mark.parametrize("spec", ["graph:12,depth=4,repeat=0", "graph:8"])
 def test_texts_are_those_of_plain_decoding(spec: str, sigma: int) -> None:
     assert_writes_like_plain_decoding(lambda truth: build_drafter(f"disturbed:{sigma}", spec), VERIFIERS.build("match"))

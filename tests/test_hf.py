@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +12,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 import branchwise
-from branchwise.errors import UsageError
+from branchwise.draft.ngram import NGram
+from branchwise.errors import LossyWarning, UsageError
+from branchwise.sequence import Sequence
+from branchwise.target.transformers import TransformersTarget
 from tests.conformance.architectures import VOCABULARY, build, served
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation flags.*")
@@ -143,6 +149,87 @@ def test_tokens_are_reported_as_they_come() -> None:
     for row in range(2):
         tokens = [token for where, token in told if where == row]
         assert output[row, 5 : 5 + len(tokens)].tolist() == tokens
+
+
+def test_a_callback_that_raises_leaves_no_sequence_open() -> None:
+    class Watched(NGram):
+        target: TransformersTarget
+        closed = 0
+
+        def bind(self, target: TransformersTarget) -> None:
+            self.target = target
+
+        def close(self, sequence: Sequence) -> None:
+            self.closed += 1
+
+    def interrupt(row: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    model, drafter = build(served()["llama"]), Watched()
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(
+            **inputs(random_rows([5, 2])),
+            max_new_tokens=10,
+            do_sample=False,
+            custom_generate=branchwise.hf.generate,
+            drafter=drafter,
+            token_callback=interrupt,
+        )
+    assert drafter.closed == 2
+    assert drafter.target.free_slots == drafter.target.slots == 2
+
+
+def test_a_tokenizer_reaches_the_target() -> None:
+    class Reading(NGram):
+        def bind(self, target: TransformersTarget) -> None:
+            found.append(target.tokenizer)
+
+    found: list[object] = []
+    model, tokenizer = build(served()["llama"]), object()
+    options = {"max_new_tokens": 2, "do_sample": False, "drafter": Reading()}
+    model.generate(
+        **inputs([[5, 6]]), **options, custom_generate=functools.partial(branchwise.hf.generate, tokenizer=tokenizer)
+    )
+    model.generate(**inputs([[5, 6]]), **options, custom_generate=branchwise.hf.generate)
+    assert found == [tokenizer, None]
+
+
+def test_a_draft_model_is_loaded_once_in_the_life_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[weakref.ref[PreTrainedModel]] = []
+
+    def load(name: str, **options: object) -> tuple[PreTrainedModel, None]:
+        draft = build(served()["llama"])
+        loaded.append(weakref.ref(draft))
+        return draft, None
+
+    monkeypatch.setattr("branchwise.draft.weights.load_model", load)
+    model = build(served()["llama"])
+    given = inputs(random_rows([5, 3]))
+    own = model.generate(**given, max_new_tokens=8, do_sample=False)
+    options = {"do_sample": False, "custom_generate": branchwise.hf.generate, "drafter": "model:smollm2"}
+    for tree in ("chain:3", "chain:4"):
+        gc.collect()
+        assert torch.equal(own, model.generate(**given, max_new_tokens=8, **options, tree=tree))
+    assert len(loaded) == 1
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    assert loaded[0]() is None
+
+
+def test_a_lossy_verifier_is_told() -> None:
+    model = build(served()["llama"])
+    with pytest.warns(LossyWarning, match="changes the law"):
+        model.generate(
+            **inputs([[5, 6]]),
+            max_new_tokens=2,
+            do_sample=False,
+            custom_generate=branchwise.hf.generate,
+            drafter="disturbed",
+            tree="fork-lossy:2x2",
+            verifier="lossy-longest",
+        )
 
 
 def test_a_dictionary_is_returned_where_it_is_asked_for() -> None:

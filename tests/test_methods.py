@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,14 +15,13 @@ from typer.testing import CliRunner
 from branchwise.cli import app, main
 from branchwise.draft import Budget, build_drafter, build_growth
 from branchwise.engine import Engine, Request
-from branchwise.errors import BranchwiseError
+from branchwise.errors import BranchwiseError, LossyWarning, UsageError
 from branchwise.llm import LLM, load
-from branchwise.methods import PRESETS, Method, choose_method, find_method, find_methods, table
+from branchwise.methods import PLAIN, PRESETS, Method, choose_method, find_method, find_methods, table
 from branchwise.sampling import SamplingParams
 from branchwise.testing import ToyTarget
 from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, check_pairing
-from tests.test_cli import assert_one_sentence, run
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -128,6 +130,18 @@ def test_a_draft_model_joins_a_preset_with_its_options() -> None:
         ("model:org/name/paths:4x6/cascade", ("model:org/name", "paths:4x6", "cascade")),
         ("model:/a/folder/chain:6", ("model:/a/folder", "chain:6", "match")),
         ("model:org/name,trim=9//auto", ("model:org/name,trim=9", None, "auto")),
+        # A folder may be called like a tree or a verifier.
+        ("model:/data/match/x", ("model:/data/match/x", None, "match")),
+        ("model:/data/match", ("model:/data/match", None, "match")),
+        ("model:/data/chain/x", ("model:/data/chain/x", None, "match")),
+        ("model:/data/chain/match/x/paths:4x6/gbv", ("model:/data/chain/match/x", "paths:4x6", "gbv")),
+        ("model:/data/chain:3/x/paths:4x6/gbv", ("model:/data/chain:3/x", "paths:4x6", "gbv")),
+        ("model:/data/match/x//auto", ("model:/data/match/x", None, "auto")),
+        ("model:/data/chain", ("model:/data", "chain", "match")),
+        ("model:/data/chain//", ("model:/data/chain", None, "match")),
+        ("model:a/b/template:/match/chain/c.json/rrs", ("model:a/b", "template:/match/chain/c.json", "rrs")),
+        ("model:a/b/template:/match/c.json", ("model:a/b", "template:/match/c.json", "match")),
+        ("disturbed/template:/match/b.json/rrs", ("disturbed", "template:/match/b.json", "rrs")),
         ("disturbed/template:/a/b.json/rrs", ("disturbed", "template:/a/b.json", "rrs")),
         ("disturbed/chain:9,stop=learned:a/b.st/token", ("disturbed", "chain:9,stop=learned:a/b.st", "token")),
     ],
@@ -160,6 +174,7 @@ def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
         ({"method": "ngram", "verify": "match"}, "leave out --verify"),
         ({"draft": "ngram", "draft_model": "small"}, "--draft or --draft-model, not both"),
         ({"method": "ngram/chain:8/match/more"}, "more than three parts"),
+        ({"method": "model:a/b/chain:8/token/more"}, "more than three parts"),
     ],
 )
 def test_a_wrong_method_is_one_sentence(given: dict[str, str], words: str) -> None:
@@ -172,6 +187,10 @@ def test_a_method_of_a_pair_that_does_not_fit_is_refused() -> None:
         find_method("disturbed/rsd-c:2,1/cascade").build()
     with pytest.raises(BranchwiseError, match="is not exact for drafter"):
         find_method("disturbed/chain:4/lossy-longest").build()
+
+
+def test_a_misspelt_verifier_is_not_taken_for_a_folder() -> None:
+    assert find_method("model:a/b/chain:8/tokn").verify == "tokn"
 
 
 # What users see
@@ -211,7 +230,9 @@ def test_methods_prints_json_and_tells_more_of_one() -> None:
     one = listed("rsd-s")
     assert "branchwise generate PROMPT --method rsd-s --draft-model ID" in one
     assert "2402.14160" in one
-    assert_one_sentence(run("methods", "rsd-z"), "Unknown method 'rsd-z'", "Did you mean 'rsd-s'")
+    wrong = CliRunner().invoke(app, ["methods", "rsd-z"]).exception
+    assert isinstance(wrong, BranchwiseError)
+    assert str(wrong).startswith("Unknown method 'rsd-z'. Did you mean 'rsd-s'")
 
 
 MISTAKES = [
@@ -263,10 +284,59 @@ def test_a_method_and_a_part_of_one_exclude_each_other(
 def test_a_method_by_name_writes_what_the_model_would_have_written(smollm2: LLM) -> None:
     drafting = smollm2.with_method("cascade", draft_model="smollm2")
     assert drafting.engine.verifier.name == "cascade"
-    plain, answer = (llm.generate("Name a colour.", max_new_tokens=8) for llm in (smollm2, drafting))
+    plain, answer = (llm.generate("Name a colour.", max_new_tokens=7) for llm in (smollm2, drafting))
     assert answer.token_ids == plain.token_ids
     assert answer.stats.mean_acceptance_length > 3
     assert find_method("cascade", "smollm2").build()[0].draw is Draw.PATHS
+
+
+def test_whoever_joins_or_loads_a_lossy_method_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy = replace(on_toys("improved-mcsd-lossy"), name="lossy")
+    llm = LLM("toy", None, None, Engine(ToyTarget(16), *PLAIN.build()))  # type: ignore[arg-type]
+    for join in (
+        lambda: llm.with_method(lossy),
+        lambda: llm.with_method("disturbed:sigma=0.7/fork-lossy:4x6/lossy-longest"),
+        lambda: llm.with_drafter("disturbed", "fork-lossy:4x6", "lossy-longest"),
+        lambda: llm.with_drafter(build_drafter("disturbed", "fork-lossy:4x6"), verify="lossy-longest"),
+    ):
+        with pytest.warns(LossyWarning, match="is lossy: it changes the law.*measured on fork-lossy:2x2 over 3 tokens"):
+            assert join().engine.verifier.name == "lossy-longest"
+    llm.with_method(on_toys("cascade"))  # a warning is an error here
+
+    def no_weights(*given: Any, **options: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("branchwise.llm.load_model", no_weights)
+    for given in ({"method": lossy}, {"draft": lossy.draft, "tree": lossy.tree, "verify": lossy.verify}):
+        with pytest.warns(LossyWarning), pytest.raises(ZeroDivisionError):  # before the weights are there
+            load(**given)  # type: ignore[arg-type]
+
+
+def test_a_lossy_rule_of_ones_own_was_not_measured() -> None:
+    with pytest.warns(LossyWarning, match="'my-lossy:3' is lossy: it changes the law.*was not measured"):
+        Method("mine", "ngram", None, "my-lossy:3").warn_if_lossy()
+
+
+@pytest.mark.filterwarnings("default::branchwise.errors.LossyWarning")
+@pytest.mark.parametrize("command", ["generate Hi", "chat", "audit model", "tune"])
+def test_every_command_tells_once_that_a_method_is_lossy(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_weights(*given: Any, **options: Any) -> None:
+        raise UsageError("no weights")
+
+    monkeypatch.setattr("branchwise.llm.load_model", no_weights)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main changes it
+    words = ["--method", "improved-mcsd-lossy", "--draft-model", "smollm2"]
+    monkeypatch.setattr(sys, "argv", ["branchwise", *command.split(), *words])
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr()
+    assert told.out == ""
+    lossy, ended = told.err.splitlines()
+    assert lossy.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the law")
+    assert "for fork-lossy:4x6 on the vocabulary of a model it is not known" in lossy
+    assert ended == "branchwise: no weights"
 
 
 def test_load_takes_a_method_and_refuses_what_does_not_go_with_it() -> None:

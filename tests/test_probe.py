@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -16,8 +18,10 @@ from transformers.masking_utils import (
 
 from branchwise.errors import UnsupportedModel
 from branchwise.target.attention import Window
-from branchwise.target.probe import Probe
+from branchwise.target.probe import EXACT, MOST_ROUNDED, ROUNDED, Probe, check_against_own_forward, own_rounding
+from branchwise.target.slots import forest_ancestors
 from branchwise.target.transformers import TransformersTarget
+from branchwise.tree import Forest
 from tests.conformance.architectures import build, served
 
 
@@ -75,3 +79,94 @@ def test_a_model_on_several_devices_is_refused() -> None:
     model.lm_head.to("meta")
     with pytest.raises(UnsupportedModel, match="several devices"):
         TransformersTarget(model, slots=1)
+
+
+# Rounding
+
+
+TEXTS = torch.tensor([[5, 16, 27, 8, 1, 6], [3, 10, 17, 24, 31, 2]])
+PLACES = [(row, place) for row in range(2) for place in range(6)]
+
+
+def target_of(family: str, dtype: torch.dtype) -> TransformersTarget:
+    return TransformersTarget(build(served()[family], dtype), slots=2, context=64)
+
+
+def rounding(target: TransformersTarget) -> float:
+    return own_rounding(target, TEXTS, target.own_logits(TEXTS), PLACES)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt2", "opt", "qwen2-moe"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_calm_model_is_held_to_the_strict_bound(family: str, dtype: torch.dtype) -> None:
+    """Its own rounding is seen, and far too small to relax anything."""
+    assert 0 < 2 * rounding(target_of(family, dtype)) < ROUNDED
+
+
+def test_embeddings_in_place_of_tokens_are_the_same_to_the_model() -> None:
+    target = target_of("gemma2", torch.float32)
+    embeddings = target.model.get_input_embeddings()(TEXTS)
+    assert torch.equal(target.own_logits(embeddings), target.own_logits(TEXTS))
+
+
+class Wrong(TransformersTarget):
+    """A target that takes places in a tree for positions, where they are depths."""
+
+    def _run(self, tokens: Tensor, positions: Tensor, *rest: Any, **more: Any) -> Tensor:
+        return super()._run(tokens, positions + torch.arange(positions.shape[1]), *rest, **more)
+
+
+def everything(forest: Forest, device: torch.device) -> Tensor:
+    """A mask by which a node sees all that was drafted before it, in whatever branch."""
+    return forest_ancestors(forest, device).new_ones(len(forest), forest.nodes, forest.nodes).tril()
+
+
+def sharp(family: str, times: float) -> PreTrainedModel:
+    """A model in bfloat16 for which places matter more than for those of the other tests, and so does rounding."""
+    model = build(served()[family])
+    for name, weight in model.named_parameters():
+        if weight.ndim >= 2 and "embed" not in name and "lm_head" not in name:
+            weight.mul_(times)
+    return model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("family", "times"), [("llama", 4.0), ("gemma2", 4.0), ("qwen2-moe", 8.0)])
+def test_wrong_positions_and_masks_are_refused_in_low_precision(
+    family: str, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharp(family, times)
+    with pytest.raises(UnsupportedModel, match="differs from its own forward by"):
+        Wrong(model, slots=2, context=64)
+    with monkeypatch.context() as patch:
+        patch.setattr("branchwise.target.transformers.forest_ancestors", everything)
+        with pytest.raises(UnsupportedModel, match="differs from its own forward by"):
+            TransformersTarget(model, slots=2, context=64)
+    target = TransformersTarget(model, slots=2, context=64)
+    assert (2 * rounding(target) > ROUNDED) is (family == "qwen2-moe"), "one of them magnifies rounding"
+
+
+def test_a_model_that_magnifies_rounding_is_held_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the bound were too strict for a model that is served."""
+    target = target_of("llama", torch.bfloat16)
+    monkeypatch.setattr("branchwise.target.probe.ROUNDED", 1e-3)
+    check_against_own_forward(target)
+    monkeypatch.setattr("branchwise.target.probe.own_rounding", lambda *given: 0.0)
+    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+        check_against_own_forward(target)
+
+
+def test_no_rounding_excuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.target.probe.own_rounding", lambda *given: 10.0)
+    assert MOST_ROUNDED < 0.5
+    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+        Wrong(sharp("llama", 4.0), slots=2, context=64)
+
+
+def test_float32_is_not_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*given: object) -> float:
+        raise AssertionError("nobody asks for rounding in float32")
+
+    monkeypatch.setattr("branchwise.target.probe.own_rounding", asked)
+    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+        Wrong(build(served()["llama"]), slots=2, context=64)
+    assert EXACT <= 1e-3

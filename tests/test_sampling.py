@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from branchwise.errors import UsageError
-from branchwise.sampling import Context, SamplingParams, adjust, one_hot, warp
+from branchwise.sampling import Context, SamplingParams, adjust, one_hot, unnormalised, warp
 
 EMPTY = Context((), 0)
 
@@ -121,6 +121,35 @@ def test_laws_are_those_of_the_definitions(rows: list[tuple[list[float], Samplin
     kept = (found > 0).numpy()
     assert kept[expected > 1e-30].all()
     assert not kept[expected == 0].any()
+
+
+@given(st.lists(rows_of_any_kind, min_size=1, max_size=5))
+def test_laws_of_a_device_are_those_of_the_host(rows: list[tuple[list[float], SamplingParams, Context]]) -> None:
+    """A device divides once, after the cuts, which may not depend on what a row is multiplied with."""
+    logits, sampling, before = (list(column) for column in zip(*rows, strict=True))
+    references = [Reference(*row) for row in rows]
+    for reference in references:
+        ordered = np.unique(reference.scores[np.isfinite(reference.scores)])
+        assume(reference.margin > 1e-5)
+        assume(len(ordered) < 2 or np.diff(ordered).min() > 1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "softmax", lambda scaled, dim: unnormalised(scaled))
+        found = warp(torch.tensor(logits), sampling, before)
+    np.testing.assert_allclose(found.numpy(), np.stack([reference.law for reference in references]), atol=2e-6)
+    np.testing.assert_allclose(found.double().sum(dim=-1).numpy(), 1.0, atol=1e-6)
+    host = warp(torch.tensor(logits), sampling, before)
+    assert torch.equal(found > 1e-30, host > 1e-30)
+
+
+def test_unnormalised_laws_are_one_on_the_best_token_and_nothing_where_it_is_forbidden() -> None:
+    logits = normal(3, 1000) * 20 + 500  # more than one block, and the last one is not full
+    logits[0, 7] = -torch.inf
+    logits[1, 999] = 1e4
+    rows = unnormalised(logits)
+    assert (rows.amax(dim=-1) == 1).all()
+    assert torch.equal(rows.argmax(dim=-1), logits.argmax(dim=-1))
+    assert rows[0, 7] == 0
+    torch.testing.assert_close(rows / rows.sum(dim=-1, keepdim=True), logits.softmax(dim=-1))
 
 
 @given(st.lists(rows_of_any_kind, min_size=2, max_size=4))

@@ -222,7 +222,7 @@ def test_it_needs_a_number_of_nodes() -> None:
         TREES.build("topk")
 
 
-@pytest.mark.parametrize("sigma", [0, 1, 3])
+@pytest.mark.parametrize("sigma", [0, 2])
 @pytest.mark.parametrize("spec", ["topk:12,depth=4,width=3", "topk:8,gain=0.2"])
 def test_texts_are_those_of_plain_decoding(spec: str, sigma: int) -> None:
     assert_writes_like_plain_decoding(lambda truth: build_drafter(f"disturbed:{sigma}", spec), VERIFIERS.build("match"))

@@ -32,6 +32,7 @@ from branchwise.sampling import SamplingParams
 from branchwise.testing import ToyTarget
 from branchwise.train.stop import Fan, Judge, Samples, collect, fit, hold_out
 from branchwise.verify import VERIFIERS
+from tests.test_growth import Remembered
 
 FALSE_ALARM = 1e-4
 PROMPTS = [(n % 6, n // 6) for n in range(10)]
@@ -48,7 +49,7 @@ class Seeing(Disturbed):
 def collected(kind: str = "hard", sigma: float = 1.0, **options: Any) -> Samples:
     fan = Fan(kind)
     options = {"samples": 400, "length": 40, **options}
-    return collect(options.pop("target", ToyTarget(6)), Seeing(sigma, tree=fan), fan, PROMPTS, **options)
+    return collect(options.pop("target", Remembered(6)), Seeing(sigma, tree=fan), fan, PROMPTS, **options)
 
 
 # Collecting
@@ -169,8 +170,8 @@ def better_than_chance(scores: Tensor, labels: Tensor) -> bool:
 
 
 def test_a_hard_stop_tells_nodes_of_fresh_texts_apart() -> None:
-    network, lesson = fit("hard", collected("hard", samples=1200), epochs=6)
-    fresh = collected("hard", samples=600, seed=1000)
+    network, lesson = fit("hard", collected("hard", samples=800), epochs=5)
+    fresh = collected("hard", samples=400, seed=1000)
     scores = Scorer("hard", network, 0.4, "").scores(fresh.features)
     assert better_than_chance(scores, fresh.labels)
     assert not better_than_chance(scores[torch.randperm(len(scores))], fresh.labels)
@@ -206,7 +207,7 @@ def test_a_threshold_that_decides_nothing_is_told(threshold: float, stopped: flo
 
 
 def test_rare_and_frequent_hard_labels_weigh_the_same() -> None:
-    samples = Samples(torch.zeros(2000, 11), (torch.arange(2000) % 10 > 0).float(), torch.arange(2000) // 10 % 10)
+    samples = Samples(torch.zeros(1000, 11), (torch.arange(1000) % 10 > 0).float(), torch.arange(1000) // 10 % 10)
     for kind, goal in (("hard", 0.5), ("soft", 0.9)):
         network, _ = fit(kind, samples, epochs=10)
         assert Scorer(kind, network, 0.4, "").scores(torch.zeros(1, 11)).item() == pytest.approx(goal, abs=0.03)

@@ -26,7 +26,8 @@ from typer.testing import CliRunner
 
 from branchwise import tune
 from branchwise.bench.tune_command import tune as command
-from branchwise.draft import build_drafter
+from branchwise.draft import Budget, build_drafter
+from branchwise.draft.ngram import NGram
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
@@ -34,7 +35,7 @@ from branchwise.sequence import Sequence
 from branchwise.target import Scored
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
-from branchwise.tree import Forest
+from branchwise.tree import DraftTree, Forest
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
 from branchwise.tune.costs import Key
 from branchwise.tune.curve import CLIFF
@@ -490,6 +491,40 @@ def test_the_cost_of_a_drafter_is_the_median_over_prompts_of_its_draft_phase(
     cost = measure_drafter(llm, "ngram", [[2], [3], [4]])
     assert (cost.low, cost.seconds, cost.high) == (1.0, 1.5, 2.75)
     assert (cost.drafted, cost.steps) == (3.0, 6)
+
+
+class Prefilling(NGram):
+    """A drafter that reads the prompt in the first draft of a text, which takes an hour; any other takes a second."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.clock = clock
+        self.seen: set[Sequence] = set()
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        self.clock[0] += 1.0 if self.seen.issuperset(sequences) else 3600.0
+        self.seen |= set(sequences)
+        return super().draft(sequences, budgets)
+
+
+def test_the_first_step_of_a_text_is_not_counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a draft model reads the prompt."""
+    clock = [0.0]
+    monkeypatch.setattr("branchwise.stats.time.perf_counter", lambda: clock[0])
+    drafter = Prefilling(clock)
+    cost = measure_drafter(llm, drafter, [[2, 3, 4, 2, 3], [5, 5, 5, 5]], max_new_tokens=24)
+    assert (cost.low, cost.seconds, cost.high) == (1.0, 1.0, 1.0)
+    assert len(drafter.seen) == 3  # one to warm up
+    assert cost.steps == clock[0] % 3600 - warm_up_steps(llm)
+
+
+def warm_up_steps(llm: LLM) -> int:
+    return llm.with_drafter("ngram").generate("a b c a b", max_new_tokens=4, raw=True).stats.steps - 1
+
+
+def test_texts_of_one_step_are_a_sentence(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="ended with its first step"):
+        measure_drafter(llm, "ngram", [[2, 3]], max_new_tokens=1)
 
 
 def test_a_drafter_without_prompts_is_a_sentence(llm: LLM) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,7 @@ from branchwise.bench.commands import bench, report
 from branchwise.bench.methods_command import methods
 from branchwise.bench.tree_command import app as tree_app
 from branchwise.bench.tune_command import tune
-from branchwise.errors import BranchwiseError, UsageError
+from branchwise.errors import BranchwiseError, LossyWarning, UsageError
 from branchwise.models import DEFAULT_MODEL
 from branchwise.train.calibrate import app as calibrate
 from branchwise.train.commands import app as train
@@ -258,7 +260,8 @@ def _run_plugin(file: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one sentence and exit code 2."""
+    """Run the command line: a user's mistake is one sentence and exit code 2, and so is told what changes the law."""
+    warnings.showwarning = _showing_sentences(warnings.showwarning)
     try:
         app()
     except BranchwiseError as error:
@@ -266,6 +269,18 @@ def main() -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _showing_sentences(show: Callable[..., None]) -> Callable[..., None]:
+    """How warnings are shown: our own as one line, without the place in the code that they come from."""
+
+    def shown(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, LossyWarning):
+            print(f"branchwise: {message}", file=sys.stderr)
+        else:
+            show(message, category, *place, **more)
+
+    return shown
 
 
 def _read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
@@ -319,12 +334,10 @@ def _choose(
     method: str | None, draft_model: str | None, draft: str | None, tree: str | None, verify: str | None
 ) -> Method:
     """What is asked for, found and paired before a model is loaded for nothing."""
-    from branchwise.audit.methods import tell_if_lossy
     from branchwise.methods import choose_method
 
     chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
     chosen.build()
-    tell_if_lossy(chosen)
     return chosen
 
 
@@ -333,9 +346,7 @@ def _load(model: str, method: Method, dtype: str, device: str, threads: int | No
 
     return load(
         model,
-        draft=method.draft,
-        tree=method.tree,
-        verify=method.verify,
+        method=method,
         dtype=dtype,
         device=device,
         threads=threads,

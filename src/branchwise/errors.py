@@ -8,6 +8,7 @@
         └── UnsupportedModel an architecture whose tree pass could not be exact; refused at load
 
 A message is one sentence that says what happened, and then what to do about it. `assert` is kept for our own bugs.
+A `LossyWarning` is no mistake: it says that what was asked for changes the law.
 """
 
 
@@ -33,3 +34,7 @@ class ModelError(BranchwiseError):
 
 class UnsupportedModel(ModelError):
     """A model that loads but whose tree pass could not be exact."""
+
+
+class LossyWarning(UserWarning):
+    """What is about to write does not keep the target's law; the command line prints it as one line."""

@@ -3,18 +3,27 @@
     model.generate(**inputs, custom_generate=branchwise.hf.generate, drafter="ngram")
 
 Everything else stays as `generate` has it: generation config, logits processors, stopping criteria, padding. The
-model is left as it was found. Two arguments never reach a function like this one, because transformers keeps them:
-`streamer` (use `token_callback`) and `assistant_model` (use `drafter`).
+model is left as it was found. Three arguments never reach a function like this one, because transformers keeps them:
+`streamer` (use `token_callback`), `assistant_model` (use `drafter`) and `tokenizer`, which a drafter may need:
+
+    model.generate(**inputs, custom_generate=functools.partial(branchwise.hf.generate, tokenizer=tokenizer), …)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -24,8 +33,9 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from branchwise.draft import Drafter, build_drafter
-from branchwise.engine import Engine, Request
+from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
+from branchwise.methods import Method
 from branchwise.sampling import SamplingParams
 from branchwise.target.transformers import SHORTEST_CONTEXT, TransformersTarget
 from branchwise.verify import VERIFIERS
@@ -61,6 +71,10 @@ UNDERSTOOD |= {"output_attentions", "output_hidden_states", "use_cache"}
 
 PURE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
+_drafting: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
+"""The weights of draft models by their specs, for as long as the model lives that they drafted for. A drafter itself
+belongs to one call: it knows its target, and threads may share a model."""
+
 
 def generate(
     model: PreTrainedModel,
@@ -72,12 +86,14 @@ def generate(
     tree: str | None = None,
     verifier: str = "match",
     token_callback: Callable[[int, int], None] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The function to pass as `custom_generate`; all rows of the batch are drafted and scored together.
 
     `token_callback(row, token)` is called for every token as it is emitted. With sampling, `torch.manual_seed`
-    decides the outcome as usual, but the draws are not those of `generate`.
+    decides the outcome as usual, but the draws are not those of `generate`. A draft model that a spec names is loaded
+    once and stays while the model lives.
     """
     config = generation_config if generation_config is not None else model.generation_config
     processors = list(logits_processor or ())
@@ -93,32 +109,42 @@ def generate(
     new_tokens = min(limits) - width
     context = max(len(row) for row in rows) + new_tokens
     drafting = build_drafter(drafter, tree) if isinstance(drafter, str) else drafter
-    target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT))
+    target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT), tokenizer=tokenizer)
     engine = Engine(target, drafting, VERIFIERS.build(verifier))
+    Method(drafting.name, drafting.name, tree, verifier).warn_if_lossy()
+    if isinstance(drafter, str) and (weights := getattr(drafting, "_weights", None)) is not None:
+        _drafting.setdefault(model, {})[drafter] = weights
     stop_tokens = {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id}
     others = StoppingCriteriaList([c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))])
 
-    generations = []
+    requests = []
     for padded, tokens in zip(input_ids, rows, strict=True):
         padding = padded[: width - len(tokens)]
         seed = int(torch.randint(1 << 62, ()))
         along = (AlongPath(LogitsProcessorList(processors), padding),) if processors else ()
         sampling = SamplingParams(temperature=1.0 if config.do_sample else 0.0, seed=seed, processors=along)
-        request = Request(
-            prompt=tuple(tokens),
-            sampling=sampling,
-            max_new_tokens=new_tokens,
-            stop_tokens=frozenset(stop_tokens),
-            stop_when=StopWhen(others, padding) if others else None,
+        requests.append(
+            Request(
+                prompt=tuple(tokens),
+                sampling=sampling,
+                max_new_tokens=new_tokens,
+                stop_tokens=frozenset(stop_tokens),
+                stop_when=StopWhen(others, padding) if others else None,
+            )
         )
-        generations.append(engine.submit(request))
+    generations: list[Generation] = []
     told = [0] * len(rows)
-    while engine.busy:
-        engine.step()
-        for row, generation in enumerate(generations):
-            for piece in generation.pieces[told[row] :] if token_callback is not None else ():
-                token_callback(row, piece.token)  # type: ignore[misc]
-            told[row] = len(generation.pieces)
+    try:
+        generations += [engine.submit(request) for request in requests]
+        while engine.busy:
+            engine.step()
+            for row, generation in enumerate(generations):
+                for piece in generation.pieces[told[row] :] if token_callback is not None else ():
+                    token_callback(row, piece.token)  # type: ignore[misc]
+                told[row] = len(generation.pieces)
+    finally:
+        for generation in generations:  # a callback or a processor may have raised
+            engine.cancel(generation)
 
     longest = max(len(generation.token_ids) for generation in generations)
     filler = config.pad_token_id if config.pad_token_id is not None else _first(config.eos_token_id)

@@ -90,7 +90,7 @@ class Chunk:
 def load(
     model: str | PathLike[str] = DEFAULT_MODEL,
     *,
-    method: str | None = None,
+    method: str | Method | None = None,
     draft_model: str | None = None,
     draft: str | Drafter | None = None,
     tree: str | None = None,
@@ -107,7 +107,8 @@ def load(
 
     These are a `method` by name, with the model that drafts for it, or `draft`, `tree` and `verify` one by one; without
     any of them `ngram` drafts and `match` verifies. `context` limits the tokens of a sequence (the model's own limit by
-    default); `max_batch` is how many sequences run together, more wait their turn.
+    default); `max_batch` is how many sequences run together, more wait their turn. A method that changes the law warns
+    (`LossyWarning`).
     """
     model = fspath(model)
     if draft is None or isinstance(draft, str):
@@ -116,7 +117,8 @@ def load(
     elif method or draft_model or tree:
         raise UsageError("A drafter of your own grows its own trees; leave out method, draft_model and tree.")
     else:
-        drafter, verifier = draft, VERIFIERS.build(verify or "match")
+        chosen = Method(draft.name, draft.name, verify=verify or "match")
+        drafter, verifier = draft, VERIFIERS.build(chosen.verify)
     if max_batch < 1:
         raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
     if threads is not None:
@@ -124,6 +126,7 @@ def load(
         if not 1 <= threads <= most:
             raise UsageError(f"threads must be at least 1 and at most {most} on this machine, not {threads}.")
         torch.set_num_threads(threads)
+    chosen.warn_if_lossy()
     place = choose_device(device)
     weights, tokenizer = load_model(
         model, dtype=choose_dtype(dtype, place), device=place, trust_remote_code=trust_remote_code, progress=progress
@@ -148,13 +151,20 @@ class LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
         drafter = build_drafter(draft, tree) if isinstance(draft, str) else draft
         engine = Engine(self.engine.target, drafter, VERIFIERS.build(verify))
+        name = draft if isinstance(draft, str) else draft.name
+        Method(name, name, tree, verify).warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine)
 
     def with_method(self, method: str | Method, draft_model: str | None = None) -> LLM:
-        """The same weights and cache with another method, by name or as a spec draft/tree/verify."""
-        chosen = choose_method(method, draft_model=draft_model) if isinstance(method, str) else method
+        """The same weights and cache with another method, by name or as a spec draft/tree/verify.
+
+        One that changes the law warns (`LossyWarning`).
+        """
+        chosen = choose_method(method, draft_model=draft_model)
         drafter, verifier = chosen.build()
-        return LLM(self.name, self.model, self.tokenizer, Engine(self.engine.target, drafter, verifier))
+        engine = Engine(self.engine.target, drafter, verifier)
+        chosen.warn_if_lossy()
+        return LLM(self.name, self.model, self.tokenizer, engine)
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion: ...

@@ -218,7 +218,10 @@ def _print_methods(audits: list[MethodAudited], broken: list[str], worlds: str) 
         )
     for audit in audits:
         if not audit.method.lossless:
-            console.print(f"  {audit.method.name} is lossy: on the same laws its distance is up to {audit.tv:.3f}.")
+            console.print(
+                f"  {audit.method.name} is lossy: on the same laws and {audit.tree} its distance is up to "
+                f"{audit.tv:.3f}; for {audit.method.tree} it is not known."
+            )
 
 
 @app.command()
@@ -288,7 +291,9 @@ def model(
     wanted = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
     rules = [wanted.verify] if method else split_names(wanted.verify)
     for rule in rules:  # a name that does not fit is told before a model is loaded for nothing
-        replace(wanted, verify=rule).build()
+        audited = replace(wanted, verify=rule)
+        audited.build()
+        audited.warn_if_lossy()
     llm = load(
         model,
         draft="none",

@@ -8,7 +8,6 @@ there one token is cut out.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +17,13 @@ import numpy as np
 from branchwise.audit.exact import TOLERANCE, emitted
 from branchwise.audit.instances import SIMILARITIES, Drafts, Instance
 from branchwise.audit.longest import lossy_distance
-from branchwise.draft import DRAFTERS, Budget, build_growth
+from branchwise.draft import DRAFTERS, TREES, Budget, build_drafter, build_growth
 from branchwise.draft.dice import Dice
 from branchwise.draft.grown import Grown
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
-from branchwise.methods import Method
+from branchwise.methods import MODEL, Method
+from branchwise.models import DEFAULT_MODEL
 from branchwise.registry import split_spec
 from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, check_pairing
@@ -34,7 +34,7 @@ SEEDS = (0, 1)
 DEPTH = 3
 """of the laws; trees are no deeper"""
 FORK = (2, 2)
-"""branches and depth of a lossy fork: whoever uses one is told its distance, and should not wait for it"""
+"""branches and depth of a lossy fork; `branchwise.methods.DISTANCES` says what was measured on it"""
 
 SMALL = {
     "chain": "chain:3",
@@ -129,7 +129,7 @@ def audit_method(method: Method) -> MethodAudited:
 
 def _audit_lossy(method: Method) -> MethodAudited:
     """A lossy step ends at a drafted token and the next one goes on from there, so its law is told otherwise."""
-    tree = small(method.tree or "")
+    tree = small(method.tree or "fork-lossy")
     return MethodAudited(method, tree, max(lossy_distance(instance, FORK[0]) for instance in instances(method)))
 
 
@@ -153,7 +153,7 @@ def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
     name, _, _ = split_spec(method.draft)
     drafter = DRAFTERS.find(name)
     if isinstance(drafter, type) and issubclass(drafter, Grown):
-        spec = small(method.tree or "chain")
+        spec = small(method.tree or default_tree(method.draft))
         if spec.startswith("template"):
             drafts = Drafts.grown(build_growth(spec), instance, FEW)
             return f"{spec}, {drafts.forest.depth} levels", drafts
@@ -174,13 +174,9 @@ def small(tree: str) -> str:
     return f"{spec},stop={STOP}" if "stop" in options else spec
 
 
-def tell_if_lossy(method: Method) -> None:
-    """Nobody changes the law of a model without having been told; a line on standard error."""
-    if method.lossless:
-        return
-    found = audit_method(method)
-    print(
-        f"branchwise: {method.name} is lossy: it changes what the model would have said. On small laws "
-        f"(branchwise audit methods {method.name}) the distance from the target's law is up to {found.tv:.3f}.",
-        file=sys.stderr,
-    )
+def default_tree(draft: str) -> str:
+    """The name of the tree that a drafter grows where none is asked for."""
+    name, _, _ = split_spec(draft)
+    # Which model drafts says nothing about trees, and a model that is here by name only is not looked for.
+    grown: Any = build_drafter(f"{MODEL}:{DEFAULT_MODEL}" if name == MODEL else draft)
+    return next(tree for tree in TREES if TREES.find(tree) is type(grown.tree))

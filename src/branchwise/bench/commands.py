@@ -100,7 +100,6 @@ def bench(
 
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
-    from branchwise.audit.methods import tell_if_lossy
     from branchwise.bench.provenance import without_folder
     from branchwise.bench.records import STATES, Ledger
     from branchwise.bench.run import Contest, Rules, digest, fitting
@@ -136,7 +135,7 @@ def bench(
         raise UsageError("A method is named twice in --methods.")
     check_peers(split_specs(peers))
     for method in chosen:
-        tell_if_lossy(method)
+        method.warn_if_lossy()
     items = find_items(prompts or [], suite or [], data, limit, problems, seed)
     arguments = {
         "prompts": [path.name for path in prompts or []],

@@ -76,14 +76,14 @@ def tune(
         raise UsageError(f"batch must be at least 1, not {batch}.")
     if plot is not None:
         check_plot(plot)
-    from branchwise.draft import build_drafter
     from branchwise.llm import load
-    from branchwise.methods import find_methods
+    from branchwise.methods import Method, find_methods
     from branchwise.tune import measure, measure_drafter
 
-    # An unknown name is told before a model is loaded.
-    drafters = [(name, build_drafter(name), "match") for name in drafts]
-    drafters += [(found.name, found.build()[0], found.verify) for found in find_methods(wanted, draft_model)]
+    timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model)]
+    for found in timed:  # an unknown name is told before a model is loaded, and so is what changes the law
+        found.build()
+        found.warn_if_lossy()
     llm = load(
         model,
         draft="none",
@@ -106,8 +106,11 @@ def tune(
             progress=progress,
         )
         drafting = [
-            (name, measure_drafter(llm, drafter, prompts, verify=verify, progress=progress))
-            for name, drafter, verify in drafters
+            (
+                found.name,
+                measure_drafter(llm, found.draft, prompts, tree=found.tree, verify=found.verify, progress=progress),
+            )
+            for found in timed
         ]
     if plot is not None:
         _draw(costs, plot)

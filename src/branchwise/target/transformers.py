@@ -134,13 +134,15 @@ class TransformersTarget:
     def close(self, sequence: Sequence) -> None:
         self.store.close(sequence)
 
-    def own_logits(self, tokens: Tensor, attention: str = "eager") -> Tensor:
+    def own_logits(self, tokens: Tensor) -> Tensor:
         """(batch, length, vocabulary): what the model itself finds after every token, without anything of ours.
 
-        Its eager attention is the reference, because faster ones of transformers have dropped soft caps in silence.
+        Tokens are ids (batch, length), or in their place embeddings (batch, length, width). The model's eager attention
+        is the reference, because faster ones of transformers have dropped soft caps in silence.
         """
-        with torch.inference_mode(), self._attending(attention):
-            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        given = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens}
+        with torch.inference_mode(), self._attending("eager"):
+            logits: Tensor = self.model(**given, use_cache=False).logits
         return logits
 
     def _probe(self) -> Layout:

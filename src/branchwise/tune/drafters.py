@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.progress import Progress
+from branchwise.stats import Stats
 from branchwise.tune.curve import quartiles
 
 if TYPE_CHECKING:
     from branchwise.draft import Drafter
     from branchwise.llm import LLM
-    from branchwise.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ def measure_drafter(
 ) -> DraftCost:
     """Let a drafter work on real text, one prompt after the other, and take the draft phase of each step.
 
-    The phase holds what a step pays before the target runs: the draft, and the tree on its way to the device. Nothing
-    of this is cached: it takes seconds, and a drafter may be the user's own code, or have learnt since.
+    The phase holds what a step pays before the target runs: the draft, and the tree on its way to the device. The first
+    step of a text is not counted, because a draft model reads the prompt there. Nothing of this is cached: it takes
+    seconds, and a drafter may be the user's own code, or have learnt since.
     """
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
@@ -56,6 +57,11 @@ def measure_drafter(
         texts.append(_write(engine, Request(tuple(ids), max_new_tokens=max_new_tokens, stop_tokens=ends)))
         if progress:
             progress(f"drafting with {engine.drafter.name}", number, len(prompts_ids))
+    texts = [stats for stats in texts if stats.steps]
+    if not texts:
+        raise UsageError(
+            "Every text ended with its first step, which is not counted; give prompts with longer answers."
+        )
     steps = sum(stats.steps for stats in texts)
     low, middle, high = quartiles([stats.seconds["draft"] / stats.steps for stats in texts])
     return DraftCost(
@@ -69,8 +75,11 @@ def measure_drafter(
 
 
 def _write(engine: Engine, request: Request) -> Stats:
+    """What was counted from the second step on."""
     generation = engine.submit(request)
     try:
+        engine.step()
+        generation.stats = Stats()
         while not generation.finished:
             engine.step()
     finally:
