@@ -156,7 +156,7 @@ def measured(llm: LLM, method: Method, batch: int, tokens: int) -> Iterator[dict
     """A record for every step after the first, in which caches fill: its time, the models' own, and what it drafted."""
     drafter, verifier = method.build()
     engine = Engine(llm.engine.target, drafter, verifier)
-    models = [llm.model, drafter._weights.model]  # type: ignore[attr-defined]
+    models = [llm.model, drafter.weights.model]  # type: ignore[attr-defined]
     prompts = [*FREE, *EDITING][:batch]
     sampling = SamplingParams(temperature=1.0, seed=0)
     most = tokens + AHEAD

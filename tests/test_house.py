@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "branchwise"
 
 LEVELS = [
-    {"errors", "rows", "progress"},
+    {"errors", "rows", "progress", "options"},
     {"plots"},
     {"registry", "models", "stats", "text"},
     {"tree", "sampling", "chance"},

@@ -90,7 +90,7 @@ class Checked(ModelDrafter):
 
     def slow_law(self, text: list[int], wish: Wish) -> Tensor:
         with torch.inference_mode():
-            logits = self._weights.model(torch.tensor([text])).logits[0, -1]
+            logits = self.weights.model(torch.tensor([text])).logits[0, -1]
         return torch.softmax(logits / (wish.sequence.sampling.temperature or FOR_GREEDY), dim=-1)
 
 
@@ -213,7 +213,7 @@ def test_hidden_states_are_what_the_head_saw_where_a_policy_wants_them() -> None
     hidden = tree.found.hidden
     assert hidden is not None
     with torch.inference_mode():
-        laws = torch.softmax(drafter._weights.model.lm_head(hidden), dim=-1)
+        laws = torch.softmax(drafter.weights.model.lm_head(hidden), dim=-1)
     assert torch.allclose(laws, tree.found.laws, atol=1e-6)
     assert len(hidden) == 2
 
@@ -248,7 +248,7 @@ def test_a_draft_model_that_overflows_changes_nothing() -> None:
     slots = target()
     drafter = ModelDrafter(Weights("broken", tiny(1, layers=1), None), tree=Paths("2x3"))
     engine = Engine(slots, drafter, VERIFIERS.build("cascade"))
-    drafter._weights.model.lm_head.weight.data.fill_(1e38)
+    drafter.weights.model.lm_head.weight.data.fill_(1e38)
     generation = engine.submit(Request(PROMPTS[0], SamplingParams(temperature=0.9, seed=3), max_new_tokens=30))
     while engine.busy:
         engine.step()
@@ -277,7 +277,7 @@ def test_its_own_temperature_and_cut_are_the_law_that_is_recorded() -> None:
     engine._admit()
     [tree] = drafter.draft([generation.sequence], [Budget(9, 3)])
     with torch.inference_mode():
-        logits = drafter._weights.model(torch.tensor([PROMPTS[0]])).logits[0, -1]
+        logits = drafter.weights.model(torch.tensor([PROMPTS[0]])).logits[0, -1]
     cut = logits.where(logits >= logits.topk(3).values[-1], -torch.inf)
     assert tree.q is not None
     assert torch.allclose(tree.q[0], torch.softmax(cut / 0.5, dim=-1), atol=1e-6)

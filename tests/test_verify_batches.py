@@ -20,7 +20,7 @@ from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw, Forest, Room
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from branchwise.verify.capture import ENOUGH, Places, as_program, numbers_of, packed, softmax_in_blocks, trace
+from branchwise.verify.capture import Places, as_program, numbers_of, packed, trace
 from branchwise.verify.match import Match
 from tests.strategies import Rule, grown, random_rule, tokens_to
 
@@ -286,15 +286,6 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("vocabulary", [5, 256, 700])
-def test_a_softmax_in_blocks_is_a_softmax(vocabulary: int) -> None:
-    rows = 9 * torch.randn(2, 3, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
-    rows[0, 0, 1:] = -torch.inf
-    assert torch.allclose(softmax_in_blocks(rows, -1, False), rows.softmax(dim=-1), rtol=1e-5, atol=0)
-    assert softmax_in_blocks(rows, 1, False) is NotImplemented
-    assert softmax_in_blocks(rows.expand(ENOUGH, *rows.shape), -1, False) is NotImplemented
-
-
 def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
     # Catches strides that are not those of the numbers: then every row gets the numbers of another.
     def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
@@ -308,5 +299,4 @@ def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
     traced = trace(program, places)
     targets = [node.target for node in traced.graph.nodes]
     assert targets.count(torch.ops.aten.as_strided.default) == 2
-    assert torch.ops.aten._softmax.default not in targets
     assert torch.allclose(traced(*places), program(*places))

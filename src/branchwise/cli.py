@@ -19,6 +19,18 @@ from branchwise.bench.tree_command import app as tree_app
 from branchwise.bench.tune_command import tune
 from branchwise.errors import BranchwiseError, LossyWarning, UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.options import (
+    AsJson,
+    Device,
+    DraftModel,
+    Dtype,
+    Model,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    TrustRemoteCode,
+)
 from branchwise.train.calibrate import app as calibrate
 from branchwise.train.commands import app as train
 
@@ -45,15 +57,8 @@ app.add_typer(calibrate)
 for command in (bench, report, tune, methods):
     app.command()(command)
 
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
-]
 MethodName = Annotated[
     str | None, typer.Option("--method", help="A published method by name, or draft/tree/verify; `branchwise methods`.")
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(help="Model that drafts, as --model takes it; options may follow: ID,temperature=0.8,top-k=20."),
 ]
 Draft = Annotated[
     str | None,
@@ -69,19 +74,10 @@ Verify = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="The most tokens to write.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")]
-TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that reach this mass.")]
 Seed = Annotated[
     int | None, typer.Option(help="Same seed, same text, with or without drafting.", show_default="random")
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
 ShowDraft = Annotated[bool, typer.Option("--show-draft", help="Colour drafted tokens that were accepted.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
-]
 
 
 @app.command()
@@ -190,7 +186,7 @@ def chat(
 
 @app.command()
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the model aliases, and what lies in the cache."""
     from branchwise.models import ALIASES, cache_dir, cached

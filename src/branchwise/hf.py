@@ -112,7 +112,7 @@ def generate(
     target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT), tokenizer=tokenizer)
     engine = Engine(target, drafting, VERIFIERS.build(verifier))
     Method(drafting.name, drafting.name, tree, verifier).warn_if_lossy()
-    if isinstance(drafter, str) and (weights := getattr(drafting, "_weights", None)) is not None:
+    if isinstance(drafter, str) and (weights := getattr(drafting, "weights", None)) is not None:
         _drafting.setdefault(model, {})[drafter] = weights
     stop_tokens = {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id}
     others = StoppingCriteriaList([c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))])

@@ -15,6 +15,7 @@ import typer
 
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.options import AsJson, Device, DraftModel, Model, Threads, TopK, TopP, TrustRemoteCode
 from branchwise.progress import showing
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ FalseAlarm = Annotated[
     float, typer.Option(help="How often a correct decoder may be found NOT LOSSLESS, all tests of an audit together.")
 ]
 Detect = Annotated[float, typer.Option(help="The distance that must have been detectable before LOSSLESS is said.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
@@ -226,13 +226,11 @@ def _print_methods(audits: list[MethodAudited], broken: list[str], worlds: str) 
 
 @app.command()
 def model(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     method: Annotated[
         str | None, typer.Option(help="A method by name, or draft/tree/verify; see `branchwise methods`.")
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Model that drafts, as --model takes it.")] = None,
+    draft_model: DraftModel = None,
     draft: Annotated[str | None, typer.Option(help="What proposes tokens.", show_default="ngram")] = None,
     tree: Annotated[str | None, typer.Option(help="Shape of the draft.", show_default="the drafter's")] = None,
     verify: Annotated[
@@ -246,8 +244,8 @@ def model(
     samples: Samples = 1000,
     length: Length = 3,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Must be above 0.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens that reach this mass.")] = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     greedy_tokens: Annotated[int, typer.Option(help="Tokens of each greedy text that is compared.")] = 48,
     near_ties: Annotated[bool, typer.Option(help="Compare greedy texts in bfloat16 too, on a copy.")] = True,
     raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
@@ -256,11 +254,9 @@ def model(
     seed: Annotated[int | None, typer.Option(help="Repeat an audit.", show_default="random")] = None,
     batch: Annotated[int, typer.Option(help="Texts that are written side by side.")] = 16,
     dtype: Annotated[str, typer.Option(help="float32, where equality is promised, or another.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
-    ] = False,
+    device: Device = "auto",
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Audit a drafter and a verifier on a real model.

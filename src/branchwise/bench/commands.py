@@ -11,6 +11,7 @@ import typer
 
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.options import Device, DraftModel, Dtype, Model, Temperature, Threads, TopK, TopP, TrustRemoteCode
 from branchwise.progress import showing
 from branchwise.registry import split_specs
 
@@ -39,20 +40,17 @@ def bench(
         str,
         typer.Option(help="Presets (see `branchwise methods`), draft/tree/verify specs, or all; between commas."),
     ] = "ngram",
-    draft_model: Annotated[
-        str | None,
-        typer.Option(help="Model that drafts for the methods that need one, as --model takes it: ID,temperature=0.8."),
-    ] = None,
+    draft_model: DraftModel = None,
     peers: Annotated[
         str,
         typer.Option(
             help="transformers, transformers-lookup, transformers-assisted:MODEL, llama.cpp, openai:URL; as --methods."
         ),
     ] = "",
-    model: Annotated[str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file.")] = DEFAULT_MODEL,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens that reach this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")] = 0,
+    model: Model = DEFAULT_MODEL,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="The most tokens of an answer.")] = 128,
     full_length: Annotated[
         bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have one length.")
@@ -76,10 +74,10 @@ def bench(
         str, typer.Option(help="cold: a fresh drafter for every prompt; warm: one that goes on learning.")
     ] = "cold",
     seed: Annotated[int, typer.Option(help="Of sampling; every contestant gets the same seeds.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="one per core")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path, typer.Option(help="Records, one JSON line per request. The same command goes on.")] = Path(
         "bench.jsonl"
     ),

@@ -14,6 +14,7 @@ import typer
 from branchwise.bench.own import own_items
 from branchwise.errors import PairingError, UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.options import Device, DraftModel, Dtype, Model, Threads, TrustRemoteCode
 from branchwise.progress import Progress, showing
 
 if TYPE_CHECKING:
@@ -33,10 +34,8 @@ LEVELS = 4
 
 @app.command()
 def optimise(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
-    ] = DEFAULT_MODEL,
-    draft_model: Annotated[str | None, typer.Option(help="Model that drafts, as --model takes it.")] = None,
+    model: Model = DEFAULT_MODEL,
+    draft_model: DraftModel = None,
     draft: Annotated[
         str | None, typer.Option(help="Drafter that draws from laws, in place of a draft model, such as disturbed:1.")
     ] = None,
@@ -55,12 +54,10 @@ def optimise(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to write for a prompt.")] = 64,
     out: Annotated[Path | None, typer.Option(help="File for the template.", show_default="standard output")] = None,
     seed: Annotated[int, typer.Option(help="Other texts.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
-    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the best shape for a pair of models and write it as a template for --tree template:FILE.json.
 

@@ -16,6 +16,7 @@ import typer
 from branchwise.bench.own import CODE, FREE, SPELLING
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.options import AsJson, Device, DraftModel, Dtype, Model, Threads, TrustRemoteCode
 from branchwise.plots import check_plot, pyplot, save
 from branchwise.progress import showing
 from branchwise.registry import split_specs
@@ -32,12 +33,10 @@ PROMPTS = (SPELLING, CODE, FREE[0])
 
 
 def tune(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
-    ] = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
     batch: Annotated[int, typer.Option(help="Sequences in a pass.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the tree.")] = 512,
     nodes: Annotated[
@@ -53,15 +52,11 @@ def tune(
         list[str] | None,
         typer.Option(help="Method whose drafter to time with its tree; may be repeated; see `branchwise methods`."),
     ] = None,
-    draft_model: Annotated[
-        str | None, typer.Option(help="Model that drafts for --method, as --model takes it.")
-    ] = None,
+    draft_model: DraftModel = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the cache knows.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure what scoring n nodes costs here, and where one node more costs too much.
 

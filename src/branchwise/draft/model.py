@@ -74,24 +74,24 @@ class ModelDrafter(Grown):
         super().bind(target)
         dtype = getattr(target, "dtype", torch.float32)
         given = self.model
-        self._weights = given if isinstance(given, Weights) else Weights.of(given, dtype, target.device)
+        self.weights = given if isinstance(given, Weights) else Weights.of(given, dtype, target.device)
         self.vocabulary = self._common(target)
         if self.trim is not None:
             self.vocabulary = self.vocabulary.keep(frequent_tokens(target, self.trim))
         if not len(self.vocabulary.tokens):
-            raise ModelError(f"No token that the target writes often is one of {self._weights.name}; raise trim.")
+            raise ModelError(f"No token that the target writes often is one of {self.weights.name}; raise trim.")
         self.vocabulary = self.vocabulary.to(target.device)
         self._wants_hidden = bool(getattr(self.tree, "wants_hidden", False))
         self._head: Head | None = None
         if self.trim is not None or self._wants_hidden:
-            self._head = Head(self._weights.head, None if self.trim is None else self.vocabulary.columns)
+            self._head = Head(self.weights.head, None if self.trim is None else self.vocabulary.columns)
         # The same text may take more tokens of another tokenizer.
         context = target.context + 1 if self.vocabulary.same else 2 * target.context
-        slots = self._weights.slots(getattr(target, "slots", target.free_slots), context)
+        slots = self.weights.slots(getattr(target, "slots", target.free_slots), context)
         self._following = Following(slots, self.vocabulary.draft_token)
         if isinstance(model := getattr(target, "model", None), nn.Module):
             rows = None if self.trim is None else len(self.vocabulary.columns)
-            self.cost = bytes_read(self._weights.model, rows) / bytes_read(model)
+            self.cost = bytes_read(self.weights.model, rows) / bytes_read(model)
 
     def close(self, sequence: Sequence) -> None:
         self._following.close(sequence)
@@ -105,7 +105,7 @@ class ModelDrafter(Grown):
         roots = [wish.nodes == [0] for wish in wishes]
         assert all(roots) or not any(roots), "trees of one batch grow level by level together"
         self.passes += 1
-        with self._weights.lock, self._headed():
+        with self.weights.lock, self._headed():
             logits, places = self._roots(wishes) if roots[0] else self._sprouts(wishes)
             hidden = self._head.seen if self._head is not None and self._wants_hidden else None
         return [
@@ -149,7 +149,7 @@ class ModelDrafter(Grown):
     @contextmanager
     def _headed(self) -> Iterator[None]:
         """Put a head of our own in the place of the model's for one pass, where there is one."""
-        model = self._weights.model
+        model = self.weights.model
         own = None if self._head is None else model.get_output_embeddings()
         if own is not None:
             model.set_output_embeddings(self._head)
@@ -183,12 +183,12 @@ class ModelDrafter(Grown):
 
     def _spell(self, tokens: list[int]) -> list[int]:
         """What the draft model's tokenizer makes of them; a part of a character that it cannot read is left out."""
-        theirs: Any = self._weights.tokenizer
+        theirs: Any = self.weights.tokenizer
         text = self.target.tokenizer.decode(tokens, skip_special_tokens=False)  # type: ignore[union-attr]
         return list(theirs(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _common(self, target: Target) -> Vocabulary:
-        weights, tokenizer = self._weights, getattr(target, "tokenizer", None)
+        weights, tokenizer = self.weights, getattr(target, "tokenizer", None)
         if tokenizer is not None and weights.tokenizer is not None:
             return common(tokenizer, target.vocabulary, weights.tokenizer, weights.vocabulary, weights.name)
         if weights.vocabulary != target.vocabulary:

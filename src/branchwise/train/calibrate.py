@@ -10,6 +10,7 @@ import typer
 
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.options import AsJson, Device, Dtype, Model, Threads
 from branchwise.progress import Progress, showing, silent
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ def _group() -> None:
 
 @app.command()
 def vocab(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="The target: alias, hub id, folder or GGUF file.")
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -50,10 +49,10 @@ def vocab(
     tokens: Annotated[int, typer.Option(help="How many tokens to write and count.")] = 20_000,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of the texts that are written.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same counts.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    as_json: AsJson = False,
 ) -> None:
     """Count the tokens that a target writes, so that a draft head can be trimmed to the frequent ones.
 

@@ -12,6 +12,7 @@ import typer
 
 from branchwise.errors import ModelError, PairingError, UsageError
 from branchwise.models import DEFAULT_MODEL
+from branchwise.options import AsJson, Device, Dtype, Model, Threads, TrustRemoteCode
 from branchwise.progress import showing
 from branchwise.registry import split_spec
 
@@ -37,9 +38,7 @@ def _group() -> None:
 
 @app.command()
 def stop(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="The target: alias, hub id, folder or GGUF file.")
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     draft_model: Annotated[
         str | None, typer.Option(help="The draft model that the stop is for; short for --draft model:ID.")
     ] = None,
@@ -62,14 +61,12 @@ def stop(
     ] = 0.4,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of the texts that are written.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Same seed, same file.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
-    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("stop.safetensors"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Learn where a tree should end, from texts that the target writes and a drafter drafts for.
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from branchwise.chance import SeededChance
 from branchwise.laws import ModelLaws
-from branchwise.rows import filled_blocks
 from branchwise.tree import LOOKED_UP, Draw, Forest
 from branchwise.verify import Verdicts, Verifier
 
@@ -141,30 +140,14 @@ def trace(program: Program, inputs: Places) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        return work_out_once(make_fx(program, {torch.ops.aten._softmax.default: softmax_in_blocks})(*inputs))
-
-
-def softmax_in_blocks(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """A softmax as blocks of blocks: the compiler's own gives a row to one of 132 processors, and a batch has few rows.
-
-    Of 16 rows of 151,936 that one takes 46 microseconds on an H200, and twice that where exponentials join it.
-    """
-    if dim not in (-1, rows.ndim - 1) or half_to_float or rows.numel() >= ENOUGH * rows.shape[-1]:
-        return NotImplemented  # type: ignore[no-any-return]
-    top = filled_blocks(rows, -torch.inf).amax(dim=-1).amax(dim=-1, keepdim=True)
-    times = (rows - top).exp()
-    return times / filled_blocks(times).sum(dim=-1).sum(dim=-1, keepdim=True)
-
-
-ENOUGH = 256
-"""so many rows keep all processors of a GPU busy"""
+        return work_out_once(make_fx(program)(*inputs))
 
 
 def work_out_once(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Let numbers that whole rows depend on be values in memory: all that float64 rounded to the rows' own type.
 
-    The compiler would carry their formula into the loop over a row, and divide in float64 for every token: one kernel
-    of 0.4 ms in `traversal`. What is looked at by its strides has to lie somewhere.
+    The compiler would carry their formula into the loop over a row, and divide in float64 for every token. What is
+    looked at by its strides has to lie somewhere.
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
         found, before = node.meta["val"], node.args[0].meta["val"]
