@@ -76,7 +76,7 @@ def main() -> None:
         return
     if not arguments.prompts:
         raise SystemExit("Name files of prompts with --prompts, such as HumanEval's and GSM8K's.")
-    for temperature in TEMPERATURES:
+    for temperature in arguments.temperatures:
         sys.argv = ["branchwise", *map(str, command(arguments, temperature))]  # what the records say ran
         code = app(sys.argv[1:], standalone_mode=False)
         if code:
@@ -85,7 +85,7 @@ def main() -> None:
 
 def command(arguments: argparse.Namespace, temperature: float) -> list[Any]:
     """`branchwise bench` with everything that is asked for here."""
-    optional = {"--threads": arguments.threads, "--commit": arguments.commit}
+    optional = {"--threads": arguments.threads, "--commit": arguments.commit, "--batch": arguments.batch}
     return [
         *("bench", "--model", arguments.model, "--draft-model", arguments.draft_model),
         *("--methods", ",".join(arguments.methods or [name for name in PRESETS if name != "plain"])),
@@ -103,10 +103,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft-model", required=True, help="the draft model, as --model")
     parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="files as branchwise bench takes them")
     parser.add_argument("--limit", type=int, default=PROMPTS, help="the first prompts of each category")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=TEMPERATURES, help="a table each")
     parser.add_argument("--methods", nargs="*", help="presets, or with --overhead trees; all by default")
     parser.add_argument("--overhead", action="store_true", help="measure what drafting costs beside the models")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a text with --overhead")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, help="prompts that are answered together, for the table of presets")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the records")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
