@@ -85,14 +85,16 @@ def main() -> None:
 
 def command(arguments: argparse.Namespace, temperature: float) -> list[Any]:
     """`branchwise bench` with everything that is asked for here."""
-    optional = {"--threads": arguments.threads, "--commit": arguments.commit, "--batch": arguments.batch}
+    optional = {
+        f"--{name}": value for name in ("threads", "commit", "batch", "context") if (value := vars(arguments)[name])
+    }
     return [
         *("bench", "--model", arguments.model, "--draft-model", arguments.draft_model),
         *("--methods", ",".join(arguments.methods or [name for name in PRESETS if name != "plain"])),
         *(word for file in arguments.prompts for word in ("--prompts", file)),
         *("--limit", arguments.limit, "--max-new-tokens", TOKENS, "--temperature", f"{temperature:g}"),
         *("--budget", NODES, "--dtype", "bfloat16", "--device", arguments.device),
-        *(word for option, value in optional.items() if value is not None for word in (option, value)),
+        *(word for option in optional.items() for word in option),
         *("--out", arguments.out / f"drafting-{name_of(arguments.device)}-t{temperature:g}.jsonl"),
     ]
 
@@ -109,6 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a text with --overhead")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, help="prompts that are answered together, for the table of presets")
+    parser.add_argument("--context", type=int, help="the most tokens of a text, so that all caches find room on a GPU")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the records")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")

@@ -2,18 +2,23 @@
 
 The laws look like those of a language model (a few tokens carry the mass, a long tail the rest) over a vocabulary of
 151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree
-4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync; in
-a graph also the copies of logits and q to where it reads them.
-Verifiers take turns on every draft. On a GPU they do so twice: captured in graphs, then as they are. What matters most
-comes first, graphs and large batches, and every number is printed and written as soon as it is known, so that a run
-that is cut short has them.
+4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync.
+On a GPU there are three modes:
 
-    python benchmarks/verifiers.py [--device cuda] [--modes graph] [--out FILE.jsonl]
+    placed    captured in a graph, logits and q where it reads them, as a scoring pass and a drafter may write them
+    graph     the same graph, logits and q elsewhere: the time is with their copies
+    eager     kernel by kernel
+
+Verifiers take turns on every draft. What matters most comes first, graphs and large batches, and every number is
+printed and written as soon as it is known, so that a run that is cut short has them.
+
+    python benchmarks/verifiers.py [--device cuda] [--modes placed graph] [--out FILE.jsonl]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 from itertools import product
@@ -37,6 +42,8 @@ from branchwise.verify.capture import Captured
 
 SIMILARITIES = {"close": 0.5, "medium": 1.0, "far": 2.0}
 """noise between the logits of target and drafter"""
+CAPTURED = ("placed", "graph")
+EAGER = ("eager",)
 
 
 def main() -> None:
@@ -48,10 +55,10 @@ def main() -> None:
     count = 0
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as file:
-        for mode, batch in product(modes(arguments.modes, device), sorted(arguments.batch, reverse=True)):
-            verifiers = built(arguments.verifiers, mode)
+        for modes, batch in product(chosen(arguments.modes, device), sorted(arguments.batch, reverse=True)):
+            verifiers = built(arguments.verifiers, modes)
             for similarity in arguments.similarity:
-                found = measure(verifiers, mode, device, similarity, SIMILARITIES[similarity], batch, arguments)
+                found = measure(verifiers, modes, device, similarity, SIMILARITIES[similarity], batch, arguments)
                 file.writelines(json.dumps({**record, "run": run}) + "\n" for record in found)
                 file.flush()
                 summarise(found)
@@ -59,19 +66,19 @@ def main() -> None:
     print(f"{count} records in {arguments.out}")
 
 
-def modes(wanted: str, device: torch.device) -> list[str]:
-    """How verifiers are to run, in order; without a GPU there are no graphs."""
-    here = ["graph", "eager"] if device.type == "cuda" else ["eager"]
-    found = [mode for mode in here if wanted in (mode, "both")]
-    if not found:
-        raise SystemExit(f"There are no graphs on {device}; leave out --modes {wanted}.")
-    return found
+def chosen(wanted: list[str], device: torch.device) -> list[list[str]]:
+    """How verifiers are to run, in order, what shares a graph side by side; without a GPU there are no graphs."""
+    here = [CAPTURED, EAGER] if device.type == "cuda" else [EAGER]
+    found = [[mode for mode in modes if mode in wanted] for modes in here]
+    if not any(found):
+        raise SystemExit(f"There are no graphs on {device}; leave out --modes {' '.join(wanted)}.")
+    return [modes for modes in found if modes]
 
 
-def built(names: list[str], mode: str) -> dict[str, Verifier]:
+def built(names: list[str], modes: list[str]) -> dict[str, Verifier]:
     """Fresh verifiers: those in graphs keep the memory of every shape they have seen."""
     rules = {name: VERIFIERS.build(name) for name in names}
-    return {name: Captured(rule) for name, rule in rules.items()} if mode == "graph" else rules
+    return rules if modes[0] in EAGER else {name: Captured(rule) for name, rule in rules.items()}
 
 
 def parse() -> argparse.Namespace:
@@ -85,7 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="verdicts on each, with other seeds")
     lossless = [name for name in VERIFIERS if name != "auto" and getattr(VERIFIERS.find(name), "lossless", True)]
     parser.add_argument("--verifiers", nargs="+", default=lossless)
-    parser.add_argument("--modes", choices=("graph", "eager", "both"), default="both")
+    parser.add_argument("--modes", nargs="+", choices=(*CAPTURED, *EAGER), default=[*CAPTURED, *EAGER])
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/records/verifiers.jsonl"))
     return parser.parse_args()
@@ -93,7 +100,7 @@ def parse() -> argparse.Namespace:
 
 def measure(
     verifiers: dict[str, Verifier],
-    mode: str,
+    modes: list[str],
     device: torch.device,
     similarity: str,
     sigma: float,
@@ -128,15 +135,33 @@ def measure(
                     getattr(forest, table)  # part of the draft, not of the verdict
                 if number < 0 or turn == 0:
                     verifier(forest, laws, chance)  # tables are looked up, kernels chosen, graphs captured
-                    chance, laws = SeededChance(seeds, torch.ones_like(seeds)), ModelLaws(logits, forest, sequences)
                     if number < 0:
                         continue
-                seconds, verdicts = timed(device, lambda v=verifier, f=forest, p=laws, c=chance: v(f, p, c).read())
-                tokens = statistics.mean(len(verdict.path) for verdict in verdicts)
-                about = {"similarity": similarity, "batch": batch, "verifier": name, "mode": mode}
-                records.append({**about, "draft": number, "turn": turn, "seconds": seconds, "tokens": tokens})
-        progress(f"{mode}, {similarity}, batch {batch}: {number + 1} of {arguments.drafts}")
+                for mode in modes:
+                    if mode == "placed":
+                        read, laws = placed(verifier, forest, laws)
+                    else:
+                        read, laws = forest, ModelLaws(logits, forest, sequences)
+                    chance = SeededChance(seeds, torch.ones_like(seeds))
+                    seconds, verdicts = timed(device, lambda v=verifier, f=read, p=laws, c=chance: v(f, p, c).read())
+                    tokens = statistics.mean(len(verdict.path) for verdict in verdicts)
+                    about = {"similarity": similarity, "batch": batch, "verifier": name, "mode": mode}
+                    records.append({**about, "draft": number, "turn": turn, "seconds": seconds, "tokens": tokens})
+        progress(f"{' and '.join(modes)}, {similarity}, batch {batch}: {number + 1} of {arguments.drafts}")
     return records
+
+
+def placed(verifier: Verifier, forest: Forest, laws: ModelLaws) -> tuple[Forest, ModelLaws]:
+    """The same forest and laws, with logits and q where the graph reads them."""
+    assert isinstance(verifier, Captured)
+    assert forest.q is not None
+    places = verifier.places(forest, laws)
+    q = places.q[:, : forest.q.shape[1]]
+    q.copy_(forest.q[:, : q.shape[1]])
+    places.logits.copy_(laws.logits)
+    same = copy.copy(forest)
+    same.__dict__["q"] = q
+    return same, laws.over(places.logits, same)
 
 
 def draft(

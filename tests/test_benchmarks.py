@@ -74,11 +74,12 @@ def test_verdicts_that_matter_most_are_measured_and_written_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verifiers = script("verifiers")
-    assert verifiers.modes("both", torch.device("cuda")) == ["graph", "eager"]
-    assert verifiers.modes("graph", torch.device("cuda")) == ["graph"]
-    assert verifiers.modes("both", torch.device("cpu")) == ["eager"]
+    every = ["placed", "graph", "eager"]
+    assert verifiers.chosen(every, torch.device("cuda")) == [["placed", "graph"], ["eager"]]
+    assert verifiers.chosen(["graph"], torch.device("cuda")) == [["graph"]]
+    assert verifiers.chosen(every, torch.device("cpu")) == [["eager"]]
     with pytest.raises(SystemExit, match="no graphs"):
-        verifiers.modes("graph", torch.device("cpu"))
+        verifiers.chosen(["graph"], torch.device("cpu"))
     out = tmp_path / "out.jsonl"
     small = ["--vocabulary", "50", "--drafts", "1", "--repeat", "1", "--batch", "1", "2", "--similarity", "far"]
     monkeypatch.setattr(sys, "argv", ["verifiers.py", *small, "--out", str(out)])
@@ -172,11 +173,12 @@ def test_the_commands_of_the_drafting_benchmark_can_be_run(tmp_path: Path) -> No
     drafting = script("drafting")
     asked = argparse.Namespace(
         model="smollm2", draft_model="smollm2", prompts=[Path("no-such-file.jsonl")], limit=10, methods=None,
-        device="cpu", threads=1, commit=None, out=tmp_path,
+        device="cpu", threads=1, batch=10, context=1024, commit=None, out=tmp_path,
     )  # fmt: skip
     for temperature in drafting.TEMPERATURES:
         words = [str(word) for word in drafting.command(asked, temperature)]
-        assert {"--budget", "24", "bfloat16", "96"} <= set(words)
+        assert {"--budget", "24", "bfloat16", "96", "--batch", "10", "--context", "1024"} <= set(words)
+        assert "--commit" not in words
         done = CliRunner().invoke(app, words)
         assert isinstance(done.exception, UsageError), done.output
         assert "no-such-file.jsonl" in str(done.exception)

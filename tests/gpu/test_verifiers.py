@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -15,7 +16,7 @@ from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw, Forest, Room
-from branchwise.verify import VERIFIERS
+from branchwise.verify import VERIFIERS, Verdicts
 from branchwise.verify.capture import Captured, Places, compiled_or_not, trace
 from branchwise.verify.order import Order
 
@@ -97,6 +98,25 @@ def test_a_captured_verdict_is_the_eager_one(name: str, compile: bool) -> None:
         eager = verdicts(name, trees, logits, seed, "cuda")().read()
         assert verdicts(name, trees, logits, seed, "cuda", captured)().read() == eager
     assert len(captured._graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["match", "block", "cascade", "traversal", "k-seq"])
+def test_a_verdict_on_what_was_written_where_its_graph_reads_is_the_eager_one(name: str) -> None:
+    captured = Captured(VERIFIERS.build(name), compile=False)
+
+    def placed(forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
+        captured(forest, laws, chance)
+        places, same = captured.places(forest, laws), copy.copy(forest)
+        q = places.q[:, : forest.q.shape[1]]
+        same.__dict__["q"] = q.copy_(forest.q[:, : q.shape[1]])
+        laws = laws.over(places.logits.copy_(laws.logits), same)
+        captured(same, laws, chance)  # a program that writes to its inputs would judge others the second time
+        return captured(same, laws, chance)
+
+    for seed in range(4):
+        trees, logits = draft("paths:3x4", seed)
+        eager = verdicts(name, trees, logits, seed, "cuda")().read()
+        assert verdicts(name, trees, logits, seed, "cuda", placed)().read() == eager
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 3072])

@@ -56,6 +56,13 @@ def bench(
         bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have one length.")
     ] = False,
     batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="The most tokens of a prompt and its answer: every method with a draft model has a cache of its own.",
+            show_default="the model's own",
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="The first prompts of each category.", show_default="all")] = None,
     problems: Annotated[int, typer.Option(help="Problems for each task of stylebench.")] = 10,
     repeat: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
@@ -147,6 +154,7 @@ def bench(
         "max_new_tokens": max_new_tokens,
         "full_length": full_length,
         "batch": batch,
+        "context": context,
         "limit": limit,
         "problems": problems if STYLEBENCH in (suite or []) else None,
         "repeat": repeat,
@@ -157,7 +165,7 @@ def bench(
     }
     with Ledger(out) as ledger:
         llm, contestants = enter(
-            model, chosen, split_specs(peers), batch, dtype, device, threads, trust_remote_code,
+            model, chosen, split_specs(peers), batch, context, dtype, device, threads, trust_remote_code,
             None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9),
         )  # fmt: skip
         kept = fitting(items, llm, max_new_tokens)
@@ -255,6 +263,7 @@ def enter(
     methods: list[Any],
     peers: list[str],
     batch: int,
+    context: int | None,
     dtype: str,
     device: str,
     threads: int | None,
@@ -273,6 +282,7 @@ def enter(
         dtype=dtype,
         device=device,
         threads=threads,
+        context=context,
         max_batch=batch,
         trust_remote_code=trust_remote_code,
     )

@@ -41,8 +41,7 @@ class Captured:
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
         if not laws.capturable or forest.q is None:
             return self.verifier(forest, laws, chance)
-        numbers = numbers_of(forest, chance)
-        key = (shapes_of(forest), laws.logits.shape, laws.logits.dtype, forest.q.dtype, *forest.widths, laws.shape)
+        numbers, key = numbers_of(forest, chance), key_of(forest, laws)
         if key not in self._graphs:
             rows = forest.room.inner or forest.nodes  # whatever will come
             q = forest.q.new_zeros(len(forest), rows, forest.q.shape[2])
@@ -50,6 +49,14 @@ class Captured:
             program = as_program(self.verifier, forest, laws)
             self._graphs[key] = Recording(program, places, self._compile, self._warmups)
         return Verdicts.written(self._graphs[key](numbers, laws.logits, forest.q))
+
+    def places(self, forest: Forest, laws: ModelLaws) -> Places:
+        """Where the graph that a batch of this shape was captured in reads.
+
+        Whoever scores the next batch may write its logits there, and whoever drafts it its q (into the first rows): a
+        verdict on tensors that begin there copies nothing.
+        """
+        return self._graphs[key_of(forest, laws)].places
 
 
 Program = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,6 +75,12 @@ def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws) -> Program:
         return verifier(same, laws.over(logits, same), SeededChance(seeds, roots)).rows
 
     return program
+
+
+def key_of(forest: Forest, laws: ModelLaws) -> tuple[Any, ...]:
+    """What two batches must agree in for one graph to serve both."""
+    assert forest.q is not None
+    return (shapes_of(forest), laws.logits.shape, laws.logits.dtype, forest.q.dtype, *forest.widths, laws.shape)
 
 
 def shapes_of(forest: Forest) -> tuple[torch.Size, ...]:
@@ -89,10 +102,10 @@ class Places(NamedTuple):
 
 
 class Recording:
-    """One captured graph with the places that its inputs are copied to."""
+    """One captured graph with the places that it reads."""
 
     def __init__(self, program: Program, places: Places, compile: bool, warmups: int) -> None:
-        self._places = places
+        self.places = places
         run: Any = trace(program, places)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -107,12 +120,18 @@ class Recording:
             self._found: Tensor = run(*places)
 
     def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor) -> Tensor:
-        self._places.logits.copy_(logits)  # long copies first: what follows is launched while they run
-        rows = min(q.shape[1], self._places.q.shape[1])  # nobody reads the rows of leaves
-        self._places.q[:, :rows].copy_(q[:, :rows])
-        packed(numbers, self._places.numbers)
+        bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
+        rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
+        bring(q[:, :rows], self.places.q[:, :rows])
+        packed(numbers, self.places.numbers)
         self._graph.replay()
         return self._found
+
+
+def bring(values: Tensor, place: Tensor) -> None:
+    """Copy values to their place, unless it is there that they were written."""
+    if values.data_ptr() != place.data_ptr():
+        place.copy_(values)
 
 
 def packed(numbers: list[Tensor], place: Tensor | None = None) -> Tensor:
