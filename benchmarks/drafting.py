@@ -43,6 +43,7 @@ RECORDS = Path(__file__).parent / "records"
 NODES = 24
 TOKENS = 96
 PROMPTS = 10
+WITH_MODEL = [name for name, method in PRESETS.items() if method.blanks == ["model"]]
 TEMPERATURES = (0.0, 1.0)
 
 WIDE = {
@@ -90,7 +91,7 @@ def command(arguments: argparse.Namespace, temperature: float) -> list[Any]:
     }
     return [
         *("bench", "--model", arguments.model, "--draft-model", arguments.draft_model),
-        *("--methods", ",".join(arguments.methods or [name for name in PRESETS if name != "plain"])),
+        *("--methods", ",".join(arguments.methods or WITH_MODEL)),
         *(word for file in arguments.prompts for word in ("--prompts", file)),
         *("--limit", arguments.limit, "--max-new-tokens", TOKENS, "--temperature", f"{temperature:g}"),
         *("--budget", NODES, "--dtype", "bfloat16", "--device", arguments.device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from branchwise.draft import Budget, Drafter, build_drafter
 from branchwise.engine import Engine, FinishReason, Generation, Request
@@ -226,10 +227,10 @@ def test_a_prompt_that_cannot_be_opened_does_not_block_the_others(monkeypatch: p
     good = running.submit(Request((2,), max_new_tokens=2))
     open_ = target.open
 
-    def failing(sequence: Sequence) -> None:
+    def failing(sequence: Sequence, tell: int = 0) -> Tensor:
         if sequence is bad.sequence:
             raise MemoryError
-        open_(sequence)
+        return open_(sequence, tell)
 
     monkeypatch.setattr(target, "open", failing)
     with pytest.raises(MemoryError):

@@ -335,8 +335,8 @@ def test_it_draws_paths_unless_told_otherwise() -> None:
 
 
 def test_what_cannot_draw_is_refused() -> None:
-    with pytest.raises(UsageError, match="'ngram' drafts one chain; use --tree chain:L"):
-        build_drafter("ngram", "paths:2x2")
+    with pytest.raises(PairingError, match="'none' grows no tree; leave out --tree"):
+        build_drafter("none", "paths:2x2")
     with pytest.raises(UsageError, match="sigma of at least 0, not -1"):
         build_drafter("disturbed:-1")
     with pytest.raises(PairingError, match="'block' is not exact"):
@@ -452,7 +452,15 @@ def test_an_undisturbed_drafter_is_accepted_to_the_last_token(name: str, spec: s
 
 
 MET = {"chain", "paths", "rsd-c", "rsd-s", "dynamic", "threshold"}
-ELSEWHERE = {"topk": "test_topk.py", "template": "test_template.py", "graph": "test_graph.py", "fork-lossy": "*.py"}
+ELSEWHERE = {
+    "topk": "test_topk.py",
+    "template": "test_template.py",
+    "graph": "test_graph.py",
+    "ranks": "test_ranks.py",
+    "fork-lossy": "*.py",
+    "puct": "test_puct.py",
+    "paced": "test_pace.py",
+}
 
 
 def test_growths_of_the_registry_are_all_met_here() -> None:

@@ -25,6 +25,7 @@ LEVELS = [
     {"tree", "sampling", "chance"},
     {"sequence"},
     {"laws"},
+    {"index"},
     {"verify", "target", "draft"},
     {"engine", "testing", "methods"},
     {"llm", "hf"},

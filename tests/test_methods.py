@@ -46,6 +46,11 @@ NAMES = [
 GROWN = [name for name in NAMES if PRESETS[name].lossless]
 
 
+FREE = ["ngram", "default", "prompt-lookup", "token-recycling", "stand", "suffix", "aded"]
+"""presets that need no model and no index"""
+RETRIEVING = ["rest", "rasd", "rasd-free"]
+
+
 def on_toys(name: str) -> Method:
     """A preset whose draft model is the toy target itself, disturbed."""
     preset = PRESETS[name]
@@ -53,9 +58,10 @@ def on_toys(name: str) -> Method:
 
 
 def test_the_presets_of_the_literature_are_all_here() -> None:
-    assert set(PRESETS) == {"plain", "ngram", *NAMES}
+    assert set(PRESETS) == {"plain", *FREE, *RETRIEVING, *NAMES}
     assert [name for name, method in PRESETS.items() if not method.lossless] == ["improved-mcsd-lossy"]
-    assert {name for name, method in PRESETS.items() if method.needs_draft_model} == set(NAMES)
+    assert {name for name, method in PRESETS.items() if method.needs_draft_model} == {"rasd", *NAMES}
+    assert {name for name, method in PRESETS.items() if method.needs_index} == set(RETRIEVING)
     for name, method in PRESETS.items():
         assert method.name == name
         assert method.about.endswith(".")
@@ -91,6 +97,24 @@ def test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget(name: str, te
         assert deepest <= (8 if budget is None else 4)
 
 
+@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same(name: str, temperature: float) -> None:
+    """Sampled, seed for seed, with `match`; what is drawn has its law tested elsewhere."""
+    target, texts = ToyTarget(4, seed=3), []
+    for method, most in ((PLAIN, None), (PRESETS[name], None), (PRESETS[name], Budget(6, 3))):
+        drafter, verifier = method.build()
+        engine = Engine(target, drafter, verifier, most)
+        made = engine.submit(Request((1, 2, 3) * 4, SamplingParams(temperature, seed=4), max_new_tokens=40))
+        while not made.finished:
+            engine.step()
+        texts.append(made.token_ids)
+        assert (made.stats.drafted_tokens > 0) is (method != PLAIN)
+        assert len(made.stats.drafted_per_depth) <= (3 if most else 99)
+    if temperature == 0 or PRESETS[name].verify == "match":
+        assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.mark.parametrize("name", GROWN)
 def test_a_lossless_preset_writes_the_greedy_text_of_plain_decoding(name: str) -> None:
     target = ToyTarget(16, seed=8)
@@ -114,6 +138,11 @@ def test_a_draft_model_joins_a_preset_with_its_options() -> None:
     # What the user says of the draft model comes before what the preset says.
     assert find_method("improved-mcsd", "small,recall=0.1,top-k=5").draft == "model:small,recall=0.1,top-k=5"
     assert find_method("cascade", "small").name == "cascade"
+    assert find_method("rest", index="a/dir").draft == "retrieval:a/dir"
+    assert find_method("rasd", "org/small,top-k=5", "dir,max=8").draft == (
+        "fused:model(org/small,top-k=5)+retrieval(dir,max=8)"
+    )
+    assert find_method("fused:ngram(max=3)+retrieval", index="d").draft == "fused:ngram(max=3)+retrieval(d)"
     assert find_method("model/chain:3/token", "small") == Method(
         "model/chain:3/token", "model:small", "chain:3", "token"
     )
@@ -143,6 +172,10 @@ def test_a_draft_model_joins_a_preset_with_its_options() -> None:
         ("model:a/b/template:/match/c.json", ("model:a/b", "template:/match/c.json", "match")),
         ("disturbed/template:/match/b.json/rrs", ("disturbed", "template:/match/b.json", "rrs")),
         ("disturbed/template:/a/b.json/rrs", ("disturbed", "template:/a/b.json", "rrs")),
+        ("retrieval:a/b,max=3/topk:4/match", ("retrieval:a/b,max=3", "topk:4", "match")),
+        ("fused:model(a/b)+retrieval(c/d)/topk:4", ("fused:model(a/b)+retrieval(c/d)", "topk:4", "match")),
+        ("fused:ngram(max=3,min=1)+suffix", ("fused:ngram(max=3,min=1)+suffix", None, "match")),
+        ("recycle/ranks:/a/b.json/match", ("recycle", "ranks:/a/b.json", "match")),
         ("disturbed/chain:9,stop=learned:a/b.st/token", ("disturbed", "chain:9,stop=learned:a/b.st", "token")),
     ],
 )
@@ -158,6 +191,9 @@ def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
     assert choose_method(tree="chain:4", verify="match") == Method("ngram/chain:4/match", "ngram", "chain:4")
     assert choose_method(draft_model="small", verify="auto").draft == "model:small"
     assert choose_method("cascade", draft_model="small") == find_method("cascade", "small")
+    assert choose_method(index="dir").draft == "retrieval:dir"
+    assert choose_method(index="dir", draft_model="small").draft == "fused:model(small)+retrieval(dir)"
+    assert choose_method(index="dir", draft="fused:ngram+retrieval").draft == "fused:ngram+retrieval(dir)"
     assert [method.draft for method in find_methods(["ngram", "block"], "small")] == ["ngram", "model:small"]
 
 
@@ -173,6 +209,9 @@ def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
         ({"method": "cascade", "draft_model": "small", "draft": "ngram"}, "leave out --draft,"),
         ({"method": "ngram", "verify": "match"}, "leave out --verify"),
         ({"draft": "ngram", "draft_model": "small"}, "--draft or --draft-model, not both"),
+        ({"draft": "ngram", "index": "dir"}, "--draft or --index, not both"),
+        ({"method": "rest"}, "needs an index; name one with --index"),
+        ({"method": "rest", "index": "dir", "draft_model": "small"}, "leave out --draft-model"),
         ({"method": "ngram/chain:8/match/more"}, "more than three parts"),
         ({"method": "model:a/b/chain:8/token/more"}, "more than three parts"),
     ],
@@ -225,7 +264,7 @@ def test_methods_prints_json_and_tells_more_of_one() -> None:
     found = json.loads(listed("--json"))["methods"]
     assert [method["name"] for method in found] == list(PRESETS)
     assert set(found[0]) == {
-        "name", "about", "paper", "draft", "tree", "verify", "lossless", "needs_draft_model", "command",
+        "name", "about", "paper", "draft", "tree", "verify", "lossless", "needs_draft_model", "needs_index", "command",
     }  # fmt: skip
     one = listed("rsd-s")
     assert "branchwise generate PROMPT --method rsd-s --draft-model ID" in one
@@ -239,6 +278,9 @@ MISTAKES = [
     (("--method", "casade"), "Unknown method 'casade'. Did you mean 'cascade'?"),
     (("--method", "cascade"), "Method 'cascade' needs a draft model; name one with --draft-model"),
     (("--method", "ngram", "--draft-model", "smollm2"), "leave out --draft-model"),
+    (("--method", "ngram", "--index", "x"), "leave out --index"),
+    (("--method", "rest"), "Method 'rest' needs an index; name one with --index"),
+    (("--method", "rasd", "--index", "x"), "Method 'rasd' needs a draft model"),
     (("--method", "block", "--draft-model", "no/such/folder/at/all"), "no/such/folder/at/all"),
 ]
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchwise.draft import Budget
+from branchwise.draft import Budget, Drafter, build_drafter
 from branchwise.draft.chain import Chain
-from branchwise.draft.ngram import Index, NGram
+from branchwise.draft.evidence import WIDTH, share
+from branchwise.draft.ngram import PLACES, Index, NGram
 from branchwise.draft.none import Nothing
+from branchwise.draft.topk import TopK
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw
+from branchwise.verify import VERIFIERS
+from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted)
@@ -139,3 +145,109 @@ def test_a_draft_is_fixed() -> None:
 def test_drafting_nothing_is_a_root_for_every_sequence() -> None:
     drafted: list[DraftTree] = Nothing().draft([Sequence([1, 2]), Sequence([3])], [AMPLE] * 2)
     assert [tree.tokens.tolist() for tree in drafted] == [[2], [3]]
+
+
+# A tree of alternatives
+
+
+def believed_by_hand(tokens: list[int], end: list[int], low: int, high: int) -> dict[int, float]:
+    """The slow truth: of every n-gram, the longest first, what followed at its last places."""
+    believed: dict[int, float] = {}
+    left = 1.0
+    for size in range(high, low - 1, -1):
+        gram = end[-size:]
+        behind = [place for place in range(size, len(tokens)) if tokens[place - size : place] == gram][-PLACES:]
+        if not behind or len(gram) < size:
+            continue
+        counts: dict[int, int] = {}
+        for place in reversed(behind):
+            counts[tokens[place]] = counts.get(tokens[place], 0) + 1
+        left = share(believed, left, list(counts.items()), size)
+    return believed
+
+
+@given(texts, sizes, st.lists(st.integers(0, 2), max_size=5))
+def test_beliefs_are_those_of_all_n_grams_from_the_longest_on(
+    tokens: list[int], bounds: list[int], turns: list[int]
+) -> None:
+    low, high = bounds
+    drafter = NGram(max=high, min=low)
+    place, end = drafter.find(Sequence(list(tokens))), list(tokens)
+    for turn in [*turns, 0]:
+        found = drafter.after(place)
+        assert {one.token: one.mass for one in found} == pytest.approx(believed_by_hand(tokens, end, low, high))
+        masses = [one.mass for one in found]
+        assert masses == sorted(masses, reverse=True)
+        assert sum(masses) <= 1
+        assert drafter.after(place) == found
+        if not found:
+            break
+        chosen = found[turn % len(found)]
+        place, end = chosen.place, [*end, chosen.token]
+
+
+def after(tokens: list[int], **options: int) -> dict[int, float]:
+    drafter = NGram(**options)
+    return {one.token: one.mass for one in drafter.after(drafter.find(Sequence(list(tokens))))}
+
+
+def test_more_counts_and_longer_n_grams_are_believed_more() -> None:
+    once, twice = after([1, 2, 9, 1, 2]), after([1, 2, 9, 1, 2, 9, 1, 2], max=2)
+    longer = after([0, 1, 2, 9, 0, 1, 2])
+    assert list(once) == list(twice) == list(longer) == [9]
+    assert once[9] == pytest.approx(1 / (1 + 4 / 2**1.5))
+    assert once[9] < longer[9] < 1
+    assert once[9] < twice[9] < 1
+
+
+def test_frequent_tokens_come_first_and_of_equal_ones_the_most_recent() -> None:
+    assert list(after([1, 2, 7, 1, 2, 8, 1, 2])) == [8, 7]
+    assert list(after([1, 2, 7, 0, 1, 2, 7, 4, 1, 2, 8, 1, 2], max=2)) == [7, 8]
+    assert list(after([3, 1, 2, 9, 1, 2, 8, 1, 2, 8, 3, 1, 2], max=3)) == [9, 8]  # the longer n-gram speaks first
+
+
+def test_only_the_last_places_are_looked_at() -> None:
+    text = [1, 2, 7] + [1, 2, 8] * PLACES
+    assert list(after([*text, 1, 2], max=2)) == [8]
+    many = [token for number in range(10, 40) for token in (1, number)]
+    assert len(after([*many, 1], max=1, min=1)) == PLACES <= WIDTH
+
+
+def test_a_tree_holds_the_alternatives() -> None:
+    drafter = NGram(tree=TopK(4, depth=2, width=2))
+    [tree] = drafter.draft([Sequence([1, 2, 7, 5, 1, 2, 8, 6, 1, 2])], [AMPLE])
+    assert tree.draw is drafter.draw is Draw.FIXED
+    assert (tree.tokens.tolist(), tree.parents) == ([2, 8, 7, 6, 5], (-1, 0, 0, 1, 2))
+
+
+def test_a_chain_is_copied_and_other_trees_are_grown_as_they_say() -> None:
+    assert build_drafter("ngram", "chain:3").draw is Draw.FIXED
+    assert build_drafter("ngram", "paths:2x3").draw is Draw.PATHS
+    assert build_drafter("ngram", "rsd-c:2,1").draw is Draw.WITHOUT_REPLACEMENT
+
+
+def test_memory_is_of_the_texts_that_are_open() -> None:
+    drafter, sequence = NGram(tree=TopK(4)), Sequence([1, 2, 3] * 50)
+    drafter.draft([sequence], [AMPLE])
+    some = drafter.memory_bytes
+    sequence.tokens += range(150)
+    drafter.draft([sequence], [AMPLE])
+    assert 150 * 50 < drafter.memory_bytes - some < 150 * 2000
+    drafter.close(sequence)
+    assert drafter.memory_bytes == 0
+    assert len(drafter.draft([sequence], [AMPLE])[0]) == 1
+    assert len(drafter.draft([Sequence([1, 2, 3, 1, 2])], [AMPLE])[0]) > 1
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "verify"),
+    [
+        ("ngram:max=3,min=1", "chain:5", "match"),
+        ("ngram:max=3,min=1", "topk:12,depth=6,width=3", "match"),
+        ("ngram:max=3,min=1", "paths:2x3", "match"),
+        ("ngram:max=3,min=1", "rsd-c:3,1", "rrs"),
+    ],
+)
+def test_the_text_is_that_of_plain_decoding(draft: str, tree: str, verify: str) -> None:
+    make: Callable[[object], Drafter] = lambda truth: build_drafter(draft, tree)  # noqa: E731
+    assert_writes_like_plain_decoding(make, VERIFIERS.build(verify))

@@ -111,7 +111,15 @@ def test_laws_with_ties_and_zeros_are_kept_too(world: Instance) -> None:
 
 def test_every_growth_that_may_stop_is_met_here() -> None:
     examples = {"paths": "2x3@1", "rsd-c": "2", "rsd-s": "2x2", "template": "sequoia-24", "topk": "4", "dynamic": "4"}
-    examples |= {"threshold": "0.1,4", "graph": "4", "chain": "2", "fork-lossy": "2x2"}
+    examples |= {
+        "threshold": "0.1,4",
+        "graph": "4",
+        "chain": "2",
+        "fork-lossy": "2x2",
+        "puct": "4",
+        "ranks": "mcsd",
+        "paced": "4",
+    }
     built = {name: TREES.build(f"{name}:{examples[name]}") for name in TREES}
     stoppable = {name for name, growth in built.items() if getattr(growth, "stoppable", False)}
     assert stoppable == {spec.partition(":")[0] for spec, _, _, _ in EXACT}
@@ -323,7 +331,6 @@ def test_a_stop_is_part_of_the_spec_of_a_tree(tmp_path: Path) -> None:
         ("disturbed", "paths:4x6,stop=confidence:0.4", PairingError, "'paths:4x6' may not stop early"),
         ("disturbed", "chain:4,stop=learned:nothing.safetensors", ModelError, "There is no stop nothing.safetensors"),
         ("disturbed", "chain:4,stop=learned", UsageError, "needs 'file'"),
-        ("ngram", "chain:4,stop=confidence:0.4", UsageError, "use --tree chain:L"),
     ],
 )
 def test_what_cannot_stop_is_one_sentence(draft: str, tree: str, error: type[Exception], words: str) -> None:

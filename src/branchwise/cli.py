@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,13 +18,16 @@ from branchwise.bench.methods_command import methods
 from branchwise.bench.tree_command import app as tree_app
 from branchwise.bench.tune_command import tune
 from branchwise.errors import BranchwiseError, LossyWarning, UsageError
+from branchwise.index.commands import app as index
 from branchwise.models import DEFAULT_MODEL
 from branchwise.options import (
     AsJson,
     Device,
     DraftModel,
     Dtype,
+    Index,
     Model,
+    State,
     Temperature,
     Threads,
     TopK,
@@ -54,6 +57,7 @@ app.add_typer(audit)
 app.add_typer(tree_app)
 app.add_typer(train)
 app.add_typer(calibrate)
+app.add_typer(index)
 for command in (bench, report, tune, methods):
     app.command()(command)
 
@@ -87,9 +91,11 @@ def generate(
     model: Model = DEFAULT_MODEL,
     method: MethodName = None,
     draft_model: DraftModel = None,
+    index: Index = None,
     draft: Draft = None,
     tree: Tree = None,
     verify: Verify = None,
+    state: State = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -114,13 +120,14 @@ def generate(
     options = _options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, raw=raw
     )
-    chosen = _choose(method, draft_model, draft, tree, verify)
-    llm = _load(model, chosen, dtype, device, threads, trust_remote_code)
-    if as_json:
-        print(json.dumps(_as_json(llm.generate(text, **options))))
-        return
-    console = _console()
-    _summarise(write(console, llm, text, options, show_draft), show_draft)
+    chosen = _choose(method, draft_model, index, draft, tree, verify)
+    llm = _load(model, chosen, state, dtype, device, threads, trust_remote_code)
+    with _keeping_state(llm):
+        if as_json:
+            print(json.dumps(_as_json(llm.generate(text, **options))))
+            return
+        console = _console()
+        _summarise(write(console, llm, text, options, show_draft), show_draft)
 
 
 @app.command()
@@ -128,9 +135,11 @@ def chat(
     model: Model = DEFAULT_MODEL,
     method: MethodName = None,
     draft_model: DraftModel = None,
+    index: Index = None,
     draft: Draft = None,
     tree: Tree = None,
     verify: Verify = None,
+    state: State = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -145,17 +154,23 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     options = _options(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    chosen = _choose(method, draft_model, draft, tree, verify)
-    llm = _load(model, chosen, dtype, device, threads, trust_remote_code)
+    chosen = _choose(method, draft_model, index, draft, tree, verify)
+    llm = _load(model, chosen, state, dtype, device, threads, trust_remote_code)
     if not llm.tokenizer.chat_template:
         raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
     console = _console()
     start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # arrows and history in input(), where the system has them
             import readline  # noqa: F401
         console.print(f"{llm.name}, drafting with {chosen.name}. /reset starts over, /exit ends.", style="dim")
+    with _keeping_state(llm):
+        _talk(console, llm, start, options, show_draft)
+
+
+def _talk(console: Console, llm: LLM, start: list[dict[str, str]], options: Options, show_draft: bool) -> None:
+    """Answer line by line until there are no more."""
+    messages = list(start)
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -327,28 +342,52 @@ def _options(**given: Any) -> Options:
 
 
 def _choose(
-    method: str | None, draft_model: str | None, draft: str | None, tree: str | None, verify: str | None
+    method: str | None,
+    draft_model: str | None,
+    index: str | None,
+    draft: str | None,
+    tree: str | None,
+    verify: str | None,
 ) -> Method:
     """What is asked for, found and paired before a model is loaded for nothing."""
     from branchwise.methods import choose_method
 
-    chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
+    chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model, index=index)
     chosen.build()
     return chosen
 
 
-def _load(model: str, method: Method, dtype: str, device: str, threads: int | None, trust_remote_code: bool) -> LLM:
+def _load(
+    model: str,
+    method: Method,
+    state: str | None,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    trust_remote_code: bool,
+) -> LLM:
     from branchwise.llm import load
 
     return load(
         model,
         method=method,
+        state=state,
         dtype=dtype,
         device=device,
         threads=threads,
         max_batch=1,
         trust_remote_code=trust_remote_code,
     )
+
+
+@contextlib.contextmanager
+def _keeping_state(llm: LLM) -> Iterator[None]:
+    """What the drafter has learned is written at the end, also where Ctrl-C is the end."""
+    try:
+        yield
+    finally:
+        if llm.state is not None:
+            llm.save_state()
 
 
 def _console() -> Console:

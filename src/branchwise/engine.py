@@ -66,6 +66,8 @@ class Piece:
     drafted: bool
     """accepted from the draft; otherwise the target's own"""
     logprob: float | None
+    source: str = ""
+    """who drafted it: the drafter, or that of its sources which proposed the token"""
 
 
 @dataclass(eq=False)
@@ -193,15 +195,18 @@ class Engine:
             clock = Stopwatch(self.target.device)
             try:
                 if generation.like is None:
-                    self.target.open(generation.sequence)
+                    logits = self.target.open(generation.sequence, getattr(self.drafter, "wants_prefill", 0))
                 else:
                     self.target.fork(generation.like, generation.sequence)
+                    logits = None
             except BaseException:
                 generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
                 raise
             clock.lap("prefill")
             generation.prefill = clock
             self._running.append(generation)
+            if logits is not None and len(logits):
+                self.drafter.begin(generation.sequence, logits)  # type: ignore[attr-defined]
 
     def _forest(self, trees: Rows[DraftTree], sequences: Rows[Sequence], budgets: Rows[Budget]) -> Forest:
         """The drafted trees as one batch; what a drafter got wrong must not reach the text."""
@@ -234,10 +239,11 @@ class Engine:
         accepted = tree.tokens[list(verdict.path[1:])].tolist()
         tokens = [*accepted, verdict.token]
         emitted = 0
+        drafters = [tree.sources[node] if tree.sources else self.drafter.name for node in verdict.path[1:]]
         for token, node in zip(tokens, verdict.path, strict=True):
-            drafted = emitted < len(accepted)
+            source = drafters[emitted] if emitted < len(accepted) else ""
             emitted += 1
-            reason = self._append(generation, token, drafted, logits[node])
+            reason = self._append(generation, token, source, logits[node])
             if reason is not None:
                 self._finish(generation, reason)
                 break
@@ -250,9 +256,10 @@ class Engine:
             accepted=min(emitted, len(accepted)),
             emitted=emitted,
             seconds=seconds,
+            sources=drafters[:emitted],
         )
 
-    def _append(self, generation: Generation, token: int, drafted: bool, logits: torch.Tensor) -> FinishReason | None:
+    def _append(self, generation: Generation, token: int, source: str, logits: torch.Tensor) -> FinishReason | None:
         """Add one token; says why the text ends with it, if it does. `logits` (vocabulary,) are those before it."""
         request, sequence, text = generation.request, generation.sequence, generation.text
         sequence.tokens.append(token)
@@ -267,7 +274,7 @@ class Engine:
             reason = FinishReason.LENGTH
         if reason is not None and text is not None:
             shown += text.finish()
-        generation.pieces.append(Piece(token, shown, drafted, logprob))
+        generation.pieces.append(Piece(token, shown, bool(source), logprob, source))
         return reason
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:

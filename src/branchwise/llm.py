@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 import torch
 
 from branchwise.draft import Drafter, build_drafter
+from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
@@ -92,9 +93,11 @@ def load(
     *,
     method: str | Method | None = None,
     draft_model: str | None = None,
+    index: str | None = None,
     draft: str | Drafter | None = None,
     tree: str | None = None,
     verify: str | None = None,
+    state: str | PathLike[str] | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     threads: int | None = None,
@@ -105,20 +108,24 @@ def load(
 ) -> LLM:
     """Load a model by alias, hub id, folder or GGUF file, with a drafter and a verifier.
 
-    These are a `method` by name, with the model that drafts for it, or `draft`, `tree` and `verify` one by one; without
-    any of them `ngram` drafts and `match` verifies. `context` limits the tokens of a sequence (the model's own limit by
-    default); `max_batch` is how many sequences run together, more wait their turn. A method that changes the law warns
-    (`LossyWarning`).
+    These are a `method` by name, with the model that drafts for it and the index it retrieves from, or `draft`, `tree`
+    and `verify` one by one; without any of them `ngram` drafts and `match` verifies. `context` limits the tokens of a
+    sequence (the model's own limit by default); `max_batch` is how many sequences run together, more wait their turn. A
+    method that changes the law warns (`LossyWarning`).
+
+    A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
     model = fspath(model)
     if draft is None or isinstance(draft, str):
-        chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
+        chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model, index=index)
         drafter, verifier = chosen.build()
-    elif method or draft_model or tree:
-        raise UsageError("A drafter of your own grows its own trees; leave out method, draft_model and tree.")
+    elif method or draft_model or index or tree:
+        raise UsageError("A drafter of your own grows its own trees; leave out method, draft_model, index and tree.")
     else:
         chosen = Method(draft.name, draft.name, verify=verify or "match")
         drafter, verifier = draft, VERIFIERS.build(chosen.verify)
+    if state is not None:
+        check_state(drafter, state)
     if max_batch < 1:
         raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
     if threads is not None:
@@ -135,17 +142,29 @@ def load(
     from branchwise.target.transformers import TransformersTarget
 
     target = TransformersTarget(weights, slots=max_batch, context=context, tokenizer=tokenizer)
-    return LLM(model, weights, tokenizer, Engine(target, drafter, verifier))
+    engine = Engine(target, drafter, verifier)
+    if state is not None:
+        load_state(drafter, state, target)
+    return LLM(model, weights, tokenizer, engine, state)
 
 
 class LLM:
     """A model with its tokenizer, a drafter and a verifier."""
 
-    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: Engine,
+        state: str | PathLike[str] | None = None,
+    ) -> None:
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
         self.engine = engine
+        self.state = state
+        """the file in which the drafter keeps what it learns"""
 
     def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
@@ -155,12 +174,12 @@ class LLM:
         Method(name, name, tree, verify).warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine)
 
-    def with_method(self, method: str | Method, draft_model: str | None = None) -> LLM:
+    def with_method(self, method: str | Method, draft_model: str | None = None, index: str | None = None) -> LLM:
         """The same weights and cache with another method, by name or as a spec draft/tree/verify.
 
         One that changes the law warns (`LossyWarning`).
         """
-        chosen = choose_method(method, draft_model=draft_model)
+        chosen = choose_method(method, draft_model=draft_model, index=index)
         drafter, verifier = chosen.build()
         engine = Engine(self.engine.target, drafter, verifier)
         chosen.warn_if_lossy()
@@ -193,6 +212,17 @@ class LLM:
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
         finally:
             self.engine.cancel(generation)
+
+    def save_state(self, path: str | PathLike[str] | None = None) -> None:
+        """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.
+
+        A file is replaced as a whole: of several processes that share one, the last to save has its say.
+        """
+        place = self.state if path is None else path
+        if place is None:
+            raise UsageError("There is no file for the state yet; name one, as in save_state('drafter.state').")
+        with self.engine._turn:  # between steps: one of another thread would change what is being written
+            save_state(self.engine.drafter, place, self.engine.target)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The token ids of a prompt as the model will see it, chat template included."""

@@ -17,6 +17,14 @@ from branchwise.verify import VERIFIERS, Verifier, check_pairing
 
 MODEL = "model"
 """the drafter that runs a draft model"""
+RETRIEVAL = "retrieval"
+"""the drafter that looks things up in an index"""
+BLANKS = {
+    MODEL: ("a draft model", "--draft-model", "such as a smaller model with the tokenizer of the target"),
+    RETRIEVAL: ("an index", "--index", "a folder that `branchwise index build` made"),
+}
+"""drafters that mean nothing without a name that only the user knows: what it is, the option that says it, a hint"""
+FUSED = "fused:"
 LOSSY = "lossy"
 """the word in the name of everything that changes the law"""
 DISTANCES = {"lossy-longest": (0.208, "fork-lossy:2x2 over 3 tokens, every outcome of 6 small laws")}
@@ -40,28 +48,45 @@ class Method:
         return LOSSY not in self.verify
 
     @property
+    def blanks(self) -> list[str]:
+        """The drafters of which the user has yet to say the name: of a model, or of an index."""
+        named = (split_spec(spec) for spec in members_of(self.draft))
+        return [name for name, positional, _ in named if name in BLANKS and not positional]
+
+    @property
     def needs_draft_model(self) -> bool:
-        """Whether the user has yet to say which model drafts."""
-        name, positional, _ = split_spec(self.draft)
-        return name == MODEL and not positional
+        return MODEL in self.blanks
+
+    @property
+    def needs_index(self) -> bool:
+        return RETRIEVAL in self.blanks
 
     @property
     def command(self) -> str:
         """What runs it."""
-        return f"branchwise generate PROMPT --method {self.name}{' --draft-model ID' if self.needs_draft_model else ''}"
+        words = [f" {BLANKS[name][1]} {'ID' if name == MODEL else 'DIR'}" for name in self.blanks]
+        return f"branchwise generate PROMPT --method {self.name}{''.join(words)}"
 
-    def drafting_with(self, draft_model: str | None) -> Method:
-        """This method with the draft model of a spec `ID[,temperature=…]`, whose options come before its own."""
-        if not self.needs_draft_model:
-            raise UsageError(f"Method {self.name!r} drafts without a draft model; leave out --draft-model.")
-        if not draft_model:
-            raise UsageError(
-                f"Method {self.name!r} needs a draft model; name one with --draft-model, such as a smaller model with "
-                "the tokenizer of the target."
-            )
-        said = split_spec(f"{MODEL}:{draft_model}")[2]
-        own = [f"{key}={value}" for key, value in split_spec(self.draft)[2].items() if key not in said]
-        return replace(self, draft=f"{MODEL}:{','.join([draft_model, *own])}")
+    def drafting_with(self, draft_model: str | None = None, index: str | None = None) -> Method:
+        """This method with the draft model of a spec `ID[,temperature=…]`, or an index `DIR[,max=…]`.
+
+        Their options come before the method's own.
+        """
+        given = {MODEL: draft_model, RETRIEVAL: index}
+        for name, (what, option, hint) in BLANKS.items():
+            if given[name] is not None and name not in self.blanks:
+                raise UsageError(f"Method {self.name!r} drafts without {what}; leave out {option}.")
+            if not given[name] and name in self.blanks:
+                raise UsageError(f"Method {self.name!r} needs {what}; name one with {option}, {hint}.")
+        specs = []
+        for spec in members_of(self.draft):
+            name, positional, options = split_spec(spec)
+            if name in self.blanks and not positional:
+                said = split_spec(f"{name}:{given[name]}")[2]
+                own = [f"{key}={value}" for key, value in options.items() if key not in said]
+                spec = f"{name}:{','.join([given[name] or '', *own])}"
+            specs.append(spec)
+        return replace(self, draft=specs[0] if not self.draft.startswith(FUSED) else FUSED + fuse_specs(specs))
 
     def warn_if_lossy(self) -> None:
         """Nobody changes the law of a model without having been told.
@@ -106,6 +131,71 @@ PRESETS = {
             "chain:8",
             paper="Saxena, Prompt Lookup Decoding, 2023",
             about="Proposes what followed the last tokens where they stood before; needs no model.",
+        ),
+        Method(
+            "default",
+            "fused:recycle+suffix(min=1)",
+            "paced:64",
+            paper="our own; see memory.md",
+            about="What we advise without a draft model: remembered laws and repeated text, as many nodes as pay.",
+        ),
+        Method(
+            "prompt-lookup",
+            "ngram:max=3,min=1",
+            "chain:10",
+            paper="Saxena, Prompt Lookup Decoding, 2023",
+            about="What followed the last three, two or one tokens earlier in the text.",
+        ),
+        Method(
+            "token-recycling",
+            "recycle",
+            "ranks:recycling-80",
+            paper="Luo et al., Token Recycling, 2408.08696",
+            about="A table of what the target last found likely after each token, on a fixed tree.",
+        ),
+        # Drawn from what was remembered, so that sampled texts gain by a verifier that reads q.
+        Method(
+            "stand",
+            "stand",
+            "template:sequoia-24",
+            "traversal",
+            "Song et al., STAND, 2506.04708",
+            "Averaged laws after the last four to two tokens, drawn from without replacement.",
+        ),
+        Method(
+            "suffix",
+            "suffix",
+            "topk:24,depth=24,width=4",
+            paper="Hu et al., SAM-Decoding, 2411.10666; Oliaro et al., SuffixDecoding, 2411.04975",
+            about="What followed the longest repetition that ends the text, trusted by its length.",
+        ),
+        Method(
+            "rest",
+            "retrieval",
+            "topk:24,depth=10,width=8",
+            paper="He et al., REST, 2311.08252",
+            about="What follows the end of the text in an indexed corpus.",
+        ),
+        Method(
+            "aded",
+            "trigram",
+            "puct:24",
+            paper="Liu et al., ADED, 2407.12021",
+            about="Three-token statistics that adapt as the text is written, searched like a game tree.",
+        ),
+        Method(
+            "rasd",
+            "fused:model+retrieval",
+            "topk:24,depth=12,width=8",
+            paper="Quan et al., RASD, 2503.03434",
+            about="A draft model's tree, with what was retrieved attached where the two agree.",
+        ),
+        Method(
+            "rasd-free",
+            "fused:recycle+suffix(min=1)+retrieval",
+            "paced:64",
+            paper="Quan et al., RASD, 2503.03434",
+            about="RASD with a table in the place of the draft model.",
         ),
         Method(
             "speculative",
@@ -255,18 +345,21 @@ PRESETS = {
 }
 
 
-def find_method(spec: str, draft_model: str | None = None) -> Method:
-    """The method of a name or of a `draft/tree/verify` spec; `draft_model` is for one that needs it."""
-    method = PRESETS.get(spec) or _parse(spec)
-    return method.drafting_with(draft_model) if method.needs_draft_model else method
+def find_method(spec: str, draft_model: str | None = None, index: str | None = None) -> Method:
+    """The method of a name or of a `draft/tree/verify` spec; `draft_model` and `index` are for one that needs them."""
+    method = find_any(spec)
+    return method.drafting_with(
+        draft_model if method.needs_draft_model else None, index if method.needs_index else None
+    )
 
 
-def find_methods(specs: Sequence[str], draft_model: str | None = None) -> list[Method]:
-    """Methods that share a draft model; at least one must want it."""
-    methods = [find_method(spec, draft_model) for spec in specs]
-    if draft_model is not None and all(find_any(spec) == method for spec, method in zip(specs, methods, strict=True)):
-        raise UsageError("No method here drafts with a draft model; leave out --draft-model.")
-    return methods
+def find_methods(specs: Sequence[str], draft_model: str | None = None, index: str | None = None) -> list[Method]:
+    """Methods that share a draft model and an index; at least one must want each."""
+    for name, value in ((MODEL, draft_model), (RETRIEVAL, index)):
+        if value is not None and not any(name in find_any(spec).blanks for spec in specs):
+            what, option, _ = BLANKS[name]
+            raise UsageError(f"No method here drafts with {what}; leave out {option}.")
+    return [find_method(spec, draft_model, index) for spec in specs]
 
 
 def choose_method(
@@ -276,6 +369,7 @@ def choose_method(
     tree: str | None = None,
     verify: str | None = None,
     draft_model: str | None = None,
+    index: str | None = None,
 ) -> Method:
     """What a user asks for: a method, mostly by name, or its parts one by one."""
     if method is not None:
@@ -287,13 +381,17 @@ def choose_method(
                     "all three in its place."
                 )
         if isinstance(method, Method):
-            return method if draft_model is None else method.drafting_with(draft_model)
-        return find_methods([method], draft_model)[0]
-    if draft_model is not None and draft is not None:
-        raise UsageError("Give --draft or --draft-model, not both.")
-    parts = (draft or (MODEL if draft_model is not None else "ngram"), tree, verify)
-    chosen = Method("/".join(part or "" for part in parts).rstrip("/"), parts[0], tree, verify or "match")
-    return chosen.drafting_with(draft_model) if draft_model is not None else chosen
+            named = draft_model is None and index is None
+            return method if named else method.drafting_with(draft_model, index)
+        return find_methods([method], draft_model, index)[0]
+    said = [name for name, value in ((MODEL, draft_model), (RETRIEVAL, index)) if value is not None]
+    if draft is not None and said and not Method("", draft).blanks:
+        raise UsageError(f"Give --draft or {BLANKS[said[0]][1]}, not both.")
+    if draft is None:
+        draft = FUSED + "+".join(said) if len(said) > 1 else next(iter(said), "ngram")
+    name = "/".join(part or "" for part in (draft, tree, verify)).rstrip("/")
+    chosen = Method(name, draft, tree, verify or "match")
+    return chosen.drafting_with(draft_model, index) if said else chosen
 
 
 def find_any(spec: str) -> Method:
@@ -326,7 +424,22 @@ def _parse(spec: str) -> Method:
     return Method(spec, draft, tree or None, verify or "match")
 
 
-FILES = ("model:", "template:", "learned:")
+def members_of(draft: str) -> list[str]:
+    """The specs of the drafters of a fusion, or the one that there is."""
+    if not draft.startswith(FUSED):
+        return [draft]
+    from branchwise.draft.fused import split_members
+
+    return split_members(draft.removeprefix(FUSED))
+
+
+def fuse_specs(specs: Sequence[str]) -> str:
+    """What `members_of` takes apart."""
+    split = (spec.partition(":") for spec in specs)
+    return "+".join(f"{name}({options})" if options else name for name, _, options in split)
+
+
+FILES = ("model:", "model(", "retrieval:", "retrieval(", "template:", "ranks:", "learned:")
 """what is followed by a name that may hold slashes of its own"""
 
 

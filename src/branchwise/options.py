@@ -13,6 +13,11 @@ DraftModel = Annotated[
     str | None,
     typer.Option(help="Model that drafts, as --model takes it; options may follow: ID,temperature=0.8,top-k=20."),
 ]
+Index = Annotated[str | None, typer.Option(help="Folder of an index to retrieve from; see `branchwise index build`.")]
+State = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Go on with what the drafter learned there, and keep there what it learns."),
+]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that reach this mass.")]

@@ -2,7 +2,7 @@
 
 A registry maps a name to "module:Object", so that listing names imports nothing and an optional package is needed
 only by the part that uses it. A spec is `name` or `name:args`, where args are positional values and key=value
-options separated by commas: `chain:8`, `ngram:min=2,max=4`.
+options separated by commas: `chain:8`, `ngram:min=2,max=4`. What stands in parentheses is one value.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,10 +27,10 @@ def split_spec(spec: str) -> tuple[str, list[str], dict[str, str]]:
     """`name:a,b,key=value` as (name, [a, b], {key: value})."""
     name, _, rest = spec.partition(":")
     positional, options = [], {}
-    for part in filter(None, (part.strip() for part in rest.split(","))):
+    for part in filter(None, map(str.strip, re.split(r",(?![^()]*\))", rest))):  # but for commas in parentheses
         key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
-        if not equals:
+        if not equals or "(" in key:
             positional.append(part)
         elif key in options:
             raise UsageError(f"{spec!r} gives {key!r} twice.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +26,20 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """time of the steps this request took part in, by phase"""
     prefill_seconds: float = 0.0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    """whose drafted tokens were emitted"""
 
-    def record(self, *, nodes: int, depth: int, accepted: int, emitted: int, seconds: dict[str, float]) -> None:
-        """Count one step: a tree of `nodes` below the root, of which `accepted` were emitted."""
+    def record(
+        self,
+        *,
+        nodes: int,
+        depth: int,
+        accepted: int,
+        emitted: int,
+        seconds: dict[str, float],
+        sources: Sequence[str] = (),
+    ) -> None:
+        """Count one step: a tree of `nodes` below the root, of which `accepted` were emitted, drafted by `sources`."""
         self.steps += 1
         self.drafted_tokens += nodes
         self.accepted_tokens += accepted
@@ -38,6 +50,8 @@ class Stats:
                 counts[level] += 1
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
+        for source in sources:
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -64,6 +78,7 @@ class Stats:
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "accepted_by_source": dict(self.accepted_by_source),
             "acceptance_per_depth": self.acceptance_per_depth,
             "tokens_per_second": self.tokens_per_second,
             "seconds": dict(self.seconds),

@@ -41,9 +41,12 @@ class ToyTarget:
         generator = torch.Generator().manual_seed(hash((self.seed, *tokens)) % (1 << 62))
         return 2 * torch.randn(self.vocabulary, generator=generator)
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: Sequence, tell: int = 0) -> Tensor:
         assert self.free_slots > 0
         self._cached[sequence] = sequence.tokens[:-1]
+        ends = range(max(len(sequence.tokens) - tell, 1), len(sequence.tokens))
+        found = [self.logits(sequence.tokens[:end]) for end in ends]
+        return torch.stack(found) if found else torch.zeros(0, self.vocabulary)
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
         assert self.free_slots > 0

@@ -182,11 +182,15 @@ class DraftTree:
     """for PATHS: the last node of each drawn path, in draw order, repeats kept"""
     trusted: bool = False
     """for FORK: the first level was drawn from what the target wants, row 0 of q, and is not tested"""
+    sources: tuple[str, ...] = ()
+    """who proposed each node, where a drafter has several sources; the root's is empty"""
 
     def __post_init__(self) -> None:
         shape = self.topology  # checks the parents
         if self.tokens.shape != (len(shape),):
             raise UsageError(f"A tree of {len(shape)} nodes needs that many tokens, not {tuple(self.tokens.shape)}.")
+        if self.sources and len(self.sources) != len(shape):
+            raise UsageError(f"A tree of {len(shape)} nodes needs that many sources, not {len(self.sources)}.")
         if self.draw is Draw.FIXED and self.q is not None:
             raise UsageError("A fixed tree has no q: nothing was drawn.")
         if self.draw is not Draw.FIXED and len(shape) > 1 and self.q is None:
@@ -268,7 +272,7 @@ class DraftTree:
             return self
         if self.draw is not Draw.FIXED:
             raise UsageError(f"A tree drawn {self.draw.value} cannot be cut; draft it within the budget.")
-        return DraftTree(self.tokens[:keep], self.parents[:keep])
+        return DraftTree(self.tokens[:keep], self.parents[:keep], sources=self.sources[:keep])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -16,6 +18,7 @@ from branchwise.sequence import Sequence
 from branchwise.target import Target
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
+from tests.test_index import write
 from tests.test_model_drafter import tiny
 
 VOCABULARY = 6
@@ -42,8 +45,24 @@ class AnyModel(ModelDrafter):
         super().bind(target)
 
 
+def any_index() -> Drafter:
+    """What random texts hold; the files are gone when it drafts, but they are mapped."""
+    rng = random.Random(0)
+    with TemporaryDirectory() as folder:
+        texts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 60))] for _ in range(40)]
+        write(Path(folder) / "index", texts, VOCABULARY, shard=1 << 9)
+        return build_drafter(f"retrieval:{folder}/index")
+
+
+NOT_BY_NAME: dict[str, Callable[[], Drafter]] = {
+    "model": AnyModel,
+    "retrieval": any_index,
+    "fused": lambda: build_drafter("fused:recycle+suffix+trigram"),
+}
+"""those that need something of the user"""
+
 SHIPPED: dict[str, Callable[[Truth], Drafter]] = {
-    name: lambda truth, name=name: AnyModel() if name == "model" else build_drafter(name)  # type: ignore[misc]
+    name: lambda truth, name=name: NOT_BY_NAME.get(name, lambda: build_drafter(name))()  # type: ignore[misc]
     for name in DRAFTERS
 }
 

@@ -15,7 +15,7 @@ import typer
 
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
-from branchwise.options import AsJson, Device, DraftModel, Model, Threads, TopK, TopP, TrustRemoteCode
+from branchwise.options import AsJson, Device, DraftModel, Index, Model, Threads, TopK, TopP, TrustRemoteCode
 from branchwise.progress import showing
 
 if TYPE_CHECKING:
@@ -231,6 +231,7 @@ def model(
         str | None, typer.Option(help="A method by name, or draft/tree/verify; see `branchwise methods`.")
     ] = None,
     draft_model: DraftModel = None,
+    index: Index = None,
     draft: Annotated[str | None, typer.Option(help="What proposes tokens.", show_default="ngram")] = None,
     tree: Annotated[str | None, typer.Option(help="Shape of the draft.", show_default="the drafter's")] = None,
     verify: Annotated[
@@ -284,7 +285,7 @@ def model(
     )
     if batch < 1:
         raise UsageError(f"batch must be at least 1, not {batch}.")
-    wanted = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model)
+    wanted = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model, index=index)
     rules = [wanted.verify] if method else split_names(wanted.verify)
     for rule in rules:  # a name that does not fit is told before a model is loaded for nothing
         audited = replace(wanted, verify=rule)

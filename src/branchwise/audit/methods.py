@@ -44,7 +44,10 @@ SMALL = {
     "dynamic": "dynamic:4",
     "threshold": "threshold:0.15,4",
     "topk": "topk:4,depth=2,width=2",
+    "paced": "paced:4,depth=2,width=2",
     "graph": "graph:5,width=2,depth=3,repeat=0",
+    "puct": "puct:4,simulations=20,length=2",
+    "ranks": "ranks:mcsd",
     "template": "template:sequoia-24",
     "fork-lossy": f"fork-lossy:{FORK[0]}x{FORK[1]}",
 }
@@ -152,7 +155,8 @@ def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
     """What stands for the method's tree, and all its outcomes."""
     name, _, _ = split_spec(method.draft)
     drafter = DRAFTERS.find(name)
-    if isinstance(drafter, type) and issubclass(drafter, Grown):
+    copied = name == "ngram" and (method.tree or "chain").startswith("chain")  # from the text; nothing is drawn
+    if isinstance(drafter, type) and issubclass(drafter, Grown) and not copied:
         spec = small(method.tree or default_tree(method.draft))
         if spec.startswith("template"):
             drafts = Drafts.grown(build_growth(spec), instance, FEW)

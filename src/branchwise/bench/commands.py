@@ -11,7 +11,18 @@ import typer
 
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
-from branchwise.options import Device, DraftModel, Dtype, Model, Temperature, Threads, TopK, TopP, TrustRemoteCode
+from branchwise.options import (
+    Device,
+    DraftModel,
+    Dtype,
+    Index,
+    Model,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    TrustRemoteCode,
+)
 from branchwise.progress import showing
 from branchwise.registry import split_specs
 
@@ -41,6 +52,7 @@ def bench(
         typer.Option(help="Presets (see `branchwise methods`), draft/tree/verify specs, or all; between commas."),
     ] = "ngram",
     draft_model: DraftModel = None,
+    index: Index = None,
     peers: Annotated[
         str,
         typer.Option(
@@ -133,7 +145,7 @@ def bench(
     if not split_specs(methods) and not split_specs(peers):
         raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
     specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
-    chosen = find_methods(specs, draft_model)
+    chosen = find_methods(specs, draft_model, index)
     for method in chosen:
         method.build()  # a pair that does not fit is refused before a model is loaded
     if len({PLAIN.name, *(method.name for method in chosen)}) != len(chosen) + (PLAIN not in chosen):
@@ -147,6 +159,7 @@ def bench(
         "suite": suite or [],
         "methods": [method.name for method in chosen],
         "draft_model": None if draft_model is None else without_folder(draft_model),
+        "index": None if index is None else without_folder(index),
         "peers": split_specs(peers),
         "temperature": temperature,
         "top_p": top_p,

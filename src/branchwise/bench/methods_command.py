@@ -44,6 +44,7 @@ def as_dict(method: Method) -> dict[str, Any]:
         "verify": method.verify,
         "lossless": method.lossless,
         "needs_draft_model": method.needs_draft_model,
+        "needs_index": method.needs_index,
         "command": method.command,
     }
 
@@ -63,7 +64,8 @@ def _list(methods: list[Method]) -> None:
         table.add_row(method.name, method.draft, method.tree or "", method.verify, law, method.paper)
     console.print(table)
     console.print(
-        "\nThe drafter model is the one that --draft-model names; branchwise methods NAME tells more of a method.",
+        "\nThe drafter model is the one that --draft-model names, and retrieval reads the --index; "
+        "branchwise methods NAME tells more of a method.",
         style="dim",
     )
 

@@ -69,9 +69,8 @@ class Ours:
     def _answer(self, generation: Generation, seconds: float, draft_passes: int) -> Answer:
         assert generation.finish_reason is not None
         stats = generation.stats
-        sources = {"target": stats.emitted_tokens - stats.accepted_tokens}
-        if self.kind != PLAIN:
-            sources[self._engine.drafter.name] = stats.accepted_tokens
+        drafted = {} if self.kind == PLAIN else {self._engine.drafter.name: 0} | stats.accepted_by_source
+        sources = {"target": stats.emitted_tokens - stats.accepted_tokens} | drafted
         return Answer(
             ids=generation.token_ids,
             finish_reason=generation.finish_reason.value,

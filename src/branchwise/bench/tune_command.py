@@ -16,7 +16,7 @@ import typer
 from branchwise.bench.own import CODE, FREE, SPELLING
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
-from branchwise.options import AsJson, Device, DraftModel, Dtype, Model, Threads, TrustRemoteCode
+from branchwise.options import AsJson, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
 from branchwise.plots import check_plot, pyplot, save
 from branchwise.progress import showing
 from branchwise.registry import split_specs
@@ -53,6 +53,7 @@ def tune(
         typer.Option(help="Method whose drafter to time with its tree; may be repeated; see `branchwise methods`."),
     ] = None,
     draft_model: DraftModel = None,
+    index: Index = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the cache knows.")] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
@@ -75,7 +76,7 @@ def tune(
     from branchwise.methods import Method, find_methods
     from branchwise.tune import measure, measure_drafter
 
-    timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model)]
+    timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model, index)]
     for found in timed:  # an unknown name is told before a model is loaded, and so is what changes the law
         found.build()
         found.warn_if_lossy()

@@ -36,7 +36,8 @@ class Drafter(Protocol):
     One that needs the target itself also has `bind(target)`, called before anything else; one that keeps something for
     each text has `close(sequence)`, called when it ends. One that runs a model counts
     its passes in `passes`, and says in `cost` how many times the target's bytes one reads. One that learns across
-    requests says so with `learns = True`.
+    requests says so with `learns = True`. One that can use laws of the prompt says in `wants_prefill` for how many of
+    its last tokens, and is told by `begin(sequence, logits)`: the last row is what follows the token before the root.
     """
 
     name: str
@@ -53,9 +54,15 @@ DRAFTERS = Registry(
     "drafter",
     {
         "disturbed": "branchwise.draft.disturbed:Disturbed",
+        "fused": "branchwise.draft.fused:Fused",
         "model": "branchwise.draft.model:ModelDrafter",
         "ngram": "branchwise.draft.ngram:NGram",
         "none": "branchwise.draft.none:Nothing",
+        "recycle": "branchwise.draft.recycle:Recycle",
+        "retrieval": "branchwise.draft.retrieval:Retrieval",
+        "stand": "branchwise.draft.stand:Stand",
+        "suffix": "branchwise.draft.suffix:Suffix",
+        "trigram": "branchwise.draft.trigram:Trigram",
     },
 )
 
@@ -65,11 +72,14 @@ TREES = Registry(
         "chain": "branchwise.draft.chain:Chain",
         "fork-lossy": "branchwise.draft.fork:Fork",
         "paths": "branchwise.draft.paths:Paths",
+        "ranks": "branchwise.draft.ranks:Ranks",
         "rsd-c": "branchwise.draft.rsd:Branching",
         "rsd-s": "branchwise.draft.beam:Beam",
         "dynamic": "branchwise.draft.dynamic:Dynamic",
         "threshold": "branchwise.draft.threshold:Threshold",
         "graph": "branchwise.draft.graph:Graph",
+        "paced": "branchwise.draft.pace:Paced",
+        "puct": "branchwise.draft.puct:Puct",
         "template": "branchwise.draft.template:Template",
         "topk": "branchwise.draft.topk:TopK",
     },

@@ -30,6 +30,8 @@ class Sapling:
     depths: list[int] = field(default_factory=lambda: [0])
     laws: dict[int, Tensor] = field(default_factory=dict)
     """node -> the law (vocabulary,) that its children are drawn from"""
+    sources: dict[int, str] = field(default_factory=dict)
+    """node -> who proposed it, where there are several"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -39,6 +41,12 @@ class Sapling:
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         return len(self.tokens) - 1
+
+    def leading(self, nodes: int) -> Sapling:
+        """The tree of the first nodes, with their sources; what was drawn cannot be cut."""
+        assert not self.laws
+        sources = {node: source for node, source in self.sources.items() if node < nodes}
+        return Sapling(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], sources=sources)
 
     def path(self, node: int) -> list[int]:
         """The tokens from below the root to a node."""
@@ -70,6 +78,7 @@ class Sapling:
             draw,
             q,
             tuple(place[leaf] for leaf in leaves),
+            sources=tuple(self.sources.get(node, "") for node in order) if self.sources else (),
         )
 
 
@@ -107,6 +116,9 @@ def grow_with(growing: Growing, look: Callable[[Sapling, list[int]], Found]) -> 
 
 class Growth(Protocol):
     """A policy. One that looks at hidden states also says `wants_hidden = True`.
+
+    One that can be laid down over a memory, with nothing drawn, also has `lay(root, place, after, budget)`, which is
+    called in the place of `grow` and returns the `Sapling`; it may have `begin(batch, target)`, called before a batch.
 
     One that remembers what the target found for a text also has `plant(sequence, budget, dice)`, which is called in the
     place of `grow`, and `observe(sequences, trees, scored, verdicts)`, called after every step.

@@ -2,48 +2,100 @@
 
 Saxena, "Prompt Lookup Decoding" (2023). No model and no training; it pays where the answer repeats its prompt or
 itself: editing, summaries, code, questions about a document.
+
+As one chain, what followed the longest n-gram at its most recent place is copied. As a tree, every n-gram that the text
+ends with gives the tokens that followed it the last times. A longer n-gram is trusted more, and so is what followed it
+more often; of tokens that followed equally often the most recent comes first.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from branchwise.draft import Budget
 from branchwise.draft.chain import Chain
+from branchwise.draft.evidence import WIDTH, falling, share
+from branchwise.draft.growth import Growth
+from branchwise.draft.memory import Next, Place, Remembering
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
-from branchwise.target import Scored
 from branchwise.tree import DraftTree, Draw
-from branchwise.verify import Verdict
+
+PLACES = 8
+"""so many places of an n-gram are looked at, the most recent first"""
 
 
-class NGram:
-    """Continue the longest n-gram, `max` down to `min` tokens, from its most recent earlier place."""
+class NGram(Remembering):
+    """Continue the longest n-grams, `max` down to `min` tokens, from their most recent earlier places.
+
+    A place is the index of a text and the tokens that would stand at its end.
+    """
 
     name = "ngram"
     draw = Draw.FIXED
 
-    def __init__(self, max: int = 4, min: int = 2, tree: Chain | None = None) -> None:
+    def __init__(self, max: int = 4, min: int = 2, tree: Growth | None = None) -> None:
         if not 1 <= min <= max:
             raise UsageError(f"Drafter 'ngram' needs 1 <= min <= max, not min={min}, max={max}.")
+        super().__init__(tree or Chain())
         self.sizes = range(max, min - 1, -1)
-        self.tree = tree or Chain()
-        if not isinstance(self.tree, Chain):
-            raise UsageError("Drafter 'ngram' drafts one chain; use --tree chain:L.")
+        self.copied = self.tree.length if isinstance(self.tree, Chain) else 0
+        """how long a chain it copies, which is not drawn from anything; 0 where it grows another tree"""
+        if self.copied:
+            self.draw = Draw.FIXED
         self._indexes: WeakKeyDictionary[Sequence, Index] = WeakKeyDictionary()
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
-        return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        if not self.copied:
+            return super().draft(sequences, budgets)
+        self._drafted = [self._copy(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        return self._drafted
 
-    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
-        pass
+    def find(self, sequence: Sequence) -> Place:
+        index = self._index(sequence)
+        index.read(sequence.tokens)
+        return index, tuple(sequence.tokens[-self.sizes.start :])
 
-    def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+    def after(self, place: Place) -> Rows[Next]:
+        if place is None:
+            return []
+        index, end = place
+        believed: dict[int, float] = {}
+        left = 1.0
+        for size in self.sizes:
+            place = index.places.get(end[-size:], 0) if size <= len(end) else 0
+            if place:
+                left = share(believed, left, index.followers(size, place).items(), size)
+                if len(believed) >= WIDTH:
+                    break
+        best = sorted(believed.items(), key=falling)
+        end = end[1 - self.sizes.start :] if self.sizes.start > 1 else ()
+        return [Next(token, mass, (index, (*end, token))) for token, mass in best[:WIDTH]]
+
+    def step(self, place: Place, token: int) -> Place:
+        index, end = place
+        return index, (*end, token)[-self.sizes.start :]
+
+    def close(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence, None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(index.memory_bytes for index in self._indexes.values())
+
+    def _index(self, sequence: Sequence) -> Index:
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = Index(self.sizes)
+        return index
+
+    def _copy(self, sequence: Sequence, budget: Budget) -> DraftTree:
         tokens = sequence.tokens
-        length = min(self.tree.length, budget.depth, budget.nodes - 1)
-        found = self._indexes.setdefault(sequence, Index(self.sizes)).find(tokens)
+        length = min(self.copied, budget.depth, budget.nodes - 1)
+        found = self._index(sequence).find(tokens)
         if found is None or length < 1:
             return DraftTree.root(sequence.root)
         # A place close to the end runs out of text; going round from there continues the repetition.
@@ -53,22 +105,56 @@ class NGram:
 
 @dataclass
 class Index:
-    """For every n-gram of a growing text the most recent place where it was followed by something."""
+    """For every n-gram of a growing text the places where it was followed by something, from the most recent back."""
 
     sizes: range
+    tokens: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """n-gram -> position of the token that followed it"""
-    read: int = 0
+    """n-gram -> the most recent position of a token that followed it"""
+    earlier: dict[int, list[int]] = field(default_factory=dict)
+    """size -> for every position the one before, of the same n-gram; 0 where there is none"""
+
+    def __post_init__(self) -> None:
+        self.earlier = {size: [] for size in self.sizes}
+
+    def read(self, tokens: list[int]) -> None:
+        start = len(self.tokens)
+        self.tokens += tokens[start:]
+        places = self.places
+        for size in self.sizes:
+            earlier = self.earlier[size]
+            for position in range(start, len(tokens)):
+                if size <= position:
+                    gram = tuple(tokens[position - size : position])
+                    earlier.append(places.get(gram, 0))
+                    places[gram] = position
+                else:
+                    earlier.append(0)
 
     def find(self, tokens: list[int]) -> int | None:
         """Where the longest n-gram at the end of the text was continued before."""
-        for position in range(self.read, len(tokens)):
-            for size in self.sizes:
-                if size <= position:
-                    self.places[tuple(tokens[position - size : position])] = position
-        self.read = len(tokens)
+        self.read(tokens)
         for size in self.sizes:
             place = self.places.get(tuple(tokens[-size:]))
             if place is not None:
                 return place
         return None
+
+    def followers(self, size: int, place: int) -> dict[int, int]:
+        """What followed an n-gram at its last place and those before, and how often; the most recent first."""
+        tokens, earlier = self.tokens, self.earlier[size]
+        found: dict[int, int] = {}
+        for _ in range(PLACES):
+            token = tokens[place]
+            found[token] = found.get(token, 0) + 1
+            place = earlier[place]
+            if not place:
+                break
+        return found
+
+    @property
+    def memory_bytes(self) -> int:
+        lists = (self.tokens, *self.earlier.values())
+        numbers = sys.getsizeof(1 << 20) * len(lists) * len(self.tokens)
+        grams = sum(map(sys.getsizeof, self.places))
+        return sys.getsizeof(self.places) + sum(map(sys.getsizeof, lists)) + numbers + grams

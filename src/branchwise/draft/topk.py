@@ -14,15 +14,20 @@ import heapq
 import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from branchwise.draft import Budget
+from branchwise.draft.best import Look, best_first
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.tree import Draw
+
+if TYPE_CHECKING:
+    from branchwise.draft.memory import Place
 
 
 class TopK:
@@ -69,6 +74,11 @@ class TopK:
             fresh, least = set(below), best[-1].value if len(best) == most else -math.inf
             level = [shoot for shoot in best if shoot in fresh and shoot.value > least][: self.width]
         return joined(best).finish(self.draw)
+
+    def lay(self, root: int, place: Place, after: Look, budget: Budget) -> Sapling:
+        """The same over a memory, where a look costs nothing: the very best nodes, with at most W children each."""
+        nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)
+        return best_first(root, place, after, nodes=nodes, depth=depth, width=self.width)[0]
 
 
 @dataclass(frozen=True, eq=False)

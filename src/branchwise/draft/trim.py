@@ -22,14 +22,18 @@ from branchwise.models.cache import workspace
 from branchwise.target import Target
 
 
-def table_of(target: Target) -> Path:
-    """Where the counts of a target lie; a target is known by its shape and its vocabulary."""
+def fingerprint(target: Target) -> str:
+    """What a target is known by: its shape and its vocabulary."""
     config = target.model.config.get_text_config()  # type: ignore[attr-defined]
     tokenizer = getattr(target, "tokenizer", None)
     spelled = sorted(tokenizer.get_vocab().items()) if tokenizer is not None else []
     shape = [config.model_type, config.hidden_size, config.num_hidden_layers, target.vocabulary]
-    digest = hashlib.sha256(json.dumps([shape, spelled]).encode()).hexdigest()[:16]
-    return cache_dir() / "vocab" / f"{digest}.safetensors"
+    return hashlib.sha256(json.dumps([shape, spelled]).encode()).hexdigest()[:16]
+
+
+def table_of(target: Target) -> Path:
+    """Where the counts of a target lie."""
+    return cache_dir() / "vocab" / f"{fingerprint(target)}.safetensors"
 
 
 def save_counts(target: Target, counts: Tensor, about: dict[str, str]) -> Path:

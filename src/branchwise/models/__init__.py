@@ -21,7 +21,7 @@ from branchwise.models.cache import bytes_in, cache_dir, remembered_digest, sha2
 from branchwise.models.convert import convert_gguf, converted_folder, intact
 from branchwise.models.fetch import gguf_of
 from branchwise.models.gguf import read_header
-from branchwise.models.load import explained, read
+from branchwise.models.load import explained, read, read_tokenizer
 from branchwise.models.show import quiet, wanted
 from branchwise.registry import nearest
 
@@ -38,6 +38,7 @@ __all__ = [
     "cached",
     "gguf_path",
     "load_model",
+    "load_tokenizer",
     "resolve",
 ]
 
@@ -109,6 +110,16 @@ def load_model(
     with quiet(bars=wanted(progress)), explained(name, source):
         model, tokenizer = read(source, dtype, trust_remote_code)
         return model.requires_grad_(False).to(device), tokenizer  # from_pretrained left it in eval mode
+
+
+def load_tokenizer(
+    name: str, *, trust_remote_code: bool = False, progress: bool | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model `name` alone."""
+    source = resolve(name, progress=progress)
+    with quiet(bars=wanted(progress)), explained(name, source):
+        tokenizer: PreTrainedTokenizerBase = read_tokenizer(source, trust_remote_code)
+        return tokenizer
 
 
 def _unknown(name: str) -> UnknownName:

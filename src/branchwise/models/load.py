@@ -28,6 +28,19 @@ def read(source: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any
     return _read(source, dtype, trust_remote_code)
 
 
+def read_tokenizer(source: Path | str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a folder or of a hub id, without the weights."""
+    from transformers import AutoTokenizer
+
+    options = {"trust_remote_code": trust_remote_code}
+    if isinstance(source, str):
+        try:
+            return AutoTokenizer.from_pretrained(source, local_files_only=True, **options)
+        except (OSError, ValueError):
+            _ask_hub(source)
+    return AutoTokenizer.from_pretrained(source, **options)
+
+
 def _read(source: Path | str, dtype: torch.dtype, trust_remote_code: bool, local_files_only: bool = False) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -1,6 +1,7 @@
 """The target: the model whose law is kept, behind five verbs.
 
-    open(sequence)             take a slot and write keys and values of all tokens but the last, the first root
+    open(sequence, tell)       take a slot and write keys and values of all tokens but the last, the first root; tells
+                               what follows the last `tell` of those tokens
     fork(source, sequence)     the same for a sequence of the same tokens as an open one, by a copy of its rows
     score(sequences, forest)   one forward pass over every node of every tree; row i is what follows node i
     commit(sequences, verdicts) keep the cache rows of the accepted paths
@@ -47,7 +48,9 @@ class Target(Protocol):
     def free_slots(self) -> int:
         """how many more sequences can be opened"""
 
-    def open(self, sequence: Sequence) -> None: ...
+    def open(self, sequence: Sequence, tell: int = 0) -> Tensor:
+        """(at most `tell`, vocabulary): the logits after the last tokens before the root."""
+
     def fork(self, source: Sequence, sequence: Sequence) -> None: ...
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored: ...
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None: ...

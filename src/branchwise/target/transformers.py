@@ -101,14 +101,14 @@ class TransformersTarget:
     def free_slots(self) -> int:
         return self.store.free_slots
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: Sequence, tell: int = 0) -> Tensor:
         if len(sequence.tokens) > self.context:
             raise UsageError(
                 f"The prompt has {len(sequence.tokens)} tokens and the context holds {self.context}; shorten it."
             )
         self.store.open(sequence)
         try:
-            self._prefill(sequence)
+            return self.follow(sequence, sequence.tokens[:-1], tell)
         except BaseException:
             self.store.close(sequence)
             raise
@@ -155,13 +155,18 @@ class TransformersTarget:
 
     # For a draft model: text that is followed, and trees that grow level by level
 
-    def follow(self, sequence: Sequence, tokens: Rows[int]) -> None:
-        """Write keys and values of further tokens of a sequence."""
+    def follow(self, sequence: Sequence, tokens: Rows[int], tell: int = 0) -> Tensor:
+        """Write keys and values of further tokens; (at most `tell`, vocabulary): what follows the last of them."""
+        told, left = [], len(tokens)
         for chunk in torch.tensor(tokens, device=self.device).split(self.prefill_chunk) if tokens else ():
             steps = torch.arange(len(chunk), device=self.device)[None]
             current = self.store.begin([sequence], steps, None)
-            self._run(chunk[None], current.lengths[:, None] + steps, self.store, keep=1)
+            left -= len(chunk)
+            wanted = min(max(tell - left, 0), len(chunk))  # the head over a whole prompt is not cheap
+            logits = self._run(chunk[None], current.lengths[:, None] + steps, self.store, keep=max(wanted, 1))[0]
+            told.append(logits[len(logits) - wanted :])
             self.store.advance(sequence, len(chunk))
+        return torch.cat(told) if told else torch.zeros(0, self.vocabulary, device=self.device)
 
     def sprout(
         self,
@@ -178,9 +183,6 @@ class TransformersTarget:
         """
         current = self.store.begin(sequences, depths, ancestors, written)
         return self._run(tokens, current.lengths[:, None] + depths, self.store)
-
-    def _prefill(self, sequence: Sequence) -> None:
-        self.follow(sequence, sequence.tokens[:-1])
 
     def _run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> Tensor:
         """One forward pass of the model with our attention; `keep` rows of logits from the end, 0 for all."""

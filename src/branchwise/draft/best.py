@@ -1,0 +1,48 @@
+"""The best nodes over a memory, one after the other: a heap of what may come next.
+
+Where a look costs nothing, the tree of the most probable paths needs no levels and no passes. Probabilities only fall
+along a path, so the best node of all is always on top of the heap, and whatever the size, the tree is the best of that
+size if the memory is right about itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
+
+from branchwise.draft.growth import Sapling
+
+if TYPE_CHECKING:
+    from branchwise.draft.memory import Next, Place
+
+Look = Callable[["Place"], Rows["Next"]]
+"""what may come next at a place"""
+
+
+def best_first(
+    root: int, place: Place, after: Look, *, nodes: int, depth: int, width: int = 64, least: float = 0.0
+) -> tuple[Sapling, list[float]]:
+    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first.
+
+    Of every node the `width` best children are thought of, and none whose path is less probable than `least`.
+    """
+    tree, reach = Sapling([root]), [1.0]
+    slots: list[tuple[float, int, int, Next]] = []  # (-probability of the path, tie-breaker, parent, what follows)
+    newest, order = 0, 0
+    while len(tree) <= nodes:
+        if tree.depths[newest] < depth:
+            for found in after(place)[:width]:
+                value = reach[newest] * min(found.mass, 1.0)
+                if value >= least:
+                    heapq.heappush(slots, (-value, order, newest, found))
+                    order += 1
+        if not slots:
+            break
+        value, _, parent, best = heapq.heappop(slots)
+        newest, place = tree.add(parent, best.token), best.place
+        reach.append(-value)
+        if best.source:
+            tree.sources[newest] = best.source
+    return tree, reach

@@ -1,0 +1,121 @@
+"""Drafting without a model: what could follow is remembered and looked up, not computed.
+
+A memory finds its place behind the text, and says of every place what may come next, how probable that is believed to
+be, and where it stands behind that. A table of successors stands at a token, an automaton at a state, an index at a
+range of its suffixes: the tree that grows over them is the same. A new memory is a subclass of `Remembering` with
+these two verbs, in a file of its own.
+
+    find(sequence)   the place behind the last token of a text, once what is new in it has been read
+    after(place)     what may come next there
+
+Trees that are laid down by belief alone are fixed, and `match` is exact for them. Where a tree is to be drawn, what is
+believed of a place is the law it is drawn from, and the verifiers that read q take it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Rows
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from branchwise.draft import Budget
+from branchwise.draft.grown import Grown, Wish
+from branchwise.draft.growth import Found, Growing, Growth, drawable
+from branchwise.sequence import Sequence
+from branchwise.target import Scored
+from branchwise.tree import DraftTree, Draw
+from branchwise.verify import Verdict
+
+Place = Any
+"""where a memory stands; its own business, and None where it has lost the thread"""
+
+
+class Next(NamedTuple):
+    """A token that may come next."""
+
+    token: int
+    mass: float
+    """how probable it is believed to be: above 0, and together with all others of its place at most 1"""
+    place: Place
+    """where the memory stands behind it"""
+    source: str = ""
+    """which memory says so, where several speak as one"""
+
+
+class Remembering(Grown):
+    """A drafter with a memory.
+
+    One that learns from what the target found also has `learn(sequences, scored, verdicts)`, called after every step
+    before its tokens join the sequences; one that can use laws of the prompt says in `wants_prefill` for how many of
+    its last tokens, and gets them by `begin(sequence, logits)`.
+    """
+
+    wants_prefill = 0
+
+    def __init__(self, tree: Growth) -> None:
+        super().__init__(tree)
+        self._places: dict[Sequence, Place] = {}
+        """of the texts that are being drafted for"""
+
+    @abstractmethod
+    def find(self, sequence: Sequence) -> Place:
+        """The place behind the last token of a text; asked once a step for every text."""
+
+    @abstractmethod
+    def after(self, place: Place) -> Rows[Next]:
+        """What may come next, best first, every token once; nothing where nothing is known."""
+
+    def step(self, place: Place, token: int) -> Place:
+        """The place behind one more token; None where it was not expected."""
+        return next((found.place for found in self.after(place) if found.token == token), None)
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        self._places = {sequence: self.find(sequence) for sequence in sequences}
+        if not hasattr(self.tree, "lay"):
+            return super().draft(sequences, budgets)
+        if hasattr(self.tree, "begin"):
+            self.tree.begin(len(sequences), self.target)
+        self._drafted = [
+            self.tree.lay(sequence.root, self._places[sequence], self.after, budget).finish(Draw.FIXED)
+            for sequence, budget in zip(sequences, budgets, strict=True)
+        ]
+        return self._drafted
+
+    def look(self, wishes: Rows[Wish]) -> list[Found]:
+        """What is believed of the nodes, as laws. None of this is a pass of a model."""
+        assert self.target is not None
+        return [Found(drawable(torch.stack([self._law(wish, node) for node in wish.nodes]))) for wish in wishes]
+
+    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        super().observe(sequences, scored, verdicts)
+        if hasattr(self, "learn"):
+            self.learn(sequences, scored, verdicts)
+
+    def _plant(self, sequence: Sequence, budget: Budget) -> Growing:
+        if not self.after(self._places[sequence]):
+            return _nothing(sequence.root)
+        return super()._plant(sequence, budget)
+
+    def _law(self, wish: Wish, node: int) -> Tensor:
+        """(vocabulary,): what is believed of a node; where nothing is, of its nearest ancestor.
+
+        Any law will do there, as long as it is the one that is drawn from.
+        """
+        assert self.target is not None
+        place = self._places[wish.sequence]
+        believed = self.after(place)
+        for token in wish.tree.path(node):
+            place = self.step(place, token)
+            believed = self.after(place) or believed
+        law = torch.zeros(self.target.vocabulary)
+        law[[found.token for found in believed]] = torch.tensor([found.mass for found in believed])
+        return (law / law.sum()).to(self.target.device)
+
+
+def _nothing(root: int) -> Growing:
+    """A tree that does not grow, and asks for nothing."""
+    yield from ()
+    return DraftTree.root(root)

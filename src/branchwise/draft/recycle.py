@@ -1,0 +1,310 @@
+"""Token Recycling: what the target once found probable after a token is proposed after it again.
+
+Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling" (arXiv
+2408.08696). A pass over a tree finds laws for all its nodes, and most of them are thrown away with the nodes. Here the
+best successors of every token go into a table, also those behind rejected tokens.
+
+What is different from the paper: the table starts with laws of the prompt, it keeps probabilities beside the tokens,
+as a running average, so that a tree can go where they are high; and a token that was never seen proposes nothing.
+The probabilities are those of the model at temperature 1, before any warping.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from branchwise.draft import Budget
+from branchwise.draft.growth import Growth
+from branchwise.draft.memory import Next, Remembering
+from branchwise.draft.peaks import Peaks, peaks, portions
+from branchwise.draft.ranks import Ranks, slots
+from branchwise.draft.topk import TopK
+from branchwise.errors import UsageError
+from branchwise.sequence import Sequence
+from branchwise.target import Scored, Target
+from branchwise.tree import DraftTree, Draw, Topology
+from branchwise.verify import Verdict
+
+HALF_DOWN = 1 - 2.0**-11
+"""times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
+MOST_NEWS = 64
+"""steps after which a copy on the host that nobody reads is given up"""
+MOST_READ = 1024
+NEXT_BYTES = 144
+
+
+class Recycle(Remembering):
+    """`recycle:k=8,rate=0.5,rows=8`: a table of k successors for every token.
+
+    What is new counts `rate` in the average, and all where a token is seen for the first time. On the host a step
+    learns from `rows` nodes of a text at most: the end of the accepted path, then other children of the root, which are
+    the likeliest to be asked for again. On a device it learns from all nodes, and nothing is read back: the tokens of
+    a tree of ranks are looked up there, level by level. Other trees read the table on the host, where a copy is kept
+    that gets the new rows of a step in one piece.
+    """
+
+    name = "recycle"
+    wants_prefill = 64
+
+    def __init__(self, k: int = 8, rate: float = 0.5, rows: int = 8, tree: Growth | None = None) -> None:
+        if k < 1 or not 0 < rate <= 1 or rows < 1:
+            raise UsageError("Drafter 'recycle' takes k and rows of at least 1 and a rate above 0 and up to 1.")
+        super().__init__(tree or TopK(64, depth=8, width=k))
+        self.k, self.rate, self.rows = k, rate, rows
+        self.learns = True
+        self.on_device = False
+        """learn from all nodes, and look up trees of ranks where the table lies"""
+        self._table: Table | None = None
+        self._bound_to: tuple[int, int, torch.device] | None = None
+        self._slots: dict[tuple[int, ...], list[Tensor]] = {}  # shape -> slots of its levels, on the device
+
+    @property
+    def table(self) -> Table:
+        assert self._table is not None, "the table has as many rows as the target has tokens: bind it first"
+        return self._table
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self._table is None else self._table.bytes
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        wanted = target.vocabulary, min(self.k, target.vocabulary), target.device
+        if self._table is None or self._bound_to != wanted:  # what was learnt stays, where it can
+            self._table, self._bound_to = Table(*wanted), wanted
+            self._slots.clear()
+        self.on_device = target.device.type != "cpu"
+
+    def find(self, sequence: Sequence) -> int:
+        return sequence.root
+
+    def after(self, place: int | None) -> list[Next]:
+        return [] if place is None else self.table.row(place)
+
+    def step(self, place: int | None, token: int) -> int:
+        return token
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        if not self.on_device or not isinstance(self.tree, Ranks):
+            return super().draft(sequences, budgets)
+        shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
+        texts: dict[Topology, list[int]] = {}
+        for text, shape in enumerate(shapes):
+            texts.setdefault(shape, []).append(text)
+        trees: dict[int, DraftTree] = {}
+        for shape, same in texts.items():
+            found = self.looked_up(shape, [sequences[text].root for text in same])
+            trees |= {text: DraftTree(row, shape.parents, Draw.FIXED) for text, row in zip(same, found, strict=True)}
+        self._drafted = [trees[text] for text in range(len(sequences))]
+        return self._drafted
+
+    def looked_up(self, shape: Topology, roots: list[int]) -> Tensor:
+        """(roots, nodes): the tokens of trees of one shape, with one look at the table a level and no wait for it.
+
+        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else.
+        """
+        table = self.table.tokens
+        if shape.parents not in self._slots:
+            self._slots[shape.parents] = [_there(level, table) for level in slots(shape, self.table.width)]
+        levels = [_there(roots, table).int()[:, None]]
+        for places in self._slots[shape.parents]:
+            below = table.index_select(0, levels[-1].flatten()).view(len(roots), -1)
+            levels.append(below.index_select(1, places))
+        return torch.cat(levels, dim=1).long()
+
+    def begin(self, sequence: Sequence, logits: Tensor) -> None:
+        tokens = sequence.tokens[-1 - len(logits) : -1]
+        self._learn_in_turn(tokens, logits)
+
+    def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        if self.on_device:
+            self._learn_all(scored, verdicts)
+            return
+        nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
+        tokens = [token for tree, few in zip(self._drafted, nodes, strict=True) for token in tree.tokens[few].tolist()]
+        wide = scored.logits.shape[1]
+        rows = torch.tensor([text * wide + node for text, few in enumerate(nodes) for node in few])
+        self._learn_in_turn(tokens, scored.logits.flatten(0, 1).index_select(0, rows))
+
+    def save(self) -> dict[str, Tensor]:
+        return {"tokens": self.table.tokens.cpu().clone(), "masses": self.table.masses.cpu().clone()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.table.put(tensors)
+
+    def _learn_in_turn(self, tokens: list[int], logits: Tensor) -> None:
+        """From logits (n, vocabulary) after tokens that the host knows, one after the other.
+
+        A token that comes several times is averaged in as often, in that order: each turn has every token once.
+        """
+        left = iter(tokens)
+        for few in portions(logits):
+            found = peaks(few, self.table.width)
+            seen: Counter[int] = Counter()
+            turns: dict[int, dict[int, int]] = {}  # turn -> row -> token
+            for row, token in zip(range(len(few)), left, strict=False):
+                seen[token] += 1
+                turns.setdefault(seen[token], {})[row] = token
+            for turn in turns.values():
+                self.table.mix(_there(turn.values(), few), found, _there(turn, few), self.rate)
+
+    def _learn_all(self, scored: Scored, verdicts: Rows[Verdict]) -> None:
+        """From every node at once, where only the device knows the tokens.
+
+        Several nodes may carry one token. All of them write the law of the last one, and accepted nodes come last:
+        so it does not matter who writes first.
+        """
+        logits = scored.logits
+        rows: list[int] = []
+        accepted: list[int] = []
+        for text, (tree, verdict) in enumerate(zip(self._drafted, verdicts, strict=True)):
+            first = text * logits.shape[1]
+            rows += [first + node for node in range(len(tree)) if node not in verdict.path]
+            accepted += [first + node for node in verdict.path]
+        order = _there(rows + accepted, logits)
+        tokens = torch.nn.utils.rnn.pad_sequence(
+            [tree.tokens.to(logits.device, non_blocking=True) for tree in self._drafted], batch_first=True
+        )
+        tokens = torch.nn.functional.pad(tokens, (0, logits.shape[1] - tokens.shape[1]))
+        keys = tokens.flatten()[order]
+        turns = torch.arange(len(keys), device=keys.device)
+        last = torch.zeros(len(self.table), dtype=torch.int64, device=keys.device)
+        last.scatter_reduce_(0, keys, turns, "amax")
+        found = peaks(logits.flatten(0, 1).index_select(0, order), self.table.width)
+        self.table.mix(keys, found, last[keys], self.rate)
+
+
+class Table:
+    """For every token of a vocabulary its successors, best first, and how probable they were on average.
+
+    8 successors of 49,152 tokens are 1.6 MB of tokens (int32), and the probabilities (float16) add 0.8 MB. A place
+    without a probability is empty.
+    """
+
+    def __init__(
+        self, vocabulary: int, width: int, device: torch.device | str = "cpu", *, mirrored: bool | None = None
+    ) -> None:
+        """`mirrored` says that the host reads from a copy; by default where the table is on a device."""
+        self.tokens = torch.zeros(vocabulary, width, dtype=torch.int32, device=device)
+        self.masses = torch.zeros(vocabulary, width, dtype=torch.float16, device=device)
+        self.mirrored = self.tokens.device.type != "cpu" if mirrored is None else mirrored
+        self._host = None if self.mirrored else (self.tokens.numpy(), self.masses.numpy())  # the same memory
+        self._news: list[Tensor] = []
+        """rows that the copy does not have yet: (n, 1 + 2 width) float64, which holds all of it exactly"""
+        self._read: dict[int, list[Next]] = {}
+        """rows as they were read, until they are written again; trees of one text come back to the same tokens"""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """The table, its copy on the host where there is one, and about what the rows take that were read."""
+        table = self.tokens.nbytes + self.masses.nbytes
+        copies = 2 if self.mirrored and self._host is not None else 1
+        return copies * table + len(self._read) * self.width * NEXT_BYTES
+
+    def row(self, token: int) -> list[Next]:
+        """What may come after a token."""
+        if self._host is None or self._news:
+            self._catch_up()
+        row = self._read.get(token)
+        if row is None:
+            assert self._host is not None
+            stored = zip(self._host[0][token].tolist(), self._host[1][token].tolist(), strict=True)
+            row = [Next(found, mass, found) for found, mass in stored if mass > 0]
+            if len(self._read) >= MOST_READ:
+                self._read.clear()
+            self._read[token] = row
+        return row
+
+    def mix(self, keys: Tensor, found: Peaks, rows: Tensor, rate: float) -> None:
+        """Average new laws into the rows of keys (n,): key i gets row rows[i] of what was found.
+
+        A key that comes twice must come with the same row. The new law is asked exactly for all tokens that the row
+        holds; a token that is new to the row counts as if it had been impossible so far. The best stay.
+        """
+        old, before = self.tokens[keys].long(), self.masses[keys].float()
+        held = before > 0
+        share = torch.where(held.any(dim=1, keepdim=True), rate, 1.0)
+        stay = torch.where(held, (1 - share) * before + share * found.of(rows, old), 0.0)
+        new = found.tokens[rows]
+        known = ((new[:, :, None] == old[:, None, :]) & held[:, None, :]).any(dim=2)
+        join = torch.where(known, 0.0, share * found.masses[rows])
+        masses, places = torch.cat([stay, join], dim=1).topk(self.width)
+        masses = (masses * HALF_DOWN).half()
+        tokens = torch.where(masses > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int()
+        self.tokens[keys], self.masses[keys] = tokens, masses
+        if not self.mirrored:
+            for key in keys.tolist():
+                self._read.pop(key, None)
+        elif self._host is not None:
+            self._news.append(torch.cat([keys[:, None].double(), tokens.double(), masses.double()], dim=1))
+            if len(self._news) > MOST_NEWS:  # nobody reads it any more
+                self._host = None
+                self._news.clear()
+
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        """Take over a stored table."""
+
+        def refuse(why: str) -> UsageError:
+            return UsageError(f"This is no state of 'recycle' for this model: {why}; leave it out and start afresh.")
+
+        tokens, masses = tensors.get("tokens"), tensors.get("masses")
+        if tokens is None or masses is None or len(tensors) != 2:
+            raise refuse("it should hold tokens and masses")
+        if tokens.shape != self.tokens.shape or masses.shape != self.masses.shape:
+            raise refuse(f"it has {tuple(tokens.shape)} successors where {tuple(self.tokens.shape)} are expected")
+        if tokens.dtype != torch.int32 or masses.dtype != torch.float16:
+            raise refuse(f"its numbers are {tokens.dtype} and {masses.dtype}")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < len(self):
+            raise refuse(f"a token is outside the vocabulary of {len(self)}")
+        sums = masses.double().sum(dim=1)
+        if not bool(((masses >= 0).all(dim=1) & (sums <= 1)).all()):
+            raise refuse("its masses are not probabilities")
+        if bool((masses[:, 1:] > masses[:, :-1]).any()):
+            raise refuse("its successors are not in order")
+        lines = torch.where(masses > 0, tokens, -1 - torch.arange(self.width)).sort(dim=1).values
+        if bool((lines[:, 1:] == lines[:, :-1]).any()):
+            raise refuse("a token has the same successor twice")
+        self.tokens.copy_(tokens)
+        self.masses.copy_(masses)
+        self._read.clear()
+        if self.mirrored:
+            self._host = None
+            self._news.clear()
+
+    def _catch_up(self) -> None:
+        """Bring the copy on the host up to date: all of it at first, then only what is new."""
+        if self._host is None:
+            self._host = self.tokens.cpu().numpy().copy(), self.masses.cpu().numpy().copy()
+            self._read.clear()
+        for line in torch.cat(self._news).cpu().numpy() if self._news else ():
+            key = int(line[0])
+            self._host[0][key], self._host[1][key] = line[1 : 1 + self.width], line[1 + self.width :]
+            self._read.pop(key, None)
+        self._news.clear()
+
+
+def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
+    """The nodes of a tree to learn from on the host, the most important last: the accepted path ends the list.
+
+    What the table did not foresee lies at the end of the path, so that is what stays of a long one.
+    """
+    path = path[-most:]
+    others = [node for node in tree.topology.children[0] if node not in path]
+    return [*others[: most - len(path)], *path]
+
+
+def _there(numbers: Iterable[int], like: Tensor) -> Tensor:
+    """Numbers where a tensor is, without waiting for the device."""
+    return torch.tensor(list(numbers)).to(like.device, non_blocking=True)

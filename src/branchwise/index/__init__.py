@@ -1,0 +1,355 @@
+"""An index of texts: what followed the last few tokens, wherever they stand in it.
+
+Manber and Myers, "Suffix Arrays: A New Method for On-Line String Searches" (1993): all suffixes of a text in their
+order, so that those which begin with the same tokens lie side by side and two bisections find them. He et al., "REST:
+Retrieval-Based Speculative Decoding" (arXiv 2311.08252), drafts from one.
+
+    DIR/
+      index.json          what it is for, what it holds, sizes and checksums; written last, so it is never ahead
+      NAME.tokens         the texts of a shard, a separator behind each, 2 or 4 bytes a token
+      NAME.suffixes       where each suffix begins, in their order, 4 bytes each
+      NAME.firsts         how many suffixes begin with a smaller token, for every token, 4 bytes each
+
+The arrays are raw, little-endian and mapped, not read: opening costs nothing, and processes share the memory. Shards
+bound what building holds; a look-up asks them all. The separator is a number above all tokens, and no text is looked
+up with it, so nothing that is found crosses from one document into the next.
+
+Reading needs nothing but this file. What it finds is only proposed, so damage that nobody has noticed cannot change
+what is written: no token from outside the vocabulary leaves here, and no place outside an array is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import sys
+import zlib
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from branchwise.errors import UsageError
+from branchwise.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT, VERSION = "branchwise-index", 1
+ABOUT = "index.json"
+KINDS = ("tokens", "suffixes", "firsts")
+"""the files of a shard"""
+ENDS = 4096
+"""bytes at both ends of a file that are looked at whenever it is opened"""
+_AT_ONCE = 1 << 22
+
+HITS = 64
+"""the most places that are looked at to say what comes next"""
+
+
+@dataclass(frozen=True)
+class File:
+    """What is known about a file of a shard."""
+
+    name: str
+    bytes: int
+    ends: int
+    """CRC-32 of its first and last bytes: cheap, and finds what was cut, overwritten or never written"""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shard as it is written."""
+
+    documents: int
+    tokens: File
+    suffixes: File
+    firsts: File
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return self.tokens, self.suffixes, self.firsts
+
+
+@dataclass(frozen=True)
+class About:
+    """What index.json says."""
+
+    model: str
+    """whose tokenizer cut the texts"""
+    fingerprint: str
+    """of the vocabulary of that tokenizer"""
+    vocabulary: int
+    """tokens are below it, and it is the separator itself"""
+    sources: tuple[str, ...]
+    """names of the files that were read, without their folders"""
+    parts: tuple[Part, ...]
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token."""
+        return 2 if self.vocabulary <= 0xFFFF else 4
+
+    @property
+    def tokens(self) -> int:
+        """Without the separators."""
+        return sum(part.tokens.bytes // self.width - part.documents for part in self.parts)
+
+    @property
+    def documents(self) -> int:
+        return sum(part.documents for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for part in self.parts for file in part.files)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "vocabulary": self.vocabulary,
+            "width": self.width,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "sources": list(self.sources),
+            "shards": [asdict(part) for part in self.parts],
+        }
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> About:
+        """Of what `as_dict` gave; whatever does not fit together is a ValueError, LookupError or TypeError."""
+        parts = tuple(
+            Part(int(shard["documents"]), *(File(**shard[kind]) for kind in KINDS)) for shard in found["shards"]
+        )
+        about = cls(str(found["model"]), str(found["fingerprint"]), int(found["vocabulary"]), (), parts)
+        for part in parts:
+            count = part.tokens.bytes // about.width
+            sizes = [count * about.width, count * 4, (about.vocabulary + 1) * 4]
+            if count < 2 or [file.bytes for file in part.files] != sizes:
+                raise ValueError("sizes do not fit together")
+            if any(Path(file.name).name != file.name for file in part.files):
+                raise ValueError("a file of an index lies in its folder")
+        if not parts or (found["tokens"], found["width"]) != (about.tokens, about.width):
+            raise ValueError("the totals are wrong")
+        return cls(about.model, about.fingerprint, about.vocabulary, tuple(map(str, found["sources"])), parts)
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers with the same tokens under the same numbers, and for no others."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The smallest number that is above all tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def is_index(folder: Path) -> bool:
+    return (folder / ABOUT).is_file()
+
+
+def read_about(folder: Path) -> About:
+    """What an index says about itself; one that cannot be used here is refused."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"There is no index {folder}; build one with: branchwise index build FILES --model MODEL --out {folder}"
+        )
+    if not is_index(folder):
+        raise UsageError(f"{folder} is no index: there is no {ABOUT} in it; build one with: branchwise index build")
+    try:
+        found = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        damaged(folder, f"{ABOUT} cannot be read")
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise UsageError(f"{folder} is no index: its {ABOUT} is of something else; name another folder.")
+    version = found.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise UsageError(
+            f"The index {folder} has format {version}, and this Branchwise reads formats up to {VERSION}; "
+            "update Branchwise, or build the index again."
+        )
+    try:
+        return About.from_dict(found)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        damaged(folder, f"{ABOUT} does not hold together")
+
+
+def damaged(folder: Path, why: str) -> NoReturn:
+    raise UsageError(f"The index {folder} is damaged: {why}; build it again with: branchwise index build --force")
+
+
+def ends_of(first: bytes, last: bytes) -> int:
+    """The checksum of a file by its first and last `ENDS` bytes."""
+    return zlib.crc32(last, zlib.crc32(first))
+
+
+class Span(NamedTuple):
+    """Suffixes of a shard that begin alike."""
+
+    shard: Shard
+    low: int
+    high: int
+    """behind the last of them"""
+
+
+class Place(NamedTuple):
+    """Where some tokens stand in an index."""
+
+    spans: tuple[Span, ...]
+    """at least one, none of them empty"""
+    length: int
+    """how many tokens the suffixes of the spans share"""
+    token: int | None = None
+    """one that stands behind those, to which the spans are not narrowed before anybody looks what follows it"""
+
+
+class Seen(NamedTuple):
+    """What follows at a place."""
+
+    counts: list[tuple[int, int, Place]]
+    """(token, how often it was seen, the place behind it), most often first and of equals the smallest token"""
+    hits: int
+    """places that were looked at; at some of them a document may have ended"""
+    length: int
+    """tokens that all these places share"""
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The mapped arrays of a shard."""
+
+    tokens: memoryview[int]
+    suffixes: memoryview[int]
+    firsts: memoryview[int]
+
+    def find(self, pattern: list[int]) -> Span | None:
+        """All suffixes that begin with a pattern, which has at least one token and no separator."""
+        tokens, length = self.tokens, len(pattern)
+
+        def beginning(suffix: int) -> list[int]:
+            return tokens[suffix : suffix + length].tolist()
+
+        first, last = self.firsts[pattern[0]], self.firsts[pattern[0] + 1]
+        low = bisect_left(self.suffixes, pattern, first, last, key=beginning)
+        if low == last or beginning(self.suffixes[low]) != pattern:
+            return None
+        return Span(self, low, bisect_right(self.suffixes, pattern, low, last, key=beginning))
+
+    def narrow(self, span: Span, length: int, token: int) -> Span | None:
+        """Those suffixes of a span that go on with a token, behind the `length` that they share."""
+        tokens = self.tokens
+
+        def behind(suffix: int) -> int:
+            return tokens[suffix + length]
+
+        low = bisect_left(self.suffixes, token, span.low, span.high, key=behind)
+        high = bisect_right(self.suffixes, token, low, span.high, key=behind)
+        return Span(self, low, high) if low < high else None
+
+
+class Index:
+    """An index that is open for reading."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder).expanduser()
+        self.about = read_about(self.folder)
+        assert sys.byteorder == "little", "the arrays are mapped as they lie on the disk"
+        word = "H" if self.about.width == 2 else "I"
+        self.shards = [
+            Shard(*(self._map(file, kind) for file, kind in zip(part.files, (word, "I", "I"), strict=True)))
+            for part in self.about.parts
+        ]
+
+    def find(self, text: Sequence[int], most: int = 16, least: int = 2) -> Place | None:
+        """Where the longest end of a text of at most `most` and at least `least` tokens stands, if any does.
+
+        If an end of the text stands in a shard, then so does every shorter one, which makes it a bisection.
+        """
+        end = self._known(text[-most:])
+        shards, found = self.shards, None
+        shorter, longest = least - 1, len(end)
+        try:
+            while shorter < longest:
+                length = (shorter + longest + 1) // 2
+                spans = tuple(span for shard in shards if (span := shard.find(end[-length:])))
+                if spans:
+                    shorter, found = length, Place(spans, length)
+                    shards = [span.shard for span in spans]
+                else:
+                    longest = length - 1
+        except IndexError:
+            damaged(self.folder, "its arrays point outside of themselves")
+        return found
+
+    def after(self, place: Place, hits: int = HITS, most: int | None = None) -> Seen:
+        """What follows at a place, by at most `hits` of its suffixes, evenly spaced; at most `most` tokens."""
+        try:
+            spans, length = self._narrowed(place)
+            total = sum([span.high - span.low for span in spans])
+            stride = -(-total // hits)
+            skip, tokens = stride // 2, []
+            for shard, low, high in spans:
+                text = shard.tokens
+                seen = [text[suffix + length] for suffix in shard.suffixes[low + skip : high : stride]]
+                skip += len(seen) * stride - (high - low)
+                tokens += seen
+            alike = stride == 1 and tokens.count(tokens[0]) == total
+        except IndexError:
+            damaged(self.folder, "its arrays point outside of themselves")
+        separator = self.about.vocabulary
+        if alike:  # and all were seen, which is the most frequent case
+            token = tokens[0]
+            return Seen([(token, total, Place(spans, length + 1))] if token < separator else [], total, length)
+        counts = Counter(tokens)
+        best = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:most]  # of equals the smallest first
+        return Seen([(t, counts[t], Place(spans, length, t)) for t in best if t < separator], len(tokens), length)
+
+    def check(self, progress: Progress = silent) -> None:
+        """Read everything once, and refuse an index of which a single bit has changed."""
+        done = 0
+        for part in self.about.parts:
+            for file in part.files:
+                digest = hashlib.sha256()
+                with (self.folder / file.name).open("rb") as stream:
+                    while chunk := stream.read(_AT_ONCE):
+                        digest.update(chunk)
+                        done += len(chunk)
+                        progress("checking", done, self.about.bytes)
+                if digest.hexdigest() != file.sha256:
+                    damaged(self.folder, f"{file.name} is not what was written")
+
+    def _known(self, text: Sequence[int]) -> list[int]:
+        """The end of a text without what is before a number that is no token of the index, and without that."""
+        end = list(text)
+        for back, token in enumerate(reversed(end)):
+            if not 0 <= token < self.about.vocabulary:
+                return end[len(end) - back :]
+        return end
+
+    def _narrowed(self, place: Place) -> tuple[tuple[Span, ...], int]:
+        """The spans of a place, and how many tokens they share, its last one included."""
+        if place.token is None:
+            return place.spans, place.length
+        narrowed = [span.shard.narrow(span, place.length, place.token) for span in place.spans]
+        return tuple([span for span in narrowed if span]), place.length + 1
+
+    def _map(self, file: File, kind: str) -> memoryview[int]:
+        try:
+            with (self.folder / file.name).open("rb") as stream:
+                size = stream.seek(0, 2)
+                if size != file.bytes:
+                    damaged(self.folder, f"{file.name} has {size} bytes and not {file.bytes}")
+                mapped = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+        except OSError as error:
+            damaged(self.folder, f"{file.name} cannot be read ({error.strerror})")
+        if ends_of(bytes(mapped[:ENDS]), bytes(mapped[-ENDS:])) != file.ends:
+            damaged(self.folder, f"{file.name} is not what was written")
+        return mapped.cast(kind)  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,323 @@
+"""Writing an index: texts become shards, and a shard a suffix array.
+
+The sorting is that of libdivsufsort (Yuta Mori), through the package pydivsufsort. It sorts bytes, so a token is
+written as so many bytes each, the most significant first. Strings of such tokens have the same order as the strings of
+their bytes: the first byte in which two of them differ belongs to the first token in which they differ, and decides for
+both. So the suffixes that begin where a token does are in the order of the tokens; all others are dropped.
+
+Nothing that is there is ever written to. New files have names that no file had before, index.json is replaced when all
+of them are on the disk, and only then is removed what the new index does not name. Whatever interrupts this, the folder
+holds the old index or the new one. What a killed process leaves behind goes when the next one writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from branchwise.errors import UsageError
+from branchwise.index import (
+    ABOUT,
+    ENDS,
+    About,
+    File,
+    Index,
+    Part,
+    damaged,
+    ends_of,
+    fingerprint,
+    is_index,
+    read_about,
+    vocabulary_of,
+)
+from branchwise.index.texts import find_files, survey, tokenised
+from branchwise.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+SHARD = 1 << 24
+"""the most numbers of a shard, separators included; building takes about 20 bytes for each, one shard at a time"""
+
+_OURS = re.compile(r"[0-9a-f]{16}\.(tokens|suffixes|firsts)|index\.json\.[0-9a-f]{16}")
+_AT_ONCE = 1 << 20
+_MOST = 1 << 24
+"""numbers that three bytes can write"""
+
+
+def build_index(
+    folder: Path,
+    paths: Iterable[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model: str,
+    force: bool = False,
+    progress: Progress = silent,
+) -> About:
+    """An index of these texts in a folder that is empty or not there; with `force`, in the place of another index."""
+    require_free(folder, force)
+    about = About(model, fingerprint(tokenizer), vocabulary_of(tokenizer), (), ())
+    return _write_texts(folder, about, paths, tokenizer, progress)
+
+
+def add_texts(
+    folder: Path, paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase, *, progress: Progress = silent
+) -> About:
+    """The index of what it held and of these texts, as if it had been built of both."""
+    about = Index(folder).about
+    if fingerprint(tokenizer) != about.fingerprint:
+        raise UsageError(
+            f"The index {folder} was built with the tokenizer of {about.model}, and this is another; "
+            "name the same model, or build a second index."
+        )
+    return _write_texts(folder, about, paths, tokenizer, progress)
+
+
+def _write_texts(
+    folder: Path, about: About, paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> About:
+    files = find_files(paths)
+    total = survey(files)
+    done = 0
+    with Writer(folder, about, progress=progress) as writer:
+        for tokens, last, characters in tokenised(files, tokenizer):
+            writer.extend(tokens)
+            if last:
+                writer.end_document()
+            done += characters
+            progress("tokenising", done, total)
+        return writer.finish([file.name for file in files])
+
+
+def require_free(folder: Path, force: bool) -> None:
+    """Refuse a folder that holds something else, or an index that is not to be replaced."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file; name a folder for the index.")
+    foreign = [file for file in folder.iterdir() if not _OURS.fullmatch(file.name) and file.name != ABOUT]
+    if is_index(folder):
+        if foreign:
+            read_about(folder)  # only what is surely an index is replaced, be it damaged or not
+        if not force:
+            raise UsageError(
+                f"{folder} holds an index already; add to it with branchwise index add, or replace it with --force."
+            )
+    elif foreign:
+        raise UsageError(f"{folder} is there and is no index; name another folder.")
+
+
+class Writer:
+    """Takes tokens and writes shards; an index is there only after `finish`.
+
+    Tokens of the last shard of an index that is added to are taken first, if it has room. So the shards are those of
+    one long build, however often something was added.
+    """
+
+    def __init__(self, folder: Path, about: About, *, shard: int = SHARD, progress: Progress = silent) -> None:
+        if about.vocabulary >= _MOST:
+            raise UsageError(f"A vocabulary of {about.vocabulary} tokens is too large for an index.")
+        assert shard >= 2
+        self.folder, self.about, self.progress = folder, about, progress
+        self._parts = list(about.parts)
+        self._buffer: NDArray[Any] = np.empty(shard, dtype=f"<u{about.width}")
+        self._filled = 0
+        self._leaving = contextlib.ExitStack()
+
+    def __enter__(self) -> Writer:
+        with contextlib.ExitStack() as leaving:
+            made = not self.folder.exists()
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"The folder {self.folder} cannot be made: {error.strerror}.") from None
+            if made:
+                leaving.callback(_remove_empty, self.folder)
+            leaving.enter_context(_alone(self.folder))
+            if self.about.parts and read_about(self.folder) != self.about:
+                raise UsageError(f"The index {self.folder} was changed by another process; run this again.")
+            leaving.callback(self._sweep)
+            self._resume()
+            self._leaving = leaving.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._leaving.close()
+
+    def extend(self, tokens: Sequence[int] | NDArray[Any]) -> None:
+        """More of the document."""
+        taken = np.asarray(tokens)
+        assert not len(taken) or (taken.min() >= 0 and taken.max() < self.about.vocabulary)
+        while len(taken):
+            room = len(self._buffer) - 1 - self._filled  # the last place is for a separator
+            if room <= 0:
+                self._flush()
+                continue
+            self._buffer[self._filled : self._filled + min(room, len(taken))] = taken[:room]
+            self._filled += min(room, len(taken))
+            taken = taken[room:]
+
+    def end_document(self) -> None:
+        """What comes next is another document; one without tokens is none."""
+        if self._filled and not self._closed:
+            self._buffer[self._filled] = self.about.vocabulary
+            self._filled += 1
+
+    def finish(self, sources: Iterable[str]) -> About:
+        """Let the index be what was written."""
+        self._flush()
+        if not self._parts:
+            raise UsageError("There is no text in these files; an index needs some.")
+        names = tuple(dict.fromkeys((*self.about.sources, *sources)))
+        about = replace(self.about, sources=names, parts=tuple(self._parts))
+        place = self.folder / f"{ABOUT}.{secrets.token_hex(8)}"
+        with _writing(place) as file:
+            file.write(json.dumps(about.as_dict(), indent=1).encode() + b"\n")
+        _sync_folder(self.folder)
+        os.replace(place, self.folder / ABOUT)  # here the new index takes the place of the old one
+        _sync_folder(self.folder)
+        return about
+
+    @property
+    def _closed(self) -> bool:
+        return bool(self._buffer[self._filled - 1] == self.about.vocabulary)
+
+    def _resume(self) -> None:
+        """Take back the last shard of the index, if it has room."""
+        if not self._parts:
+            return
+        last = self._parts[-1].tokens
+        count = last.bytes // self.about.width
+        if count < len(self._buffer):
+            raw = (self.folder / last.name).read_bytes()
+            if hashlib.sha256(raw).hexdigest() != last.sha256:
+                damaged(self.folder, f"{last.name} is not what was written")
+            self._buffer[:count] = np.frombuffer(raw, dtype=self._buffer.dtype)
+            self._filled = count
+            self._parts.pop()
+
+    def _flush(self) -> None:
+        if not self._filled:
+            return
+        self.end_document()
+        tokens = self._buffer[: self._filled]
+        name = secrets.token_hex(8)
+        self.progress(f"sorting shard {len(self._parts) + 1}", 0, 0)
+        self._parts.append(
+            Part(
+                documents=int((tokens == self.about.vocabulary).sum()),
+                tokens=self._write(f"{name}.tokens", _chunks(tokens)),
+                suffixes=self._write(f"{name}.suffixes", _sorted_suffixes(tokens, self.about.vocabulary)),
+                firsts=self._write(f"{name}.firsts", [_firsts(tokens, self.about.vocabulary)]),
+            )
+        )
+        self._filled = 0
+
+    def _write(self, name: str, chunks: Iterable[NDArray[Any]]) -> File:
+        digest, size, first, last = hashlib.sha256(), 0, b"", b""
+        with _writing(self.folder / name) as file:
+            for chunk in chunks:
+                raw = chunk.tobytes()
+                file.write(raw)
+                digest.update(raw)
+                size += len(raw)
+                first, last = (first + raw[:ENDS])[:ENDS], (last + raw[-ENDS:])[-ENDS:]
+        return File(name, size, ends_of(first, last), digest.hexdigest())
+
+    def _sweep(self) -> None:
+        """Remove files of ours that the index which is there does not name."""
+        named = set()
+        if is_index(self.folder):
+            try:
+                named = {file.name for part in read_about(self.folder).parts for file in part.files}
+            except UsageError:  # it cannot be read, and is about to be replaced; until then nothing is lost
+                return
+        for file in list(self.folder.iterdir()):
+            if _OURS.fullmatch(file.name) and file.name not in named:
+                file.unlink(missing_ok=True)
+
+
+def _sorted_suffixes(tokens: NDArray[Any], vocabulary: int) -> Iterator[NDArray[Any]]:
+    """Where the suffixes begin, in their order."""
+    try:
+        from pydivsufsort import divsufsort  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "Building an index needs the package pydivsufsort, which is not here. "
+            "Install it with: pip install pydivsufsort"
+        ) from error
+    width = max(1, (vocabulary.bit_length() + 7) // 8)
+    spelled = np.empty((len(tokens), width), dtype=np.uint8)
+    for place in range(width):
+        spelled[:, place] = tokens >> (8 * (width - 1 - place)) & 0xFF
+    order: NDArray[np.int32] = divsufsort(spelled.reshape(-1))
+    for part in _chunks(order):
+        yield (part[part % width == 0] // width).astype("<u4")
+
+
+def _firsts(tokens: NDArray[Any], vocabulary: int) -> NDArray[Any]:
+    """(vocabulary + 1,): how many tokens are smaller than each, the separator included."""
+    counts = np.zeros(vocabulary + 1, dtype=np.int64)
+    for part in _chunks(tokens):
+        counts += np.bincount(part, minlength=vocabulary + 1)
+    return (np.cumsum(counts) - counts).astype("<u4")
+
+
+def _chunks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    return (array[start : start + _AT_ONCE] for start in range(0, len(array), _AT_ONCE))
+
+
+@contextlib.contextmanager
+def _writing(place: Path) -> Iterator[Any]:
+    """A new file that is on the disk when this ends."""
+    try:
+        with place.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(f"The index cannot be written to {place.parent}: {error.strerror}.") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Names are on the disk as well, where the system can say so."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Refuse to write where another process does; a lock ends with the process that holds it."""
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(f"The index {folder} is being written by another process; wait until it is done.") from None
+    finally:
+        os.close(handle)

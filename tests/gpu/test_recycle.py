@@ -1,0 +1,78 @@
+"""The table of successors on a device: it learns and looks up there what it does on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from branchwise.draft.ranks import Ranks
+from branchwise.draft.recycle import Recycle
+from branchwise.draft.topk import TopK
+from branchwise.engine import Engine, Request
+from branchwise.sampling import SamplingParams
+from branchwise.target import Scored
+from branchwise.target.transformers import TransformersTarget
+from branchwise.testing import ToyTarget
+from branchwise.verify import VERIFIERS
+from tests.conformance.architectures import build, served
+from tests.test_recycle import AMPLE, VOCABULARY, bound, noise, scene
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def bound_there(tree: Ranks | TopK) -> Recycle:
+    target = ToyTarget(VOCABULARY)
+    target.device = torch.device("cuda")
+    drafter = Recycle(tree=tree)
+    drafter.bind(target)
+    return drafter
+
+
+@pytest.mark.parametrize("tree", [Ranks(), TopK(40)])
+def test_a_device_learns_and_drafts_what_the_host_would(tree: Ranks | TopK) -> None:
+    there, here = bound_there(tree), bound(tree=tree)
+    here.on_device = True  # by the same rules
+    for seed in range(4):
+        sequences, trees, scored, verdicts = scene(seed)
+        for drafter, device in ((there, "cuda"), (here, "cpu")):
+            drafter.begin(sequences[0], noise(1, VOCABULARY, seed=seed).to(device))
+            drafter._drafted = trees
+            drafter.learn(sequences, Scored(scored.logits.to(device)), verdicts)
+            drafter._drafted = drafter.draft(sequences, [AMPLE] * 2)
+        for one, other in zip(there._drafted, here._drafted, strict=True):
+            assert one.parents == other.parents
+            assert one.tokens.tolist() == other.tokens.tolist()
+    for token in range(VOCABULARY):
+        assert [found.token for found in there.after(token)] == [found.token for found in here.after(token)]
+
+
+def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
+    drafter = bound_there(Ranks())
+    sequences, trees, scored, verdicts = scene(1)
+    scored = Scored(scored.logits.cuda())
+    for checked in (False, True):  # what a shape needs is sent once
+        torch.cuda.set_sync_debug_mode("error" if checked else "default")
+        try:
+            drafter._drafted = trees
+            drafter.learn(sequences, scored, verdicts)
+            drafter.draft(sequences, [AMPLE] * 2)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("tree", [Ranks(), TopK(24)])
+def test_the_text_is_that_of_plain_decoding(tree: Ranks | TopK, temperature: float) -> None:
+    texts = []
+    for drafts in (False, True):
+        target = TransformersTarget(build(served()["llama"], device="cuda"), slots=3)
+        drafter = Recycle(tree=tree)
+        engine = Engine(target, drafter, VERIFIERS.build("match"))
+        if not drafts:
+            engine.most = type(AMPLE)(1, 0)
+        sampling = SamplingParams(temperature=temperature, seed=4)
+        generations = [engine.submit(Request(p, max_new_tokens=40, sampling=sampling)) for p in ((5, 6, 7), (9,))]
+        while engine.busy:
+            engine.step()
+        texts.append([generation.token_ids for generation in generations])
+    assert texts[0] == texts[1]

@@ -1,0 +1,318 @@
+"""Several memories as one: merged trees, earned trust, provenance, and a draft model among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from branchwise.draft import DRAFTERS, Budget, build_drafter, build_growth
+from branchwise.draft.ahead import Ahead
+from branchwise.draft.fused import EDGES, Fused, Record, Stand, split_members
+from branchwise.draft.growth import Growth
+from branchwise.draft.memory import Next, Place, Remembering
+from branchwise.engine import Engine, Request
+from branchwise.errors import BranchwiseError
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.target import Scored
+from branchwise.testing import ToyTarget
+from branchwise.tree import DraftTree
+from branchwise.verify import VERIFIERS, Verdict
+from tests.test_memory import Given, Table, tables
+
+
+class First(Given):
+    name = "first"
+
+
+class Second(Given):
+    name = "second"
+
+
+class Third(Given):
+    name = "third"
+
+
+def fused(*given: Table, tree: str = "topk:64,depth=3,width=64") -> Fused:
+    kinds = (First, Second, Third)
+    fusion = Fused("ngram", build_growth(tree))
+    fusion.members = [kind(table) for kind, table in zip(kinds, given, strict=False)]
+    fusion.records = [Record() for _ in given]
+    return fusion
+
+
+def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[tree.topology.path(node)[1:]].tolist()) for node in range(1, len(tree))}
+
+
+def draft(drafter: Remembering, budget: Budget | None = None) -> DraftTree:
+    [tree] = drafter.draft([Sequence([0])], [budget or Budget(65, 9)])
+    return tree
+
+
+@given(tables(), tables(), tables())
+def test_below_the_budget_no_node_of_anyone_is_lost_and_no_sibling_is_there_twice(a: Table, b: Table, c: Table) -> None:
+    fusion = fused(a, b, c, tree="topk:999,depth=2,width=64")
+    tree = draft(fusion, Budget(1000, 2))
+    alone = [draft(First(table, fusion.tree), Budget(1000, 2)) for table in (a, b, c)]
+    steps = list(zip(tree.parents[1:], tree.tokens[1:].tolist(), strict=True))
+    assert len(set(steps)) == len(steps)
+    for own in alone:
+        assert paths_of(own) <= paths_of(tree)
+
+
+@given(tables(), tables(), st.integers(1, 12))
+def test_a_small_budget_is_used_up(one: Table, other: Table, nodes: int) -> None:
+    whole = draft(fused(one, other), Budget(65, 3))
+    assert len(draft(fused(one, other), Budget(nodes, 3))) == min(nodes, len(whole))
+
+
+def test_where_one_stops_another_goes_on() -> None:
+    """Equal prefixes are one node, with a place in both."""
+    tree = draft(fused({0: {1: 0.5}, 2: {3: 0.5}}, {0: {1: 0.4}, 1: {2: 0.5}}))
+    assert paths_of(tree) == {(1,), (1, 2)}, "what follows 2 is known to the first only, and it has lost the thread"
+    assert tree.sources == ("", "first", "second")
+
+
+def test_who_knows_the_way_behind_a_token_that_another_proposed_goes_on() -> None:
+    class Anywhere(First):
+        def step(self, place: Place, token: int) -> Place:
+            return token
+
+    fusion = fused({0: {1: 0.5}}, {0: {1: 0.4}, 1: {2: 0.5}})
+    fusion.members[0] = Anywhere({0: {1: 0.5}, 2: {3: 0.5}})
+    tree = draft(fusion)
+    assert paths_of(tree) == {(1,), (1, 2), (1, 2, 3)}
+    assert tree.sources == ("", "first", "second", "first")
+
+
+def test_a_token_is_booked_on_who_was_believed_most() -> None:
+    tree = draft(fused({0: {1: 0.2, 2: 0.5}}, {0: {1: 0.4, 3: 0.1}}))
+    assert dict(zip(tree.tokens.tolist(), tree.sources, strict=True)) == {0: "", 1: "second", 2: "first", 3: "second"}
+
+
+def test_masses_of_several_are_together_at_most_one() -> None:
+    fusion = fused({0: {1: 0.9}}, {0: {2: 0.9}}, {0: {3: 0.6}})
+    found = fusion.after(Stand((0, 0, 0)))
+    assert sum(one.mass for one in found) == pytest.approx(1)
+    assert [one.token for one in found] == [1, 2, 3]
+
+
+# Trust
+
+
+def test_a_record_believes_a_memory_until_it_has_seen_otherwise() -> None:
+    record = Record()
+    assert record.believe(0.65, False) == pytest.approx(0.65)
+    for _ in range(100):
+        record.count(0.65, False, came=False)
+    assert record.believe(0.65, False) < 0.05
+    assert record.believe(0.65, True) == pytest.approx(0.65), "what others said too has a record of its own"
+    assert record.believe(0.15, False) == pytest.approx(0.15)
+    for _ in range(2000):
+        record.fade()
+    assert record.believe(0.65, False) == pytest.approx(0.65, abs=0.01), "what is long ago counts no more"
+
+
+@pytest.mark.parametrize("mass", [1e-9, *EDGES, 0.999, 1.0])
+def test_every_mass_has_a_cell(mass: float) -> None:
+    record = Record()
+    record.count(mass, True, came=True)
+    assert record.believe(mass, True) > mass or mass == 1.0
+
+
+def test_trust_shifts_the_budget_to_who_earns() -> None:
+    """Both are equally sure; one is always wrong."""
+    wrong: Table = {t: {(t + 2) % 4: 0.5} for t in range(4)}
+    right: Table = {t: {(t + 1) % 4: 0.5} for t in range(4)}
+    fusion = fused(wrong, right, tree="topk:1,depth=1,width=1")
+    sequence = Sequence([0])
+    sources = []
+    for step in range(12):
+        [tree] = fusion.draft([sequence], [Budget(2, 1)])
+        sources.append(tree.sources[1])
+        token = (step + 1) % 4
+        hit = int(tree.tokens[1]) == token
+        after = (token + 1) % 4
+        verdict = Verdict((0, 1), after) if hit else Verdict((0,), token)
+        fusion.observe([sequence], Scored(torch.zeros(1, 2, 4)), [verdict])
+        sequence.tokens += [token, after] if hit else [token]
+        if hit:
+            break
+    assert sources[0] == "first"
+    assert sources[-1] == "second", "and it was not drafted when it earned that"
+
+
+def test_members_learn_and_end_with_the_fusion() -> None:
+    told: list[Any] = []
+
+    class Learner(Given):
+        name = "learner"
+        wants_prefill = 2
+
+        def begin(self, sequence: Sequence, logits: torch.Tensor) -> None:
+            told.append(("begin", len(logits)))
+
+        def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+            assert len(self._drafted) == len(sequences)
+            told.append("learn")
+
+        def close(self, sequence: Sequence) -> None:
+            told.append("close")
+
+    fusion = fused({0: {1: 0.5}})
+    fusion.members.append(Learner({}))
+    fusion.records.append(Record())
+    fusion.wants_prefill = 2
+    engine = Engine(ToyTarget(4), fusion, VERIFIERS.build("match"))
+    engine.submit(Request((0, 1, 2, 3), max_new_tokens=1))
+    engine.step()
+    assert told == [("begin", 2), "learn", "close"]
+
+
+def test_stats_and_pieces_say_who_earned_each_token() -> None:
+    table: Table = {t: dict.fromkeys(range(4), 0.2) for t in range(4)}
+    halves = [{t: {u: m for u, m in row.items() if u % 2 == odd} for t, row in table.items()} for odd in (0, 1)]
+    engine = Engine(ToyTarget(4), fused(*halves), VERIFIERS.build("match"))
+    made = engine.submit(Request((0, 1), max_new_tokens=30))
+    while engine.busy:
+        engine.step()
+    earned = made.stats.accepted_by_source
+    assert set(earned) == {"first", "second"}
+    assert sum(earned.values()) == made.stats.accepted_tokens
+    for piece in made.pieces:
+        assert piece.drafted == bool(piece.source)
+        if piece.drafted:
+            assert piece.source == ("second" if piece.token % 2 else "first")
+
+
+# Specs
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("ngram", ["ngram"]),
+        ("ngram+trigram", ["ngram", "trigram"]),
+        ("ngram(max=3,min=1)+trigram", ["ngram:max=3,min=1", "trigram"]),
+        ("model(a/b-c.gguf,top-k=3)+retrieval(some/dir)", ["model:a/b-c.gguf,top-k=3", "retrieval:some/dir"]),
+    ],
+)
+def test_members_are_named_with_their_options(text: str, specs: list[str]) -> None:
+    assert split_members(text) == specs
+
+
+@pytest.mark.parametrize("spec", ["fused:", "fused:+", "fused:ngram+", "fused:ngram trigram", "fused:ngram(max=3"])
+def test_what_is_no_fusion_is_one_sentence(spec: str) -> None:
+    with pytest.raises(BranchwiseError, match=r"^[^\n]+$"):
+        build_drafter(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("fused:ngram+ngram(max=3)", "each of its drafters once"),
+        ("fused:none", "remembers nothing"),
+        ("fused:ngrm", "Did you mean 'ngram'"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused(spec: str, why: str) -> None:
+    with pytest.raises(BranchwiseError, match=why):
+        build_drafter(spec)
+
+
+def test_options_reach_the_member() -> None:
+    drafter: Any = build_drafter("fused:ngram(max=3,min=1)+trigram")
+    assert list(drafter.members[0].sizes) == [3, 2, 1]
+
+
+# A draft model among memories
+
+
+class Model:
+    """What a draft model is to `Ahead`: it grows a tree from laws."""
+
+    name, cost = "model", 0.25
+
+    def __init__(self, law: torch.Tensor, tree: Growth) -> None:
+        from branchwise.draft.grown import Grown, Wish
+        from branchwise.draft.growth import Found
+
+        class Source(Grown):
+            name = "model"
+
+            def look(self, wishes: Rows[Wish]) -> list[Found]:
+                self.passes += 1
+                return [Found(law.expand(len(wish.nodes), -1)) for wish in wishes]
+
+            def close(self, sequence: Sequence) -> None:
+                pass
+
+        self.source = Source(tree)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+def with_model(law: list[float], table: Table, tree: str, monkeypatch: pytest.MonkeyPatch) -> Fused:
+    class Stub(Model):
+        def __init__(self, tree: Growth) -> None:
+            super().__init__(torch.tensor(law), tree)
+
+    monkeypatch.setattr(DRAFTERS, "_entries", {**DRAFTERS._entries, "model": Stub, "first": First})
+    fusion = Fused("model", build_growth(tree))
+    fusion.members.append(First(table))
+    fusion.records.append(Record())
+    fusion.bind(ToyTarget(4))
+    return fusion
+
+
+def test_what_is_retrieved_is_attached_to_the_models_tree_and_pruned_by_its_law(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table: Table = {0: {2: 0.5, 3: 0.4}, 2: {1: 0.5}, 3: {1: 0.9}}
+    fusion = with_model([0.0, 0.7, 0.295, 0.005], table, "topk:64,depth=9,width=9", monkeypatch)
+    tree = draft(fusion, Budget(65, 2))
+    model = {path for path in paths_of(tree) if 3 not in path}
+    assert {(1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2)} <= model
+    assert not [path for path in paths_of(tree) if path[0] == 3], "the model holds 3 for too improbable"
+    sources = dict(zip(nodes_of(tree), tree.sources[1:], strict=True))
+    assert sources[(1,)] == "model"
+    assert sources[(2,)] == "first", "0.5 against 0.295"
+
+
+def nodes_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    return [tuple(tree.tokens[tree.topology.path(node)[1:]].tolist()) for node in range(1, len(tree))]
+
+
+def test_passes_and_cost_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    fusion = with_model([0.25] * 4, {}, "topk:6,depth=2,width=3", monkeypatch)
+    draft(fusion, Budget(7, 2))
+    assert fusion.passes == 2
+    assert fusion.cost == 0.25
+    assert isinstance(fusion.members[0], Ahead)
+
+
+def test_a_fusion_with_a_model_writes_what_plain_decoding_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for drafter in (
+        build_drafter("none"),
+        with_model([0.4, 0.3, 0.2, 0.1], {0: {1: 0.5}}, "topk:9,depth=3,width=3", monkeypatch),
+    ):
+        engine = Engine(ToyTarget(4, slots=2), drafter, VERIFIERS.build("match"))
+        made = [engine.submit(Request((0, t), SamplingParams(0.9, seed=3), max_new_tokens=30)) for t in range(3)]
+        while engine.busy:
+            engine.step()
+        texts.append([text.token_ids for text in made])
+    assert texts[0] == texts[1]
+
+
+def test_a_place_that_is_lost_says_nothing() -> None:
+    assert fused({0: {1: 0.5}}).after(None) == ()
+    assert list(fused({0: {1: 0.5}}).after(Stand((None,)))) == []
+    assert Next(1, 0.5, None).source == ""

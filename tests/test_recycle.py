@@ -1,0 +1,428 @@
+"""The table of successors against a dictionary, on the host and as it runs on a device."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from branchwise.draft import Budget, build_drafter
+from branchwise.draft.peaks import peaks
+from branchwise.draft.ranks import Ranks
+from branchwise.draft.recycle import MOST_NEWS, MOST_READ, Recycle, Table
+from branchwise.draft.topk import TopK
+from branchwise.engine import Engine, Request
+from branchwise.errors import UsageError
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.target import Scored
+from branchwise.testing import ToyTarget
+from branchwise.tree import DraftTree
+from branchwise.verify import VERIFIERS, Verdict
+from tests.conformance.test_drafters import assert_writes_like_plain_decoding
+from tests.test_topk import paths_of
+
+VOCABULARY = 12
+AMPLE = Budget(nodes=99, depth=99)
+Laws = dict[int, dict[int, float]]
+
+
+@dataclass
+class Slow:
+    """The table as a dictionary: token -> successor -> average."""
+
+    k: int
+    rate: float
+    rows: Laws = field(default_factory=dict)
+
+    def learn(self, token: int, logits: Tensor) -> None:
+        new = torch.softmax(logits.double(), dim=0).tolist()
+        best = sorted(range(len(new)), key=lambda successor: -new[successor])[: self.k]
+        old = self.rows.get(token)
+        if old is None:
+            mixed = {successor: new[successor] for successor in best}
+        else:
+            mixed = {successor: (1 - self.rate) * mass + self.rate * new[successor] for successor, mass in old.items()}
+            mixed |= {successor: self.rate * new[successor] for successor in best if successor not in old}
+        self.rows[token] = dict(sorted(mixed.items(), key=lambda pair: -pair[1])[: self.k])
+
+
+def bound(vocabulary: int = VOCABULARY, slots: int = 4, **options: object) -> Recycle:
+    drafter = Recycle(**options)  # type: ignore[arg-type]
+    drafter.bind(ToyTarget(vocabulary, slots=slots))
+    return drafter
+
+
+def noise(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
+    return spread * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_holds(table: Table, slow: Slow) -> None:
+    for token in range(len(table)):
+        row, expected = table.row(token), slow.rows.get(token, {})
+        assert [found.token for found in row] == list(expected), token
+        for found in row:
+            assert math.isclose(found.mass, expected[found.token], rel_tol=8e-3)
+            assert found.place == found.token
+        assert sum(found.mass for found in row) <= 1
+
+
+def scene(seed: int, texts: int = 2, nodes: int = 14) -> tuple[list[Sequence], list[DraftTree], Scored, list[Verdict]]:
+    """Random trees with repeated tokens, their logits, and an accepted path in each."""
+    rng = random.Random(seed)
+    sequences, trees, verdicts = [], [], []
+    for text in range(texts):
+        parents = [-1]
+        for node in range(1, nodes - 3 * text):
+            parents.append(rng.randint(max(parents[-1], 0), node - 1))
+        tokens = [rng.randrange(VOCABULARY) for _ in parents]
+        sequences.append(Sequence([rng.randrange(VOCABULARY), tokens[0]]))
+        tree = DraftTree(torch.tensor(tokens), tuple(parents))
+        trees.append(tree)
+        verdicts.append(Verdict(tuple(tree.topology.path(rng.randrange(len(tree)))), rng.randrange(VOCABULARY)))
+    return sequences, trees, Scored(noise(texts, nodes, VOCABULARY, seed=seed)), verdicts
+
+
+# The best tokens of a law
+
+
+@given(st.sampled_from([1, 5, 63, 64, 130, 640, 1500]), st.integers(1, 12), st.integers(0, 99), st.booleans())
+def test_the_best_tokens_are_those_of_a_sorted_vocabulary(vocabulary: int, k: int, seed: int, tied: bool) -> None:
+    logits = noise(3, vocabulary, seed=seed)
+    if tied:
+        logits = logits.round()
+    found = peaks(logits.bfloat16() if seed % 2 else logits, k)
+    laws = torch.softmax((logits.bfloat16() if seed % 2 else logits).double(), dim=1)
+    best = laws.sort(dim=1, descending=True).values[:, :k]
+    assert torch.allclose(found.masses.double(), best, rtol=1e-5)
+    assert torch.allclose(laws.gather(1, found.tokens), best, rtol=1e-9)
+    assert all(len(set(row)) == min(k, vocabulary) for row in found.tokens.tolist())
+    rows, tokens = torch.tensor([2, 0]), torch.randint(0, vocabulary, (2, 4))
+    assert torch.allclose(found.of(rows, tokens).double(), laws[rows].gather(1, tokens), rtol=1e-5)
+
+
+# The table
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 12), st.sampled_from([0.2, 0.5, 1.0]))
+def test_the_table_holds_what_a_dictionary_would(tokens: list[int], k: int, rate: float) -> None:
+    drafter, slow = bound(k=k, rate=rate), Slow(k, rate)
+    logits = noise(len(tokens), VOCABULARY, seed=len(tokens))
+    drafter.begin(Sequence([*tokens, 0]), logits)
+    for token, row in zip(tokens, logits, strict=True):
+        slow.learn(token, row)
+    assert_holds(drafter.table, slow)
+
+
+def test_tokens_that_fall_out_lose_their_place() -> None:
+    drafter = bound(k=2, rate=0.5)
+    for best, second in ((0, 1), (2, 3), (2, 3), (2, 3)):
+        logits = torch.full((1, VOCABULARY), -9.0)
+        logits[0, best], logits[0, second] = 5.0, 4.0
+        drafter.begin(Sequence([7, 7]), logits)
+    assert [found.token for found in drafter.after(7)] == [2, 3]
+    first, _ = drafter.after(7)
+    # 2 had half its mass when it joined, then three quarters, then seven eighths; a fresh start would have the whole.
+    assert math.isclose(first.mass, 0.875 * math.e / (1 + math.e), rel_tol=0.01)
+
+
+def test_rows_never_seen_propose_nothing() -> None:
+    drafter = bound()
+    assert all(not drafter.after(token) for token in range(VOCABULARY))
+    assert drafter.after(None) == []
+    [tree] = drafter.draft([Sequence([3])], [AMPLE])
+    assert tree.tokens.tolist() == [3]
+
+
+def test_impossible_tokens_are_not_proposed() -> None:
+    drafter = bound()
+    logits = torch.full((1, VOCABULARY), -math.inf)
+    logits[0, 4] = 0.0
+    drafter.begin(Sequence([1, 2]), logits)
+    [only] = drafter.after(1)
+    assert only.token == 4
+    assert 0.999 < only.mass <= 1
+
+
+def test_a_row_never_holds_more_than_all_mass() -> None:
+    drafter = bound(k=VOCABULARY, rate=0.3)
+    for seed in range(300):
+        drafter.begin(Sequence([seed % 3, 0]), noise(1, VOCABULARY, seed=seed, spread=1.0))
+    for token in range(3):
+        assert 0.98 < sum(found.mass for found in drafter.after(token)) <= 1
+
+
+def test_eight_successors_of_49152_tokens_are_less_than_2_megabytes() -> None:
+    table = Table(49_152, 8)
+    assert table.tokens.nbytes < 2_000_000
+    assert table.bytes == 49_152 * 8 * 6 < 2_400_000
+
+
+# Learning
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_the_host_learns_from_the_path_and_children_of_the_root(seed: int, most: int) -> None:
+    sequences, trees, scored, verdicts = scene(seed)
+    drafter, slow = bound(k=3, rows=most), Slow(3, 0.5)
+    drafter._drafted = trees
+    drafter.learn(sequences, scored, verdicts)
+    for text, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
+        path = list(verdict.path)[max(len(verdict.path) - most, 0) :]
+        others = [node for node, parent in enumerate(tree.parents) if parent == 0 and node not in path]
+        for node in [*others[: most - len(path)], *path]:
+            slow.learn(int(tree.tokens[node]), scored.logits[text, node])
+    assert_holds(drafter.table, slow)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_device_learns_from_all_nodes_and_the_accepted_ones_come_last(seed: int) -> None:
+    drafter, slow = bound(k=3), Slow(3, 0.5)
+    drafter.on_device = True
+    for step in range(3):
+        sequences, trees, scored, verdicts = scene(100 * seed + step)
+        drafter._drafted = trees
+        drafter.learn(sequences, scored, verdicts)
+        last: dict[int, Tensor] = {}  # once a step for every token, whoever writes last
+        for accepted in (False, True):
+            for text, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
+                for node in verdict.path if accepted else set(range(len(tree))) - set(verdict.path):
+                    last[int(tree.tokens[node])] = scored.logits[text, node]
+        for token, row in last.items():
+            slow.learn(token, row)
+    assert_holds(drafter.table, slow)
+
+
+def test_a_key_that_comes_twice_comes_with_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who writes last is chance on a device, so all must write the same; the host would not notice.
+    told: list[tuple[int, int]] = []
+
+    def mix(table: Table, keys: Tensor, found: object, rows: Tensor, rate: float) -> None:
+        told.extend(zip(keys.tolist(), rows.tolist(), strict=True))
+
+    drafter = bound()
+    drafter.on_device = True
+    monkeypatch.setattr(Table, "mix", mix)
+    sequences, drafter._drafted, scored, verdicts = scene(2)
+    drafter.learn(sequences, scored, verdicts)
+    assert len(set(told)) == len({key for key, _ in told}) < len(told)
+
+
+def test_logits_of_bfloat16_are_understood() -> None:
+    sequences, trees, scored, verdicts = scene(5)
+    for on_device in (False, True):
+        tables = []
+        for logits in (scored.logits.bfloat16(), scored.logits.bfloat16().float()):
+            drafter = bound()
+            drafter.on_device, drafter._drafted = on_device, trees
+            drafter.learn(sequences, Scored(logits), verdicts)
+            tables.append(drafter.save())
+        assert torch.equal(tables[0]["tokens"], tables[1]["tokens"])
+        assert torch.equal(tables[0]["masses"], tables[1]["masses"])
+
+
+def test_the_prompt_seeds_the_table_and_the_next_request_starts_warm() -> None:
+    engine = Engine(ToyTarget(VOCABULARY), drafter := build_drafter("recycle"), VERIFIERS.build("match"))
+    assert drafter.learns  # type: ignore[attr-defined]
+    request = Request((1, 2, 3, 4), max_new_tokens=30)
+    first, lengths = [], []
+    for _ in range(2):
+        generation = engine.submit(request)
+        engine.step()
+        first.append(generation.stats.drafted_tokens)
+        while engine.busy:
+            engine.step()
+        lengths.append(generation.stats.steps)
+    assert isinstance(drafter, Recycle)
+    assert all(drafter.after(token) for token in (1, 2, 3))
+    assert first[0] == 0  # the root, 4, was not followed by anything yet
+    assert first[1] > 0
+    assert lengths[1] <= lengths[0] < 30
+
+
+# Trees
+
+
+@pytest.mark.parametrize("k", [8, 3])
+@pytest.mark.parametrize("shape", ["recycling-80", "mcsd", "sequoia-24"])
+def test_a_tree_looked_up_on_a_device_is_that_of_the_host(shape: str, k: int) -> None:
+    there, here = bound(k=k, tree=Ranks(shape)), bound(k=k, tree=Ranks(shape))
+    there.on_device = True
+    everything = Sequence([*range(VOCABULARY), 0])
+    for drafter in (there, here):
+        drafter.begin(everything, noise(VOCABULARY, VOCABULARY, seed=3))
+    sequences = [Sequence([token]) for token in range(5)]
+    few = [Budget(17, 9), AMPLE, Budget(1, 4), Budget(40, 2)]
+    budgets = [AMPLE, *(few if k == 8 else [AMPLE] * 4)]  # the host does not know how few successors will be found
+    looked_up, laid = there.draft(sequences, budgets), here.draft(sequences, budgets)
+    for one, other, budget in zip(looked_up, laid, budgets, strict=True):
+        assert one.parents == other.parents
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.draw is other.draw
+        assert len(one) <= budget.nodes
+        assert one.depth <= budget.depth
+    assert there._drafted is looked_up
+    assert len(laid[0]) > 20
+
+
+def test_what_empty_rows_propose_does_no_harm() -> None:
+    there, here = bound(tree=Ranks()), bound(tree=Ranks())
+    there.on_device = True
+    for drafter in (there, here):
+        drafter.begin(Sequence([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
+    for root in range(VOCABULARY):
+        [one], [other] = there.draft([Sequence([root])], [AMPLE]), here.draft([Sequence([root])], [AMPLE])
+        assert set(paths_of(other)) <= set(paths_of(one))
+        assert len(one) == 81
+        assert len(other) < 81
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("tree", ["ranks:recycling-80", "ranks:fork", "topk:16"])
+def test_the_text_is_that_of_plain_decoding(tree: str, on_device: bool) -> None:
+    class There(Recycle):
+        def bind(self, target: object) -> None:
+            super().bind(target)  # type: ignore[arg-type]
+            self.on_device = on_device
+            self._table = Table(len(self.table), self.table.width, mirrored=on_device)
+
+    drafter = build_drafter("recycle", tree)
+    assert_writes_like_plain_decoding(lambda _: There(tree=drafter.tree), VERIFIERS.build("match"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("spec", ["paths:2x3", "rsd-s:3x3", "rsd-c:3,2", "dynamic:8"])
+def test_trees_can_be_drawn_from_the_table(spec: str) -> None:
+    drafter = build_drafter("recycle", spec)
+    target = ToyTarget(VOCABULARY)
+    engine = Engine(target, drafter, VERIFIERS.build("rrs" if spec.startswith("rsd") else "auto"))
+    engine.submit(Request((1, 2, 3), max_new_tokens=40, sampling=SamplingParams(temperature=0.8, seed=3)))
+    drawn = 0
+    while engine.busy:
+        engine.step()
+        for tree in drafter._drafted:  # type: ignore[attr-defined]
+            if len(tree) > 1:
+                drawn += 1
+                assert tree.q is not None
+                assert torch.allclose(tree.q.sum(dim=1).max(), torch.tensor(1.0))
+    assert drawn > 5
+
+
+def test_a_table_read_through_a_copy_is_the_same_table() -> None:
+    shared, copied = Table(VOCABULARY, 4), Table(VOCABULARY, 4, mirrored=True)
+    for seed in range(3 * MOST_NEWS):
+        logits = noise(3, VOCABULARY, seed=seed)
+        for table in (shared, copied):
+            keys = torch.tensor([seed % VOCABULARY, (seed + 5) % VOCABULARY, (seed + 7) % VOCABULARY])
+            table.mix(keys, peaks(logits, 4), torch.tensor([2, 0, 1]), 0.4)
+        if seed % 7 == 0 and not 10 < seed < 10 + 1.5 * MOST_NEWS:
+            assert [shared.row(token) for token in range(VOCABULARY)] == [
+                copied.row(token) for token in range(VOCABULARY)
+            ]
+        assert len(copied._news) <= MOST_NEWS
+
+
+# State
+
+
+def test_what_was_learnt_can_be_saved_and_restored() -> None:
+    drafter, other = bound(), bound()
+    drafter.begin(Sequence([1, 2, 1, 5, 0]), noise(4, VOCABULARY))
+    saved = drafter.save()
+    other.restore(saved)
+    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY, seed=9))
+    fresh = bound()
+    assert fresh.after(1) == []
+    fresh.restore(saved)  # what was saved has not moved since
+    for token in range(VOCABULARY):
+        assert other.after(token) == fresh.after(token)
+    assert drafter.after(1) != other.after(1)
+    assert drafter.after(2) == other.after(2) != []
+    copied = Table(VOCABULARY, 8, mirrored=True)
+    assert copied.row(1) == []
+    copied.put(saved)
+    assert copied.row(1) == other.after(1)
+
+
+def damaged(saved: dict[str, Tensor]) -> list[tuple[str, dict[str, Tensor]]]:
+    def change(name: str, row: int, place: int, value: float) -> dict[str, Tensor]:
+        tensor = saved[name].clone()
+        tensor[row, place] = value
+        return {**saved, name: tensor}
+
+    twice = saved["tokens"].clone()
+    twice[1, 1] = twice[1, 0]
+    return [
+        ("should hold", {"tokens": saved["tokens"]}),
+        ("should hold", {**saved, "more": saved["tokens"]}),
+        ("successors where", {**saved, "tokens": saved["tokens"][:-1]}),
+        ("successors where", {**saved, "masses": saved["masses"][:, 1:]}),
+        ("numbers are", {**saved, "masses": saved["masses"].float()}),
+        ("outside the vocabulary", change("tokens", 0, 0, VOCABULARY)),
+        ("outside the vocabulary", change("tokens", 3, 2, -1)),
+        ("not probabilities", change("masses", 1, 7, -0.1)),
+        ("not probabilities", change("masses", 1, 0, math.nan)),
+        ("not probabilities", change("masses", 1, 0, 1.5)),
+        ("not in order", change("masses", 3, 7, 0.5)),
+        ("twice", {**saved, "tokens": twice}),
+    ]
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(case: int) -> None:
+    drafter = bound()
+    drafter.begin(Sequence([1, 2, 0]), noise(2, VOCABULARY))
+    saved = drafter.save()
+    [why, wrong] = damaged(saved)[case]
+    with pytest.raises(UsageError, match=why):
+        drafter.restore(wrong)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in drafter.save().items())
+
+
+def test_memory_is_bounded_over_200_000_tokens() -> None:
+    vocabulary = 3000
+    drafter, sizes = bound(vocabulary=vocabulary), []
+    assert drafter.memory_bytes == vocabulary * 8 * 6
+    rng, logits = random.Random(0), noise(64, vocabulary)
+    for _ in range(200_000 // 64 // 8):  # texts of 512 tokens, of which the last 64 have laws
+        sequence = Sequence([rng.randrange(vocabulary) for _ in range(8 * 64 + 1)])
+        drafter.begin(sequence, logits)
+        drafter.draft([sequence], [AMPLE])
+        sizes.append(drafter.memory_bytes)
+    for token in range(vocabulary):
+        drafter.after(token)
+        assert len(drafter.table._read) <= MOST_READ
+    assert max(sizes) < vocabulary * 8 * 6 + 1_500_000
+    assert Recycle().memory_bytes == 0
+
+
+def test_rows_that_were_read_are_read_again_once_written() -> None:
+    drafter = bound()
+    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY))
+    before = drafter.after(1)
+    assert drafter.after(1) is before
+    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY, seed=1))
+    assert drafter.after(1) != before
+
+
+def test_another_engine_on_the_same_target_keeps_the_table() -> None:
+    drafter, target = Recycle(), ToyTarget(VOCABULARY)
+    drafter.bind(target)
+    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY))
+    drafter.bind(ToyTarget(VOCABULARY))
+    assert drafter.after(1)
+    drafter.bind(ToyTarget(VOCABULARY + 1))
+    assert not drafter.after(1)
+
+
+def test_options_outside_their_range_are_refused() -> None:
+    for spec in ("recycle:k=0", "recycle:rate=0", "recycle:rate=1.5", "recycle:rows=0"):
+        with pytest.raises(UsageError, match="takes k and rows of at least 1"):
+            build_drafter(spec)
+    assert isinstance(Recycle().tree, TopK)
