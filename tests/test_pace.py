@@ -2,62 +2,91 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from branchwise.draft import Budget, build_growth, pace
-from branchwise.draft.pace import RECENT, SIZES, STALE, Clock, Paced
+from branchwise.draft.pace import SIZES, STALE, Clock, Paced
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
 from branchwise.testing import ToyTarget
-from branchwise.tree import Forest
+from branchwise.tree import DraftTree, Forest
 from branchwise.verify import VERIFIERS
 from tests.test_memory import Given
 
 
-def clock_of(times: dict[int, float], turns: int = 3) -> Clock:
-    clock = Clock()
+def clock_of(times: dict[int, float], turns: int = 200) -> Clock:
+    """A clock that has seen passes of these sizes in any order."""
+    clock, rng = Clock(), random.Random(0)
     for _ in range(turns):
-        for rows, seconds in times.items():
-            clock.saw(rows, seconds)
+        for rows in rng.sample(list(times), len(times)):
+            clock.saw(rows, times[rows])
     return clock
+
+
+def test_costs_are_those_of_the_passes_that_were_seen() -> None:
+    times = {1: 0.010, 5: 0.014, 9: 0.020, 17: 0.022}
+    assert clock_of(times).costs([1, 5, 9, 17]) == pytest.approx([1, 1.4, 2, 2.2], rel=0.02)
+    assert clock_of({rows: 60 * t for rows, t in times.items()}).costs([5, 17]) == pytest.approx([1.4, 2.2], rel=0.02)
 
 
 def test_the_first_pass_of_a_size_is_not_counted() -> None:
     clock = Clock()
     clock.saw(1, 100.0)
-    assert not clock.knows(1)
-    clock.saw(1, 1.0)
-    assert clock.knows(1)
-    assert clock.seconds([1]) == [1.0]
+    assert not clock.knows
+    for rows in (1, 5, 5):
+        clock.saw(rows, 1.0)
+    assert clock.knows
+    other = Clock()
+    for rows, seconds in ((1, 1.0), (1, 1.0), (5, 100.0), (5, 1.0)):
+        other.saw(rows, seconds)
+    assert other.costs([5]) == clock.costs([5])
 
 
-def test_between_sizes_the_cost_is_in_proportion_and_more_rows_never_take_less() -> None:
-    clock = clock_of({1: 10.0, 5: 14.0, 9: 12.0, 17: 22.0})
-    assert clock.seconds([1, 3, 5, 7, 9, 13, 17]) == pytest.approx([10, 12, 14, 14, 14, 18, 22])
-    assert clock.seconds([33])[0] == pytest.approx(22 + 16 * 12 / 16), "behind the last as steep as in the mean"
+def test_more_rows_never_cost_less_and_unknown_sizes_are_between() -> None:
+    clock = clock_of({1: 1.0, 5: 1.6, 9: 1.3})
+    costs = clock.costs([1, 2, 3, 4, 5, 7, 9, 17, 65])
+    assert costs == sorted(costs)
+    assert costs[4] == costs[6] == pytest.approx(1.45, rel=0.02), "in the wrong order, so what lies between"
+    assert 1 < costs[2] < 1.6
+    assert costs[-1] > costs[-2] > 1.3, "behind the largest it goes on as guessed"
 
 
-def test_a_median_of_recent_passes_counts_and_old_ones_are_forgotten() -> None:
-    clock = clock_of({1: 1.0}, turns=4)
-    clock.saw(1, 50.0)  # the machine did something else
-    assert clock.seconds([1]) == [1.0]
-    for _ in range(RECENT):
-        clock.saw(1, 3.0)
-    assert clock.seconds([1]) == [3.0]
-    for _ in range(STALE):
-        clock.saw(2, 4.0)
-    assert not clock.knows(1)
-    assert clock.knows(2)
+def test_a_machine_that_gets_slower_is_not_taken_for_a_size_that_costs_more() -> None:
+    """The drift of half an hour in two hundred steps; plain steps are rare."""
+    clock = clock_of({1: 1.0, 9: 1.2})
+    for step in range(200):
+        slower = 1 + step / 100
+        clock.saw(1 if step % 20 == 0 else 9, slower * (1.0 if step % 20 == 0 else 1.2))
+    assert clock.costs([9])[0] == pytest.approx(1.2, rel=0.08)
 
 
-def test_a_single_size_makes_a_guess_for_the_others() -> None:
-    few, many = clock_of({1: 2.0}).seconds([1, 49])
-    assert few == 2.0
-    assert 2.0 < many < 6.0
-    few, many = Clock().seconds([1, 49])
-    assert few < many
+def test_an_outlier_moves_little_and_a_change_is_learnt() -> None:
+    clock = clock_of({1: 1.0, 9: 1.2})
+    clock.saw(9, 60.0)
+    assert clock.costs([9])[0] == pytest.approx(1.2, rel=0.03)
+    for _ in range(300):
+        clock.saw(1, 1.0)
+        clock.saw(9, 2.0)
+    assert clock.costs([9])[0] == pytest.approx(2.0, rel=0.03)
+
+
+def test_a_plain_step_is_asked_for_once_in_a_while() -> None:
+    clock = clock_of({1: 1.0})
+    for _ in range(STALE - 1):
+        clock.saw(2, 1.0)
+        assert clock.knows
+    clock.saw(2, 1.0)
+    assert not clock.knows
+
+
+def test_nothing_known_is_a_guess() -> None:
+    few, many = Clock().costs([1, 49])
+    assert few == pytest.approx(1)
+    assert 1 < many < 3
 
 
 def sized(times: dict[int, float], chances: list[float], nodes: int = 64) -> int:
@@ -73,7 +102,7 @@ def test_nodes_that_cost_nothing_are_all_drafted() -> None:
 
 
 def test_a_tree_that_does_not_pay_is_not_drafted() -> None:
-    assert sized({1: 1.0, 2: 2.0, 65: 66.0}, [0.9] * 8) == 0, "each row costs a pass"
+    assert sized({1 + size: 1.0 + size for size in SIZES}, [0.9] * 8) == 0, "each row costs a pass"
     assert sized({1: 1.0, 2: 1.1, 65: 2.0}, []) == 0, "there is nothing to draft"
     assert sized({1: 1.0, 2: 1.5, 65: 2.0}, [0.1, 0.1]) == 0
 
@@ -102,23 +131,30 @@ def test_what_passes_cost_is_known_to_all_who_draft_for_a_target(monkeypatch: py
     monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
     target, table = ToyTarget(4), {t: {(t + 1) % 4: 0.9} for t in range(4)}
     sequence = Sequence([0])
-    for step in range(4):
+    for step in range(150):
         drafter = Given(table, Paced(2))
         drafter.bind(target)
         [tree] = drafter.draft([sequence], [Budget(9, 9)])
         assert len(tree) == (1 if step < 2 else 3), "two plain steps: one warms up, one counts"
-        now[0] += 1.0 + 0.01 * len(tree)
+        now[0] += 1.0 if len(tree) == 1 else 1.5
         drafter.observe([sequence], Scored(Forest([tree]).tokens), [None])  # type: ignore[list-item]
     [clock] = pace._clocks[target].values()
-    assert clock.seconds([1, 3]) == pytest.approx([1.01, 1.03])
+    assert clock.costs([1, 3])[1] > 1.05, "one difference was seen, and believed a little"
     other = Given(table, Paced(2))
     other.bind(target)
     assert [len(tree) for tree in other.draft([sequence, Sequence([1])], [Budget(9, 9)] * 2)] == [1, 1]
 
 
+def test_a_tree_that_ran_out_is_booked_as_the_size_it_was_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    growth = Paced()
+    tree = DraftTree.chain([0] * 6)
+    growth.observe([Sequence([0])], [tree], Scored(Forest([tree]).tokens), [])
+    assert list(growth._clock._seen) == [7]
+
+
 def test_the_text_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def written(dear: float) -> tuple[list[int], int]:
-        monkeypatch.setattr(Clock, "seconds", lambda clock, wanted: [1 + dear * rows for rows in wanted])
+        monkeypatch.setattr(Clock, "costs", lambda clock, wanted: [1 + dear * rows for rows in wanted])
         drafter = Given({t: {(t + 1) % 4: 0.5, (t + 2) % 4: 0.3} for t in range(4)}, Paced(12))
         engine = Engine(ToyTarget(4), drafter, VERIFIERS.build("match"))
         made = engine.submit(Request((0, 1), max_new_tokens=40))

@@ -8,8 +8,9 @@ size if the memory is right about itself.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from branchwise.draft.growth import Sapling
@@ -24,25 +25,33 @@ Look = Callable[["Place"], Rows["Next"]]
 def best_first(
     root: int, place: Place, after: Look, *, nodes: int, depth: int, width: int = 64, least: float = 0.0
 ) -> tuple[Sapling, list[float]]:
-    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first.
+    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first."""
+    tree = Sapling([root])
+    reach = list(islice(falling(tree, place, after, depth=depth, width=width, least=least), max(nodes, 0)))
+    return tree, [1.0, *reach]
+
+
+def falling(
+    tree: Sapling, place: Place, after: Look, *, depth: int, width: int = 64, least: float = 0.0
+) -> Iterator[float]:
+    """Add the next best node to a tree and say how probable its path is, again and again for as long as there is one.
 
     Of every node the `width` best children are thought of, and none whose path is less probable than `least`.
     """
-    tree, reach = Sapling([root]), [1.0]
     slots: list[tuple[float, int, int, Next]] = []  # (-probability of the path, tie-breaker, parent, what follows)
-    newest, order = 0, 0
-    while len(tree) <= nodes:
+    newest, reach, order = 0, 1.0, 0
+    while True:
         if tree.depths[newest] < depth:
             for found in after(place)[:width]:
-                value = reach[newest] * min(found.mass, 1.0)
-                if value >= least:
-                    heapq.heappush(slots, (-value, order, newest, found))
-                    order += 1
+                value = reach * min(found.mass, 1.0)
+                if value < least:
+                    break
+                heapq.heappush(slots, (-value, order, newest, found))
+                order += 1
         if not slots:
-            break
+            return
         value, _, parent, best = heapq.heappop(slots)
-        newest, place = tree.add(parent, best.token), best.place
-        reach.append(-value)
+        newest, place, reach = tree.add(parent, best.token), best.place, -value
         if best.source:
             tree.sources[newest] = best.source
-    return tree, reach
+        yield reach

@@ -8,16 +8,16 @@ of plain decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the timing 
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from itertools import accumulate
-from statistics import median
+from itertools import islice
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from branchwise.draft import Budget
-from branchwise.draft.best import Look, best_first
+from branchwise.draft.best import Look, falling
 from branchwise.draft.growth import Sapling
 from branchwise.draft.topk import TopK
 from branchwise.sequence import Sequence
@@ -30,59 +30,80 @@ if TYPE_CHECKING:
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """nodes below the root that a tree may have: few sizes, so that each is clocked often"""
-RECENT = 7
-"""passes of one size that are looked at"""
-STALE = 400
-"""steps after which a time is forgotten: the text has grown, or the machine has other work"""
-SLOPE = 1 / 48
-"""what a row more is taken to cost, in passes over one row, where nothing is known yet"""
+SLOPE = 1 / 96
+"""what a row more is taken to cost, in passes over one row, before anything is known"""
+SLOWLY = 0.05
+"""the least share of a surprise by which a size is thought anew"""
+FEW, OUTLIER = 3, math.log(1.5)
+"""so many passes of a size weigh as much as the guess; of one seen more often, a larger surprise is no news"""
+STALE = 200
+"""steps after which a plain one is clocked again"""
 WORTH = 1.03
 """how many times plain decoding a tree must promise to be worth drafting"""
+LEAST = 1 / 512
+"""what is less probable never pays"""
 
 
 class Clock:
-    """What passes over so many rows take, from those that were seen."""
+    """How many times a pass over one row a pass over so many takes, from those that were seen.
+
+    A machine is faster now and slower then. So a pass is compared with the one before it alone: where the two differ
+    more or less than expected, both sizes are thought anew, each the less the better it is known. A plain step is the
+    measure, and costs 1.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[tuple[int, float]]] = {}
-        self._steps = 0
+        self._surprises = {1: 0.0}  # size -> logarithm of its cost over what was guessed
+        self._seen: dict[int, int] = {}
+        self._before: tuple[int, float] | None = None  # rows and logarithm of the seconds of the last pass
+        self._since_plain = STALE
 
     def saw(self, rows: int, seconds: float) -> None:
-        self._steps += 1
-        if rows not in self._seen:  # the first of its size also pays for kernels being chosen
-            self._seen[rows] = deque(maxlen=RECENT)
-        else:
-            self._seen[rows].append((self._steps, seconds))
+        seen = self._seen.get(rows, 0)
+        self._seen[rows] = seen + 1
+        self._since_plain = 0 if rows == 1 and seen else self._since_plain + 1
+        if not seen:  # the first of its size also pays for kernels being chosen
+            return
+        spent, before = math.log(max(seconds, 1e-9)), self._before
+        self._before = rows, spent
+        if before is None or before[0] == rows:
+            return
+        surprise = spent - before[1] - (self._cost(rows) - self._cost(before[0]))
+        if min(seen, self._seen[before[0]]) > FEW:
+            surprise = min(max(surprise, -OUTLIER), OUTLIER)
+        for size, part in ((rows, surprise), (before[0], -surprise)):
+            if size > 1:
+                known = self._surprise(size)
+                self._surprises[size] = known + max(1 / (self._seen[size] + FEW), SLOWLY) * part
 
-    def knows(self, rows: int) -> bool:
-        return bool(self._fresh(rows))
+    @property
+    def knows(self) -> bool:
+        """Whether a plain step was seen not long ago."""
+        return self._since_plain < STALE
 
-    def seconds(self, wanted: Rows[int]) -> list[float]:
-        """What passes over so many rows take, in rising order; between two sizes that were seen, in proportion.
+    def costs(self, wanted: Rows[int]) -> list[float]:
+        """What passes over so many rows cost, in rising order. More rows never cost less: what seems so is noise."""
+        blocks: list[tuple[float, float, int]] = []  # (mean cost, how well it is known, sizes)
+        for rows in wanted:
+            mean, weight, count = math.exp(self._cost(rows)), 1.0 + self._seen.get(rows, 0), 1
+            while blocks and blocks[-1][0] >= mean:  # neighbours in the wrong order are taken for one
+                other, known, several = blocks.pop()
+                mean = (mean * weight + other * known) / (weight + known)
+                weight, count = weight + known, count + several
+            blocks.append((mean, weight, count))
+        return [mean for mean, _, count in blocks for _ in range(count)]
 
-        More rows never take less: where it seems so, it is noise.
-        """
-        known = [(rows, median(times)) for rows in sorted(self._seen) if (times := self._fresh(rows))]
-        if not known:
-            return [1 + rows * SLOPE for rows in wanted]
-        points = list(zip((rows for rows, _ in known), accumulate((t for _, t in known), max), strict=True))
-        return [_between(points, rows) for rows in wanted]
+    def _cost(self, rows: int) -> float:
+        return math.log((1 + rows * SLOPE) / (1 + SLOPE)) + self._surprise(rows)
 
-    def _fresh(self, rows: int) -> list[float]:
-        return [seconds for step, seconds in self._seen.get(rows, ()) if step > self._steps - STALE]
-
-
-def _between(points: list[tuple[int, float]], rows: int) -> float:
-    """On the line through the points; before the first as there, behind the last as steep as ever, or as guessed."""
-    first, last = points[0], points[-1]
-    if rows <= first[0]:
-        return first[1]
-    if rows >= last[0]:
-        mean = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else first[1] * SLOPE / (1 + SLOPE)
-        return last[1] + (rows - last[0]) * mean
-    after = next(n for n, point in enumerate(points) if point[0] >= rows)
-    (low, least), (high, most) = points[after - 1], points[after]
-    return least + (rows - low) / (high - low) * (most - least)
+    def _surprise(self, rows: int) -> float:
+        """That of the size, or what lies between those of the sizes around it; behind the largest, as there."""
+        if rows in self._surprises:
+            return self._surprises[rows]
+        below = max(size for size in self._surprises if size < rows)
+        above = min((size for size in self._surprises if size > rows), default=below)
+        share = (rows - below) / (above - below) if above > below else 0.0
+        return (1 - share) * self._surprises[below] + share * self._surprises[above]
 
 
 _clocks: WeakKeyDictionary[Target, dict[int, Clock]] = WeakKeyDictionary()
@@ -96,7 +117,7 @@ class Paced(TopK):
         super().__init__(nodes, depth, width)
         self._batch = 1
         self._clock = Clock()
-        self._started = self._ended = 0.0
+        self._ended = 0.0
 
     def begin(self, batch: int, target: Target | None) -> None:
         self._batch = batch
@@ -105,25 +126,32 @@ class Paced(TopK):
 
     def lay(self, root: int, place: Place, after: Look, budget: Budget) -> Sapling:
         nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)
-        tree, reach = Sapling([root]), [1.0]
-        if nodes > 0 and self._clock.knows(1):  # once in a while a plain step must be clocked
-            least = 1 / 512  # what is less probable never pays
-            tree, reach = best_first(root, place, after, nodes=nodes, depth=depth, width=self.width, least=least)
-        kept = tree.leading(1 + self._size(reach))
+        tree = Sapling([root])
+        if nodes > 0 and self._clock.knows:  # once in a while a plain step must be clocked
+            growing = falling(tree, place, after, depth=depth, width=self.width, least=LEAST)
+            tree = tree.leading(1 + self._size(growing, nodes))
         self._ended = time.perf_counter()
-        return kept
+        return tree
 
     def observe(
         self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
     ) -> None:
-        self._clock.saw(max(map(len, trees)), time.perf_counter() - self._ended)
+        rows = max(map(len, trees))
+        booked = next((1 + size for size in SIZES if 1 + size >= rows), rows)  # what is short of a size counts as it
+        self._clock.saw(booked, time.perf_counter() - self._ended)
 
-    def _size(self, reach: list[float]) -> int:
-        """How many nodes below the root give most tokens a second."""
-        sizes = [size for size in SIZES if size < len(reach)]
-        if sizes[-1] < len(reach) - 1:
-            sizes.append(len(reach) - 1)
-        tokens = list(accumulate(reach))
-        rates = [tokens[size] / t for size, t in zip(sizes, self._clock.seconds([1 + s for s in sizes]), strict=True)]
-        best = max(range(len(sizes)), key=rates.__getitem__)
-        return sizes[best] if rates[best] > WORTH * rates[0] else 0
+    def _size(self, growing: Iterator[float], nodes: int) -> int:
+        """How many nodes below the root give most tokens a second; no more are grown than it takes to know.
+
+        Nodes come in falling order: where two sizes more were no better, larger ones will not be.
+        """
+        sizes = [*(size for size in SIZES if size < nodes), nodes]
+        plain, *costs = self._clock.costs([1 + size for size in sizes])
+        tokens, grown, best, worse = 1.0, 0, (WORTH / plain, 0), 0
+        for size, cost in zip(sizes[1:], costs, strict=True):
+            reach = list(islice(growing, size - grown))
+            tokens, grown = tokens + sum(reach), grown + len(reach)
+            if not reach or worse > 1:
+                break
+            best, worse = ((tokens / cost, grown), 0) if tokens / cost > best[0] else (best, worse + 1)
+        return best[1]

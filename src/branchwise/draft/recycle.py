@@ -49,7 +49,7 @@ class Recycle(Remembering):
     """
 
     name = "recycle"
-    wants_prefill = 64
+    wants_prefill = 128
 
     def __init__(self, k: int = 8, rate: float = 0.5, rows: int = 8, tree: Growth | None = None) -> None:
         if k < 1 or not 0 < rate <= 1 or rows < 1:
