@@ -6,7 +6,7 @@ Qwen2.5-Coder 1.5B is the target and 0.5B drafts for it, in bfloat16. Two questi
    each file, 96 tokens, at temperature 0 and 1, plain decoding in the same run, contestants in turn on every prompt.
    It is `branchwise bench`, called twice; after Ctrl-C the same command goes on.
 2. What does drafting cost outside the forward passes of the two models (`--overhead`)? The share of a step with 32
-   nodes, draft passes per level, and drafting for eight texts together against one.
+   nodes, draft passes per level, and drafting for eight texts together against each of them alone.
 
     python benchmarks/drafting.py --model TARGET --draft-model DRAFT --prompts HUMANEVAL GSM8K [--device cuda]
     python benchmarks/drafting.py --model TARGET --draft-model DRAFT --overhead
@@ -142,8 +142,9 @@ def overhead(arguments: argparse.Namespace) -> None:
     records = []
     for tree in arguments.methods or WIDE:
         method = Method(tree, f"model:{arguments.draft_model}", WIDE[tree], RULES.get(tree, "rrs"))
-        for batch in (1, TOGETHER):
-            records += measured(llm, method, batch, arguments.tokens)
+        prompts = [*FREE, *EDITING][:TOGETHER]
+        for texts in (*([prompt] for prompt in prompts), prompts):  # each alone, then all together
+            records += measured(llm, method, texts, arguments.tokens)
     path = arguments.out / f"drafting-overhead-{name_of(arguments.device)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({**record, "run": run}) + "\n" for record in records))
@@ -158,12 +159,12 @@ def told(value: Any) -> Any:
     return Path(value).name if isinstance(value, str | Path) and Path(value).is_absolute() else value
 
 
-def measured(llm: LLM, method: Method, batch: int, tokens: int) -> Iterator[dict[str, Any]]:
+def measured(llm: LLM, method: Method, prompts: list[str], tokens: int) -> Iterator[dict[str, Any]]:
     """A record for every step after the first, in which caches fill: its time, the models' own, and what it drafted."""
     drafter, verifier = method.build()
     engine = Engine(llm.engine.target, drafter, verifier)
     models = [llm.model, drafter.weights.model]  # type: ignore[attr-defined]
-    prompts = [*FREE, *EDITING][:batch]
+    batch = len(prompts)
     sampling = SamplingParams(temperature=1.0, seed=0)
     most = tokens + AHEAD
     generations = [engine.submit(Request(tuple(llm.encode(prompt)), sampling, most)) for prompt in prompts]

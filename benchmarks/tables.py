@@ -1,7 +1,7 @@
 """The tables of docs/benchmarks.md, written from the committed records, and the README's table of methods.
 
-A table stands behind a line `<!-- table: FILE [what] -->` and is whatever that file of records says today; where a file
-of records is still to be measured, it says so.
+A table stands behind a line `<!-- table: FILE [what] -->` and is whatever that file of records says today, over all
+prompts, by `categories`, or of the `sources` of the tokens; where a file is still to be measured, it says so.
 
     python benchmarks/tables.py            write them
     python benchmarks/tables.py --check    fail where the page says something else
@@ -18,11 +18,12 @@ from pathlib import Path
 
 import drafting
 import foundations
+import memories
 import verifiers
 from rich.console import Console
 
 from branchwise.bench.records import read
-from branchwise.bench.summary import summarise, table
+from branchwise.bench.summary import Row, summarise, table
 from branchwise.methods import table as table_of_methods
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,12 @@ RECORDS = ROOT / "benchmarks" / "records"
 README = ROOT / "README.md"
 PLACE = re.compile(r"(<!-- table: (\S+?)(?: (\S+))? -->\n```\n)(.*?)(```\n)", re.DOTALL)
 METHODS = re.compile(r"(<!-- methods -->\n).*?(<!-- /methods -->\n)", re.DOTALL)
-SCRIPTS = {"foundations": foundations, "verifiers": verifiers, "drafting-overhead": drafting}
+SCRIPTS = {
+    "foundations": foundations,
+    "verifiers": verifiers,
+    "drafting-overhead": drafting,
+    "memories": memories,
+}
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}
 """characters of a table; 120 for the others"""
@@ -64,10 +70,19 @@ def text_of(path: Path, what: str | None) -> str:
                 script.summarise([json.loads(line) for line in path.read_text().splitlines()])
             return printed.getvalue()
     rows = summarise(read(path))
+    if what == "sources":
+        return "".join(shares(row) for row in rows if len(row.tokens_by_source) > 1)
     width = next((width for name, width in WIDTHS.items() if path.name.startswith(name)), 120)
     shown = table(rows, per_category=what == "categories", width=width)
     Console(file=printed, width=width, highlight=False).print(shown)
     return "".join(line.rstrip() + "\n" for line in printed.getvalue().splitlines())
+
+
+def shares(row: Row) -> str:
+    """Who wrote the tokens of a contestant: the target itself, or one of its drafters."""
+    tokens = sum(row.tokens_by_source.values())
+    told = ", ".join(f"{name} {count / tokens:.0%}" for name, count in row.tokens_by_source.items() if count)
+    return f"{row.contestant:20} {row.category:15} {told}\n"
 
 
 if __name__ == "__main__":

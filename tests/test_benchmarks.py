@@ -26,11 +26,12 @@ RECORDS = sorted((ROOT / "benchmarks" / "records").glob("foundations-*.jsonl"))
 VERDICTS = sorted((ROOT / "benchmarks" / "records").glob("verifiers-*.jsonl"))
 CONTESTS = sorted(
     path
-    for name in ("bench-*", "styles-*", "drafting-*-t[01]")
+    for name in ("bench-*", "styles-*", "drafting-*-t[01]", "memory-*")
     for path in (ROOT / "benchmarks" / "records").glob(f"{name}.jsonl")
 )
 OVERHEADS = sorted((ROOT / "benchmarks" / "records").glob("drafting-overhead-*.jsonl"))
-ALL = [*RECORDS, *VERDICTS, *CONTESTS, *OVERHEADS]
+MEMORIES = sorted((ROOT / "benchmarks" / "records").glob("memories-*.jsonl"))
+ALL = [*RECORDS, *VERDICTS, *CONTESTS, *OVERHEADS, *MEMORIES]
 
 
 def script(name: str) -> ModuleType:
@@ -121,18 +122,21 @@ def test_the_table_of_the_readme_shows_what_the_records_say(
     foundations.summarise(read(ROOT / "benchmarks" / "records" / "foundations-h200.jsonl"))
     printed = capsys.readouterr().out
     table = re.findall(r"^\| SmolLM2.*", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(table) == 5
+    assert len(table) == 6
+    files = {"Spec-Bench, 40": "memory-warm-cpu.jsonl", "Spec-Bench": "bench-cpu.jsonl"}
     for row in table:
-        _, _, hardware, prompts, baseline, ours, acceptance, _, _ = (cell.strip() for cell in row.split("|"))
+        _, _, hardware, prompts, method, baseline, ours, acceptance, _, _ = (
+            cell.strip(" `") for cell in row.split("|")
+        )
         if hardware == "H200":
             assert f"{prompts}, transformers.generate: {baseline}\n" in printed
-            assert re.search(rf"{prompts}, ngram: {ours}, .* mean acceptance length {acceptance}\n", printed)
+            assert re.search(rf"{prompts}, {method}: {ours}, .* mean acceptance length {acceptance}\n", printed)
             continue
-        rows = speeds("bench-cpu.jsonl" if prompts == "Spec-Bench" else "bench-llamacpp-cpu.jsonl")
-        category = "all" if prompts == "Spec-Bench" else prompts
+        rows = speeds(files.get(prompts, "bench-llamacpp-cpu.jsonl"))
+        category = "all" if prompts in files else prompts
         assert baseline == f"{rows['transformers', category].tokens_per_second:.1f} tokens/s"
-        assert ours == f"{rows['ngram', category].tokens_per_second:.1f} tokens/s"
-        assert acceptance == f"{rows['ngram', category].mean_acceptance_length:.2f}"
+        assert ours == f"{rows[method, category].tokens_per_second:.1f} tokens/s"
+        assert acceptance == f"{rows[method, category].mean_acceptance_length:.2f}"
 
 
 @pytest.mark.parametrize("path", CONTESTS, ids=lambda path: path.stem)

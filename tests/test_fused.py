@@ -12,11 +12,11 @@ from hypothesis import given
 
 from branchwise.draft import DRAFTERS, Budget, build_drafter, build_growth
 from branchwise.draft.ahead import Ahead
-from branchwise.draft.fused import EDGES, Fused, Record, Stand, split_members
+from branchwise.draft.fused import EDGES, Fused, Junction, Record, split_members
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Place, Remembering
 from branchwise.engine import Engine, Request
-from branchwise.errors import BranchwiseError
+from branchwise.errors import BranchwiseError, UsageError
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
@@ -98,7 +98,7 @@ def test_a_token_is_booked_on_who_was_believed_most() -> None:
 
 def test_masses_of_several_are_together_at_most_one() -> None:
     fusion = fused({0: {1: 0.9}}, {0: {2: 0.9}}, {0: {3: 0.6}})
-    found = fusion.after(Stand((0, 0, 0)))
+    found = fusion.after(Junction((0, 0, 0)))
     assert sum(one.mass for one in found) == pytest.approx(1)
     assert [one.token for one in found] == [1, 2, 3]
 
@@ -146,6 +146,35 @@ def test_trust_shifts_the_budget_to_who_earns() -> None:
             break
     assert sources[0] == "first"
     assert sources[-1] == "second", "and it was not drafted when it earned that"
+
+
+def test_trust_is_kept_and_comes_back() -> None:
+    fusion = fused({0: {1: 0.5}}, {0: {2: 0.5}})
+    for _ in range(9):
+        fusion.records[1].count(0.5, False, came=True)
+    other = fused({0: {1: 0.5}}, {0: {2: 0.5}})
+    other.restore(fusion.save())
+    assert [one.token for one in other.after(Junction((0, 0)))] == [2, 1]
+    assert other.records[1].believe(0.5, False) == pytest.approx(fusion.records[1].believe(0.5, False))
+    turned = fused({}, {})
+    turned.members.reverse()
+    turned.restore(fusion.save())
+    assert turned.records[0].believe(0.5, False) > 0.5, "trust belongs to a name and not to a place"
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {},
+        dict.fromkeys(("first", "third"), torch.zeros(2, 2 * len(EDGES) + 2)),
+        dict.fromkeys(("first", "second"), torch.full((2, 2 * len(EDGES) + 2), torch.nan)),
+        dict.fromkeys(("first", "second"), torch.stack([torch.zeros(26), torch.ones(26)])),
+    ],
+    ids=["none", "of others", "no numbers", "more hits than tries"],
+)
+def test_records_that_cannot_be_are_refused(records: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(UsageError, match="start a new one"):
+        fused({}, {}).restore(records)
 
 
 def test_members_learn_and_end_with_the_fusion() -> None:
@@ -207,7 +236,9 @@ def test_members_are_named_with_their_options(text: str, specs: list[str]) -> No
     assert split_members(text) == specs
 
 
-@pytest.mark.parametrize("spec", ["fused:", "fused:+", "fused:ngram+", "fused:ngram trigram", "fused:ngram(max=3"])
+@pytest.mark.parametrize(
+    "spec", ["fused:", "fused:+", "fused:ngram+", "fused:ngram trigram", "fused:ngram(max=3", "fused:()"]
+)
 def test_what_is_no_fusion_is_one_sentence(spec: str) -> None:
     with pytest.raises(BranchwiseError, match=r"^[^\n]+$"):
         build_drafter(spec)
@@ -218,6 +249,7 @@ def test_what_is_no_fusion_is_one_sentence(spec: str) -> None:
     [
         ("fused:ngram+ngram(max=3)", "each of its drafters once"),
         ("fused:none", "remembers nothing"),
+        ("fused:fused(ngram)+trigram", "not fused again"),
         ("fused:ngrm", "Did you mean 'ngram'"),
     ],
 )
@@ -314,5 +346,5 @@ def test_a_fusion_with_a_model_writes_what_plain_decoding_writes(monkeypatch: py
 
 def test_a_place_that_is_lost_says_nothing() -> None:
     assert fused({0: {1: 0.5}}).after(None) == ()
-    assert list(fused({0: {1: 0.5}}).after(Stand((None,)))) == []
+    assert list(fused({0: {1: 0.5}}).after(Junction((None,)))) == []
     assert Next(1, 0.5, None).source == ""

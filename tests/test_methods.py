@@ -187,7 +187,8 @@ def test_a_spec_has_three_parts_and_names_of_files_may_hold_slashes(
 
 
 def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
-    assert choose_method() == Method("ngram", "ngram")
+    assert choose_method() == PRESETS["default"]
+    assert choose_method(verify="auto").draft == PRESETS["default"].draft
     assert choose_method(tree="chain:4", verify="match") == Method("ngram/chain:4/match", "ngram", "chain:4")
     assert choose_method(draft_model="small", verify="auto").draft == "model:small"
     assert choose_method("cascade", draft_model="small") == find_method("cascade", "small")

@@ -102,7 +102,7 @@ def test_nodes_that_cost_nothing_are_all_drafted() -> None:
 
 
 def test_a_tree_that_does_not_pay_is_not_drafted() -> None:
-    assert sized({1 + size: 1.0 + size for size in SIZES}, [0.9] * 8) == 0, "each row costs a pass"
+    assert sized({1 + size: 1.0 + size for size in SIZES if size <= 8}, [0.9] * 8) == 0, "each row costs a pass"
     assert sized({1: 1.0, 2: 1.1, 65: 2.0}, []) == 0, "there is nothing to draft"
     assert sized({1: 1.0, 2: 1.5, 65: 2.0}, [0.1, 0.1]) == 0
 

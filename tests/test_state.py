@@ -53,6 +53,7 @@ class Numbers:
     """A part that learns one tensor."""
 
     draw = Draw.FIXED
+    learns = True
 
     def __init__(self, name: str, *values: float) -> None:
         self.name = name
@@ -153,7 +154,7 @@ def test_paths_may_be_texts_links_and_at_home(tmp_path: Path, model: Any, monkey
 # What a file is not
 
 
-@pytest.mark.parametrize("draft", ["ngram", "none"])
+@pytest.mark.parametrize("draft", ["ngram", "none", "suffix"])
 def test_a_drafter_that_learns_nothing_refuses_a_state(draft: str, tmp_path: Path, model: Any) -> None:
     for use in (
         lambda: check_state(build_drafter(draft), tmp_path / "state"),
@@ -448,7 +449,17 @@ def test_ctrl_c_is_an_end_too(folder: Path, tmp_path: Path, model: Any, monkeypa
 
 
 def test_the_command_line_says_one_sentence(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "branchwise", "generate", "Hi", "--state", str(tmp_path / "state")]
+    words = [
+        sys.executable,
+        "-m",
+        "branchwise",
+        "generate",
+        "Hi",
+        "--draft",
+        "ngram",
+        "--state",
+        str(tmp_path / "state"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert done.stdout == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from unittest import mock
 
 import pytest
@@ -173,11 +174,13 @@ def test_the_last_tokens_of_a_text_are_read_when_it_ends() -> None:
 
 
 def test_a_finished_text_leaves_only_its_counts_behind() -> None:
-    drafter = Trigram()
-    drafter.draft([Sequence([1, 2, 3])], [AMPLE])
-    drafter._places.clear()
+    drafter, sequence = Trigram(), Sequence([1, 2, 3])
+    drafter.draft([sequence], [AMPLE])
+    drafter.close(sequence)
+    kept = weakref.ref(sequence)
+    del sequence
     gc.collect()
-    assert len(drafter._read) == 0
+    assert kept() is None
 
 
 def test_memory_stays_bounded_over_two_hundred_thousand_tokens() -> None:

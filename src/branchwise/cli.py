@@ -62,12 +62,18 @@ for command in (bench, report, tune, methods):
     app.command()(command)
 
 MethodName = Annotated[
-    str | None, typer.Option("--method", help="A published method by name, or draft/tree/verify; `branchwise methods`.")
+    str | None,
+    typer.Option(
+        "--method",
+        help="A published method by name, or draft/tree/verify; `branchwise methods`.",
+        show_default="default",
+    ),
 ]
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="What proposes tokens: ngram (repeats of this text), none (plain decoding).", show_default="ngram"
+        help="What proposes tokens: ngram (repeats of this text), none (plain decoding), and others; see docs.",
+        show_default="the method's",
     ),
 ]
 Tree = Annotated[str | None, typer.Option(help="Shape of the draft, such as chain:8.", show_default="the drafter's")]

@@ -139,6 +139,8 @@ class Engine:
         request.sampling.check_vocabulary(self.target.vocabulary)
         generation = Generation(request, Sequence(list(request.prompt), request.sampling), text, like)
         with self._turn:
+            if hasattr(self.drafter, "noise_for") and self.verifier.name != "match":
+                generation.sequence.noise = self.drafter.noise_for(generation.sequence)
             self._waiting.append(generation)
         return generation
 
@@ -202,11 +204,11 @@ class Engine:
             except BaseException:
                 generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
                 raise
-            clock.lap("prefill")
-            generation.prefill = clock
             self._running.append(generation)
             if logits is not None and len(logits):
                 self.drafter.begin(generation.sequence, logits)  # type: ignore[attr-defined]
+            clock.lap("prefill")
+            generation.prefill = clock
 
     def _forest(self, trees: Rows[DraftTree], sequences: Rows[Sequence], budgets: Rows[Budget]) -> Forest:
         """The drafted trees as one batch; what a drafter got wrong must not reach the text."""
@@ -228,7 +230,7 @@ class Engine:
         return forest
 
     def _chance(self, sequences: Rows[Sequence]) -> SeededChance:
-        seeds = torch.tensor([sequence.seed for sequence in sequences], device=self.target.device)
+        seeds = torch.tensor([sequence.noise for sequence in sequences], device=self.target.device)
         roots = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=self.target.device)
         return SeededChance(seeds, roots)
 

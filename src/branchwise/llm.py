@@ -109,7 +109,7 @@ def load(
     """Load a model by alias, hub id, folder or GGUF file, with a drafter and a verifier.
 
     These are a `method` by name, with the model that drafts for it and the index it retrieves from, or `draft`, `tree`
-    and `verify` one by one; without any of them `ngram` drafts and `match` verifies. `context` limits the tokens of a
+    and `verify` one by one; without any of them it is the method `default`. `context` limits the tokens of a
     sequence (the model's own limit by default); `max_batch` is how many sequences run together, more wait their turn. A
     method that changes the law warns (`LossyWarning`).
 

@@ -25,6 +25,8 @@ BLANKS = {
 }
 """drafters that mean nothing without a name that only the user knows: what it is, the option that says it, a hint"""
 FUSED = "fused:"
+DEFAULT = "default"
+"""the method of whoever asks for none"""
 LOSSY = "lossy"
 """the word in the name of everything that changes the law"""
 DISTANCES = {"lossy-longest": (0.208, "fork-lossy:2x2 over 3 tokens, every outcome of 6 small laws")}
@@ -133,7 +135,7 @@ PRESETS = {
             about="Proposes what followed the last tokens where they stood before; needs no model.",
         ),
         Method(
-            "default",
+            DEFAULT,
             "fused:recycle+suffix(min=1)",
             "paced:64",
             paper="our own; see memory.md",
@@ -387,6 +389,12 @@ def choose_method(
     said = [name for name, value in ((MODEL, draft_model), (RETRIEVAL, index)) if value is not None]
     if draft is not None and said and not Method("", draft).blanks:
         raise UsageError(f"Give --draft or {BLANKS[said[0]][1]}, not both.")
+    if draft is None and tree is None and not said:
+        return (
+            PRESETS[DEFAULT]
+            if verify is None
+            else replace(PRESETS[DEFAULT], name=f"{DEFAULT}//{verify}", verify=verify)
+        )
     if draft is None:
         draft = FUSED + "+".join(said) if len(said) > 1 else next(iter(said), "ngram")
     name = "/".join(part or "" for part in (draft, tree, verify)).rstrip("/")

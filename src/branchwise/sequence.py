@@ -16,12 +16,14 @@ class Sequence:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     prompt_length: int = field(init=False)
     seed: int = field(init=False)
+    noise: int = field(init=False)
+    """what the draws of the text come from: its seed, or where a drafter must not meet the same draws twice, another"""
 
     def __post_init__(self) -> None:
         assert self.tokens, "a sequence has at least a root"
         self.prompt_length = len(self.tokens)
         given = self.sampling.seed
-        self.seed = secrets.randbits(63) if given is None else given % (1 << 63)
+        self.seed = self.noise = secrets.randbits(63) if given is None else given % (1 << 63)
 
     @property
     def root(self) -> int:

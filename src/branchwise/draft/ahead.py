@@ -16,8 +16,9 @@ from branchwise.draft.growth import Found, Growing
 from branchwise.draft.memory import Next, Place, Remembering
 from branchwise.draft.topk import TopK
 from branchwise.sequence import Sequence
-from branchwise.target import Target
+from branchwise.target import Scored, Target
 from branchwise.tree import DraftTree
+from branchwise.verify import Verdict
 
 TREE = TopK(24, depth=6, width=8)
 """what the model drafts: in a fusion, depth comes from the memories"""
@@ -51,6 +52,7 @@ class Ahead(Remembering):
         self._drafter.bind(target)
 
     def close(self, sequence: Sequence) -> None:
+        super().close(sequence)
         self._drafter.close(sequence)
         self._known.pop(sequence, None)
 
@@ -59,6 +61,11 @@ class Ahead(Remembering):
         trees = self._drafter.draft(sequences, budgets)
         for sequence, tree in zip(sequences, trees, strict=True):
             self._known[sequence] = Drafted(tree, self._watched.laws.pop(sequence, {}))
+
+    def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        """What the draft model recalls of the target it learns from the tree that was scored, whoever drafted it."""
+        self._drafter._drafted = self._drafted
+        self._drafter.observe(sequences, scored, verdicts)
 
     def find(self, sequence: Sequence) -> Place:
         return self._known[sequence], ()

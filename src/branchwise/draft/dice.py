@@ -69,4 +69,4 @@ class SureDice:
 def dice_of(sequence: Sequence, device: torch.device | str = "cpu") -> Dice:
     if sequence.sampling.temperature == 0:
         return SureDice()
-    return SeededDice(sequence.seed, len(sequence.tokens) - 1, device)
+    return SeededDice(sequence.noise, len(sequence.tokens) - 1, device)

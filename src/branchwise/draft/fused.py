@@ -5,17 +5,17 @@ that is the rule for all: a node has a place in every memory that expected its p
 whoever knows how to go on from there does. One heap over all of them shares the budget out by what each is believed
 to earn, which is what its words came to so far.
 
-With a draft model the model's tree comes first, its law prunes what the others retrieved at the nodes it looked at, and
-the rest of the budget is theirs.
+With a draft model, the model drafts first, and its law prunes what the others retrieved at the nodes it looked at; then
+one heap shares the budget.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections import Counter
 from collections.abc import Sequence as Rows
 
+import torch
 from torch import Tensor
 
 from branchwise.draft import DRAFTERS, Budget
@@ -62,12 +62,12 @@ class Record:
         self.hits = [FADING * count for count in self.hits]
 
 
-class Stand:
+class Junction:
     """Where the members stand behind a token, worked out when somebody asks: most nodes of a heap are never reached."""
 
     __slots__ = ("above", "places", "said", "token")
 
-    def __init__(self, places: tuple[Place, ...] | None, above: Stand | None = None, token: int = -1) -> None:
+    def __init__(self, places: tuple[Place, ...] | None, above: Junction | None = None, token: int = -1) -> None:
         self.places, self.above, self.token = places, above, token
         self.said: list[Rows[Next]] | None = None
 
@@ -104,9 +104,26 @@ class Fused(Remembering):
                 member.begin(sequence, logits[-member.wants_prefill :])  # type: ignore[attr-defined]
 
     def close(self, sequence: Sequence) -> None:
+        super().close(sequence)
         for member in self.members:
-            if hasattr(member, "close"):
-                member.close(sequence)
+            member.close(sequence)
+
+    def save(self) -> dict[str, Tensor]:
+        """How far each is trusted; what they remember is their own to save."""
+        named = zip(self.members, self.records, strict=True)
+        return {member.name: torch.tensor([record.tries, record.hits]) for member, record in named}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        def forms(found: dict[str, Tensor]) -> dict[str, object]:
+            return {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
+
+        if forms(tensors) != forms(self.save()):
+            raise UsageError("The state holds no records of these drafters; start a new one.")
+        for member, record in zip(self.members, self.records, strict=True):
+            tries, hits = tensors[member.name]
+            if not bool(((hits >= 0) & (hits <= tries) & tries.isfinite()).all()):
+                raise UsageError("The records in the state are no counts; start a new one.")
+            record.tries, record.hits = tries.tolist(), hits.tolist()
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         if self.model is not None:
@@ -115,17 +132,14 @@ class Fused(Remembering):
         return super().draft(sequences, budgets)
 
     def find(self, sequence: Sequence) -> Place:
-        return Stand(tuple(member.find(sequence) for member in self.members))
+        return Junction(tuple(member.find(sequence) for member in self.members))
 
     def after(self, place: Place) -> Rows[Next]:
         """Of all that is said of a token the most favourable, each word taken for what it is worth."""
         if place is None:
             return ()
         said = self._pruned(place, self._said(place))
-        voices: dict[int, int] = {}
-        for found in said:
-            for one in found:
-                voices[one.token] = voices.get(one.token, 0) + 1
+        voices = _voices(said)
         best: dict[int, tuple[float, int]] = {}
         for row, found in enumerate(said):
             believe = self.records[row].believe
@@ -137,9 +151,12 @@ class Fused(Remembering):
         total = max(1.0, sum([belief for belief, _ in best.values()]))
         ranked = sorted(best.items(), key=_falling)
         return [
-            Next(token, belief / total, Stand(None, place, token), self.members[row].name)
+            Next(token, belief / total, Junction(None, place, token), self.members[row].name)
             for token, (belief, row) in ranked
         ]
+
+    def step(self, place: Place, token: int) -> Place:
+        return Junction(None, place, token)
 
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         """What was said along the accepted path, drafted or not, came true or did not; then the members learn."""
@@ -154,13 +171,13 @@ class Fused(Remembering):
     def _judge(self, place: Place, tree: DraftTree, verdict: Verdict) -> None:
         for token in [*tree.tokens[list(verdict.path[1:])].tolist(), verdict.token]:
             said = self._said(place)
-            voices = Counter(one.token for found in said for one in found)
+            voices = _voices(said)
             for record, found in zip(self.records, said, strict=True):
                 for one in found:
                     record.count(one.mass, voices[one.token] > 1, one.token == token)
-            place = Stand(None, place, token)
+            place = Junction(None, place, token)
 
-    def _said(self, place: Stand) -> list[Rows[Next]]:
+    def _said(self, place: Junction) -> list[Rows[Next]]:
         if place.said is None:
             places = self._places_at(place)
             place.said = [
@@ -168,20 +185,21 @@ class Fused(Remembering):
             ]
         return place.said
 
-    def _places_at(self, place: Stand) -> tuple[Place, ...]:
+    def _places_at(self, place: Junction) -> tuple[Place, ...]:
         """Where each member stands. One that did not expect the token may know its way all the same."""
         if place.places is None:
             assert place.above is not None
             above, token = self._places_at(place.above), place.token
+            expected = [
+                next((one.place for one in found if one.token == token), None) for found in self._said(place.above)
+            ]
             place.places = tuple(
-                None
-                if where is None
-                else next((one.place for one in found if one.token == token), None) or member.step(where, token)
-                for member, where, found in zip(self.members, above, self._said(place.above), strict=True)
+                member.step(where, token) if behind is None and where is not None else behind
+                for member, where, behind in zip(self.members, above, expected, strict=True)
             )
         return place.places
 
-    def _pruned(self, place: Stand, said: list[Rows[Next]]) -> list[Rows[Next]]:
+    def _pruned(self, place: Junction, said: list[Rows[Next]]) -> list[Rows[Next]]:
         """Without what the draft model, where it has looked, holds for too improbable."""
         if self.model is None:
             return said
@@ -194,6 +212,15 @@ class Fused(Remembering):
         return [[one for one in found if one.token in likely] for found in said]
 
 
+def _voices(said: list[Rows[Next]]) -> dict[int, int]:
+    """How many speak of each token. What a law prunes it prunes for all, so this is the same before and after."""
+    voices: dict[int, int] = {}
+    for found in said:
+        for one in found:
+            voices[one.token] = voices.get(one.token, 0) + 1
+    return voices
+
+
 def _falling(item: tuple[int, tuple[float, int]]) -> float:
     return -item[1][0]
 
@@ -201,7 +228,8 @@ def _falling(item: tuple[int, tuple[float, int]]) -> float:
 def split_members(text: str) -> list[str]:
     """`recycle+suffix(keep=9,min=2)+retrieval(DIR)` as specs; options in parentheses become those of a spec."""
     parts = re.findall(r"([\w-]+)(?:\(([^()]*)\))?(?:\+|$)", text)
-    if "+".join(f"{name}({inside})" if inside else name for name, inside in parts) != text.replace("()", ""):
+    written = "+".join(f"{name}({inside})" if inside else name for name, inside in parts)
+    if not parts or written != text.replace("()", ""):
         raise UsageError(f"A fusion names memories with a + between them, as in fused:recycle+suffix, not {text!r}.")
     return [f"{name}:{inside}" if inside else name for name, inside in parts]
 
@@ -212,4 +240,6 @@ def _member(spec: str) -> Remembering:
     member = DRAFTERS.build(spec)
     if not isinstance(member, Remembering):
         raise UsageError(f"Drafter {member.name!r} remembers nothing that could be fused.")
+    if isinstance(member, Fused):
+        raise UsageError("A fusion is not fused again; name its drafters with a + between them.")
     return member

@@ -14,6 +14,7 @@ believed of a place is the law it is drawn from, and the verifiers that read q t
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple
@@ -24,8 +25,9 @@ from torch import Tensor
 from branchwise.draft import Budget
 from branchwise.draft.grown import Grown, Wish
 from branchwise.draft.growth import Found, Growing, Growth, drawable
+from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
-from branchwise.target import Scored
+from branchwise.target import Scored, Target
 from branchwise.tree import DraftTree, Draw
 from branchwise.verify import Verdict
 
@@ -57,8 +59,30 @@ class Remembering(Grown):
 
     def __init__(self, tree: Growth) -> None:
         super().__init__(tree)
+        self.texts = 0
+        """how many this memory may have learned from"""
         self._places: dict[Sequence, Place] = {}
         """of the texts that are being drafted for"""
+
+    def bind(self, target: Target) -> None:
+        if self.learns and self.target is not None and self.target.vocabulary != target.vocabulary:
+            raise UsageError(
+                f"Drafter {self.name!r} has learned for a model with {self.target.vocabulary} tokens, and this one has "
+                f"{target.vocabulary}; build a new one for it."
+            )
+        super().bind(target)
+
+    def noise_for(self, sequence: Sequence) -> int:
+        """Where the draws of a text are to come from.
+
+        Texts of one seed share their draws. What a memory has learned from one tells about them; a draft that is drawn
+        from that would know something of the draws that judge it. So every text gets draws of its own, the first those
+        of its seed. `match` asks for none of this: its tokens do not depend on the draft.
+        """
+        if not self.learns or self.draw is Draw.FIXED:
+            return sequence.seed
+        self.texts += 1
+        return sequence.seed if self.texts == 1 else mixed(sequence.seed, self.texts)
 
     @abstractmethod
     def find(self, sequence: Sequence) -> Place:
@@ -69,8 +93,12 @@ class Remembering(Grown):
         """What may come next, best first, every token once; nothing where nothing is known."""
 
     def step(self, place: Place, token: int) -> Place:
-        """The place behind one more token; None where it was not expected."""
-        return next((found.place for found in self.after(place) if found.token == token), None)
+        """The place behind one more token that `after` did not give; None for a memory that has lost the thread."""
+        return None
+
+    def close(self, sequence: Sequence) -> None:
+        """A text has ended."""
+        self._places.pop(sequence, None)
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         self._places = {sequence: self.find(sequence) for sequence in sequences}
@@ -108,11 +136,18 @@ class Remembering(Grown):
         place = self._places[wish.sequence]
         believed = self.after(place)
         for token in wish.tree.path(node):
-            place = self.step(place, token)
+            expected = next((found.place for found in self.after(place) if found.token == token), None)
+            place = self.step(place, token) if expected is None and place is not None else expected
             believed = self.after(place) or believed
         law = torch.zeros(self.target.vocabulary)
         law[[found.token for found in believed]] = torch.tensor([found.mass for found in believed])
         return (law / law.sum()).to(self.target.device)
+
+
+def mixed(seed: int, number: int) -> int:
+    """Another seed, far from those of other seeds and numbers."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _nothing(root: int) -> Growing:

@@ -80,6 +80,7 @@ class NGram(Remembering):
         return index, (*end, token)[-self.sizes.start :]
 
     def close(self, sequence: Sequence) -> None:
+        super().close(sequence)
         self._indexes.pop(sequence, None)
 
     @property

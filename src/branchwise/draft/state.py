@@ -102,13 +102,15 @@ def load_state(drafter: Drafter, path: str | os.PathLike[str], target: Target) -
             part.restore(own)
         except UsageError as error:
             raise UsageError(f"The state {file} does not fit: {error}") from None
+    drafter.texts = secrets.randbits(48)  # type: ignore[attr-defined]  # it has learned from texts of any seed
     return True
 
 
 def parts_of(drafter: Drafter) -> dict[str, Learning]:
     """What of a drafter learns, by name: itself, and the members of one that speaks for several."""
     everyone: list[Any] = [drafter, *getattr(drafter, "members", ())]
-    parts = {part.name: part for part in everyone if hasattr(part, "save") and hasattr(part, "restore")}
+    learning = [part for part in everyone if getattr(part, "learns", False)]
+    parts = {part.name: part for part in learning if hasattr(part, "save") and hasattr(part, "restore")}
     if not parts:
         raise UsageError(
             f"Drafter {drafter.name!r} keeps nothing from one text to the next; leave out the state, or draft with one "

@@ -37,7 +37,7 @@ LEAD = 8
 CONTEXTS = 6
 """so many matches, the longest first, are asked what followed"""
 
-Stand = tuple[Automaton, int, int]
+Matched = tuple[Automaton, int, int]
 """a match in one automaton: the state, and how many tokens match"""
 
 
@@ -93,6 +93,7 @@ class Suffix(Remembering):
         return None if place is None else (_arrived(place), token)
 
     def close(self, sequence: Sequence) -> None:
+        super().close(sequence)
         self._texts.pop(sequence, None)
         self._answers.keep(sequence.tokens[max(sequence.prompt_length - LEAD, 0) :])
 
@@ -143,7 +144,7 @@ class Answers:
         return [token for answers in reversed(self.generations) for token in answers.tokens]
 
 
-def _arrived(place: Place) -> tuple[Stand, ...]:
+def _arrived(place: Place) -> tuple[Matched, ...]:
     """Where the matches stand once the token behind them is read."""
     stands, token = place
     if token is None:
@@ -151,5 +152,5 @@ def _arrived(place: Place) -> tuple[Stand, ...]:
     return tuple([(known, *known.follow(state, length, token)) for known, state, length in stands])
 
 
-def _length(stand: Stand) -> int:
+def _length(stand: Matched) -> int:
     return stand[2]

@@ -83,6 +83,7 @@ class Trigram(Remembering):
 
     def close(self, sequence: Sequence) -> None:
         """The last tokens of a text are worth knowing too, though nothing was drafted behind them."""
+        super().close(sequence)
         self._learn(sequence)
         self._read.pop(sequence, None)
 
