@@ -18,7 +18,7 @@ from branchwise.verify import VERIFIERS
 from tests.test_memory import Given
 
 
-def clock_of(times: dict[int, float], turns: int = 200) -> Clock:
+def clock_of(times: dict[int, float], turns: int = 600) -> Clock:
     """A clock that has seen passes of these sizes in any order."""
     clock, rng = Clock(), random.Random(0)
     for _ in range(turns):
