@@ -15,7 +15,7 @@ from branchwise.engine import Engine
 from branchwise.llm import LLM
 from branchwise.methods import PRESETS, Method, find_method
 
-METHODS = [method for method in PRESETS.values() if method.needs_draft_model and method.lossless]
+METHODS = [method for method in PRESETS.values() if method.blanks == ["model"] and method.lossless]
 PROMPT = "Name three rivers and the seas that they reach."
 LENGTH = 10
 

@@ -307,7 +307,6 @@ def test_it_times_for_real(run: Callable[..., Any]) -> None:
     [
         ([], "Say what drafts"),
         (["--draft", "disturbed", "--draft-model", "x"], "one of the two"),
-        (["--draft", "ngram"], "'ngram' draws from no law"),
         (["--draft", "none"], "'none' draws from no law"),
         (["--draft", "disturbd"], "Did you mean 'disturbed'"),
         (["--draft", "disturbed:-1"], "sigma of at least 0"),

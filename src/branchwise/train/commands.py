@@ -149,10 +149,11 @@ def _check(kind: str, samples: int, epochs: int, threshold: float, out: Path) ->
 def _drafter(spec: str, fan: Fan) -> Grown:
     from branchwise.draft import DRAFTERS
     from branchwise.draft.grown import Grown
+    from branchwise.draft.memory import Remembering
 
     name, _, _ = split_spec(spec)
     part = DRAFTERS.find(name)
-    if not (isinstance(part, type) and issubclass(part, Grown)):
+    if not (isinstance(part, type) and issubclass(part, Grown)) or issubclass(part, Remembering):
         raise PairingError(f"Drafter {name!r} has no laws that a stop could look at; name a draft model.")
     drafter: Grown = DRAFTERS.build(spec, tree=fan)
     return drafter
