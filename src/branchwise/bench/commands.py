@@ -304,10 +304,10 @@ def enter(
 
 
 def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: str | None) -> dict[str, Any]:
-    from branchwise.bench.provenance import provenance
+    from branchwise.bench.provenance import provenance, without_folder
 
     found = provenance(llm.model.device, arguments, commit)
-    return {**found, "model": model, "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}
+    return {**found, "model": without_folder(model), "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}
 
 
 def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None = None) -> None:
