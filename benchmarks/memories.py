@@ -115,11 +115,12 @@ def held(drafter: Drafter) -> int:
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
-    """Milliseconds a step, medians with 95 % intervals and the slowest tenth, and what was held in the end."""
+    """Milliseconds a step, medians with 95 % intervals and the slowest tenth, and the most that was held."""
     for source, tree in dict.fromkeys((r["source"], r["tree"]) for r in records):
         own = [r for r in records if (r["source"], r["tree"]) == (source, tree)]
         nodes, drafts, updates = ([r[name] for r in own] for name in ("nodes", "draft", "update"))
-        print(f"{source}, {tree}: {statistics.mean(nodes):.1f} nodes a step, {own[-1]['bytes'] / 1e6:.2f} MB")
+        most = max(r["bytes"] for r in own) / 1e6
+        print(f"{source}, {tree}: {statistics.mean(nodes):.1f} nodes a step, {most:.2f} MB at most")
         for name, values in (("draft", drafts), ("update", updates)):
             slow = statistics.quantiles(values, n=10)[-1]
             print(f"  {name:6} {interval([1e3 * value for value in values])} ms, a tenth above {1e3 * slow:.2f}")

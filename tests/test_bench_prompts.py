@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from branchwise.bench.prompts import MT_BENCH, SUITES, find_suite, load_items, read_items
+from branchwise.cli import app
 from branchwise.errors import UnknownName, UsageError
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "prompts"
@@ -311,6 +313,22 @@ def test_the_limit_holds_for_each_category_of_each_set(tmp_path: Path) -> None:
         *("gsm8k/1", "gsm8k/2"),
     ]
     assert len(load_items([dialogues, problems], limit=100)) == 15
+
+
+def test_categories_are_chosen_before_they_are_counted(tmp_path: Path) -> None:
+    lines = [{**DIALOGUE, "question_id": n, "category": ("writing", "coding", "qa")[n % 3]} for n in range(9)]
+    file = write(tmp_path / "a.jsonl", *lines)
+    chosen = load_items([file], limit=2, categories=["qa", "writing"])
+    assert [item.category for item in chosen] == ["writing", "qa"] * 2
+    assert chosen == [item for item in load_items([file], limit=2) if item.category != "coding"]
+    with pytest.raises(UnknownName, match=r"category 'codin'. Did you mean 'coding'\? There are: coding, qa, writing"):
+        load_items([file], categories=["codin"])
+
+
+def test_a_category_belongs_to_a_set_or_a_file() -> None:
+    done = CliRunner().invoke(app, ["bench", "--category", "qa"])
+    assert isinstance(done.exception, UsageError)
+    assert "--category chooses among prompts of --prompts or --suite" in str(done.exception)
 
 
 @pytest.mark.parametrize("limit", [0, -1])

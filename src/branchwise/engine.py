@@ -117,7 +117,7 @@ class Engine:
         self._clock = Stopwatch(target.device)
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
-        self._turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
+        self.turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
 
     @property
     def busy(self) -> bool:
@@ -138,7 +138,7 @@ class Engine:
             raise UsageError(f"The prompt holds token ids outside the vocabulary of {self.target.vocabulary}.")
         request.sampling.check_vocabulary(self.target.vocabulary)
         generation = Generation(request, Sequence(list(request.prompt), request.sampling), text, like)
-        with self._turn:
+        with self.turn:
             if hasattr(self.drafter, "noise_for") and self.verifier.name != "match":
                 generation.sequence.noise = self.drafter.noise_for(generation.sequence)
             self._waiting.append(generation)
@@ -146,7 +146,7 @@ class Engine:
 
     def cancel(self, generation: Generation) -> None:
         """End a generation where it stands; what it has emitted stays."""
-        with self._turn:
+        with self.turn:
             if generation in self._waiting:
                 self._waiting.remove(generation)
                 generation.finish_reason = FinishReason.CANCELLED
@@ -157,7 +157,7 @@ class Engine:
 
     def step(self) -> list[Generation]:
         """Advance every running sequence by at least one token; returns the generations that moved."""
-        with self._turn:
+        with self.turn:
             return self._step()
 
     def _step(self) -> list[Generation]:

@@ -221,7 +221,7 @@ class LLM:
         place = self.state if path is None else path
         if place is None:
             raise UsageError("There is no file for the state yet; name one, as in save_state('drafter.state').")
-        with self.engine._turn:  # between steps: one of another thread would change what is being written
+        with self.engine.turn:  # between steps: one of another thread would change what is being written
             save_state(self.engine.drafter, place, self.engine.target)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:

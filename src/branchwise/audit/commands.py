@@ -228,11 +228,12 @@ def _print_methods(audits: list[MethodAudited], broken: list[str], worlds: str) 
 def model(
     model: Model = DEFAULT_MODEL,
     method: Annotated[
-        str | None, typer.Option(help="A method by name, or draft/tree/verify; see `branchwise methods`.")
+        str | None,
+        typer.Option(help="A method by name, or draft/tree/verify; see `branchwise methods`.", show_default="default"),
     ] = None,
     draft_model: DraftModel = None,
     index: Index = None,
-    draft: Annotated[str | None, typer.Option(help="What proposes tokens.", show_default="ngram")] = None,
+    draft: Annotated[str | None, typer.Option(help="What proposes tokens.", show_default="the method's")] = None,
     tree: Annotated[str | None, typer.Option(help="Shape of the draft.", show_default="the drafter's")] = None,
     verify: Annotated[
         str | None,

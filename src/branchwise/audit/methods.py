@@ -155,7 +155,8 @@ def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
     """What stands for the method's tree, and all its outcomes."""
     name, _, _ = split_spec(method.draft)
     drafter = DRAFTERS.find(name)
-    copied = name == "ngram" and (method.tree or "chain").startswith("chain")  # from the text; nothing is drawn
+    # One that can copy a chain from the text, with nothing drawn, says whether it does.
+    copied = bool(hasattr(drafter, "copied") and vars(build_drafter(method.draft, method.tree)).get("copied"))
     if isinstance(drafter, type) and issubclass(drafter, Grown) and not copied:
         spec = small(method.tree or default_tree(method.draft))
         if spec.startswith("template"):

@@ -75,6 +75,10 @@ def bench(
             show_default="the model's own",
         ),
     ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(help="Only prompts of this category of a set or file; may be repeated.", show_default="all"),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="The first prompts of each category.", show_default="all")] = None,
     problems: Annotated[int, typer.Option(help="Problems for each task of stylebench.")] = 10,
     repeat: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
@@ -153,7 +157,7 @@ def bench(
     check_peers(split_specs(peers))
     for method in chosen:
         method.warn_if_lossy()
-    items = find_items(prompts or [], suite or [], data, limit, problems, seed)
+    items = find_items(prompts or [], suite or [], data, limit, problems, seed, category or [])
     arguments = {
         "prompts": [path.name for path in prompts or []],
         "suite": suite or [],
@@ -168,6 +172,7 @@ def bench(
         "full_length": full_length,
         "batch": batch,
         "context": context,
+        "category": category or [],
         "limit": limit,
         "problems": problems if STYLEBENCH in (suite or []) else None,
         "repeat": repeat,
@@ -249,7 +254,13 @@ def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
 
 
 def find_items(
-    files: list[Path], suites: list[str], folder: Path | None, limit: int | None, problems: int, seed: int
+    files: list[Path],
+    suites: list[str],
+    folder: Path | None,
+    limit: int | None,
+    problems: int,
+    seed: int,
+    categories: list[str],
 ) -> list[Item]:
     from branchwise.bench.own import own_items
     from branchwise.bench.prompts import find_suite, load_items
@@ -258,7 +269,9 @@ def find_items(
     items: list[Item] = []
     known = [name for name in suites if name != STYLEBENCH]
     if files or known:
-        items += load_items(files, known, folder, limit)
+        items += load_items(files, known, folder, limit, categories)
+    elif categories:
+        raise UsageError("--category chooses among prompts of --prompts or --suite; name one of the two.")
     if STYLEBENCH in suites:
         try:
             gsm8k = find_suite("gsm8k", folder)

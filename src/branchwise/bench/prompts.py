@@ -50,9 +50,16 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def load_items(
-    files: Sequence[Path] = (), suites: Sequence[str] = (), folder: Path | None = None, limit: int | None = None
+    files: Sequence[Path] = (),
+    suites: Sequence[str] = (),
+    folder: Path | None = None,
+    limit: int | None = None,
+    categories: Sequence[str] = (),
 ) -> list[Item]:
-    """The items of sets known by name, then of files; of each category of a set only the first `limit`."""
+    """The items of sets known by name, then of files; of each category of a set only the first `limit`.
+
+    `categories` are those to keep; all by default.
+    """
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be at least 1, not {limit}.")
     if not files and not suites:
@@ -60,6 +67,7 @@ def load_items(
     sources = [(find_suite(name, folder), name) for name in suites] + [(path, None) for path in files]
     found: dict[str, Path] = {}
     kept: list[Item] = []
+    known: set[str] = set()
     for path, suite in sources:
         taken: Counter[str] = Counter()
         for item in _items_of(path, suite) if suite else read_items(path):
@@ -70,8 +78,15 @@ def load_items(
                 )
             found[item.id] = path
             taken[item.category] += 1
-            if limit is None or taken[item.category] <= limit:
+            if (limit is None or taken[item.category] <= limit) and (not categories or item.category in categories):
                 kept.append(item)
+        known |= set(taken)
+    for name in categories:
+        if name not in known:
+            raise UnknownName(
+                f"No prompt is of the category {name!r}.{nearest(name, sorted(known))} There are: "
+                f"{', '.join(sorted(known))}."
+            )
     return kept
 
 

@@ -36,16 +36,16 @@ class NGram(Remembering):
 
     name = "ngram"
     draw = Draw.FIXED
+    copied = 0
+    """how long a chain it copies, which is not drawn from anything; 0 where it grows another tree"""
 
     def __init__(self, max: int = 4, min: int = 2, tree: Growth | None = None) -> None:
         if not 1 <= min <= max:
             raise UsageError(f"Drafter 'ngram' needs 1 <= min <= max, not min={min}, max={max}.")
         super().__init__(tree or Chain())
         self.sizes = range(max, min - 1, -1)
-        self.copied = self.tree.length if isinstance(self.tree, Chain) else 0
-        """how long a chain it copies, which is not drawn from anything; 0 where it grows another tree"""
-        if self.copied:
-            self.draw = Draw.FIXED
+        if isinstance(self.tree, Chain):
+            self.copied, self.draw = self.tree.length, Draw.FIXED
         self._indexes: WeakKeyDictionary[Sequence, Index] = WeakKeyDictionary()
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
