@@ -36,14 +36,6 @@ class Ahead(Remembering):
         self._known: dict[Sequence, Drafted] = {}
 
     @property
-    def passes(self) -> int:
-        return self._drafter.passes  # type: ignore[no-any-return]
-
-    @passes.setter
-    def passes(self, count: int) -> None:
-        assert not count
-
-    @property
     def cost(self) -> float | None:
         return self._drafter.cost  # type: ignore[no-any-return]
 
@@ -59,6 +51,7 @@ class Ahead(Remembering):
     def look_ahead(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> None:
         """Draft for all texts together, before anyone asks."""
         trees = self._drafter.draft(sequences, budgets)
+        self.passes = self._drafter.passes
         for sequence, tree in zip(sequences, trees, strict=True):
             self._known[sequence] = Drafted(tree, self._watched.laws.pop(sequence, {}))
 
