@@ -2,7 +2,8 @@
 
 Every memory drafts on the same real texts, SmolLM2 in bfloat16, greedy. Trees have up to 64 nodes, as many as a memory
 knows. A draft is from the texts to the trees, an update from the verdict to the drafter being ready for the next step:
-both are outside every pass of the model.
+both are outside every pass of the model. Over tri-grams stand the heap of `topk` and the walks of `puct`, as the paper
+has them and as deep as the heap, with the same nodes to spend: tokens a step say whether walks pay for their time.
 
     python benchmarks/memories.py [--index DIR] [--out FILE.jsonl]
 
@@ -28,18 +29,26 @@ from branchwise.engine import Engine, Request
 from branchwise.llm import LLM
 from branchwise.verify import VERIFIERS
 
-TREES = {"topk": "topk:64,depth=16,width=8", "ranks": "ranks:recycling-80", "puct": "puct:64", "paced": "paced:64"}
+TREES = {
+    "topk": "topk:64,depth=16,width=8",
+    "ranks": "ranks:recycling-80",
+    "puct": "puct:64",
+    "deep puct": "puct:64,length=16",
+    "paced": "paced:63",
+}
 SOURCES = [
     ("recycle", "topk"),
     ("recycle", "ranks"),
     ("stand", "topk"),
     ("trigram", "topk"),
     ("trigram", "puct"),
+    ("trigram", "deep puct"),
     ("ngram:min=1", "topk"),
     ("suffix:min=1", "topk"),
     ("suffix:min=1,keep=100000", "topk"),
     ("fused:recycle+suffix(min=1)", "topk"),
-    ("fused:recycle+suffix(min=1)", "paced"),
+    ("fused:recycle+stand(max=3)+suffix(min=1)", "topk"),
+    ("fused:recycle+stand(max=3)+suffix(min=1)", "paced"),
 ]
 RETRIEVING = [("retrieval:{}", "topk"), ("fused:recycle+suffix(min=1)+retrieval({})", "topk")]
 
@@ -80,7 +89,7 @@ def measured(llm: LLM, source: str, tree: str, tokens: int) -> Iterator[dict[str
     for number, prompt in enumerate((FREE[0], EDITING[0], EDITING[1])):
         progress(f"{source}, {tree}: text {number + 1}")
         made = engine.submit(Request(tuple(llm.encode(prompt)), max_new_tokens=tokens, stop_tokens=llm.stop_tokens))
-        nodes = 0
+        nodes = written = 0
         while not made.finished:
             engine.step()
             yield {
@@ -88,9 +97,10 @@ def measured(llm: LLM, source: str, tree: str, tokens: int) -> Iterator[dict[str
                 "draft": drafts.pop(),
                 "update": updates.pop(),
                 "nodes": made.stats.drafted_tokens - nodes,
+                "tokens": made.stats.emitted_tokens - written,
                 "bytes": held(drafter),
             }
-            nodes = made.stats.drafted_tokens
+            nodes, written = made.stats.drafted_tokens, made.stats.emitted_tokens
 
 
 def clocked(drafter: Drafter, verb: str) -> list[float]:
@@ -115,12 +125,14 @@ def held(drafter: Drafter) -> int:
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
-    """Milliseconds a step, medians with 95 % intervals and the slowest tenth, and the most that was held."""
+    """Milliseconds a step, medians with 95 % intervals and the slowest tenth; and what is held, also behind a text."""
     for source, tree in dict.fromkeys((r["source"], r["tree"]) for r in records):
         own = [r for r in records if (r["source"], r["tree"]) == (source, tree)]
         nodes, drafts, updates = ([r[name] for r in own] for name in ("nodes", "draft", "update"))
-        most = max(r["bytes"] for r in own) / 1e6
-        print(f"{source}, {tree}: {statistics.mean(nodes):.1f} nodes a step, {most:.2f} MB at most")
+        tokens, most = statistics.mean(r["tokens"] for r in own), max(r["bytes"] for r in own) / 1e6
+        left = {r["text"]: f"{r['bytes'] / 1e6:.2f}" for r in own}.values()  # of each text the last step, which ends it
+        print(f"{source}, {tree}: {statistics.mean(nodes):.1f} nodes and {tokens:.2f} tokens a step")
+        print(f"  holds  {most:.2f} MB at most, {', '.join(left)} MB when a text has ended")
         for name, values in (("draft", drafts), ("update", updates)):
             slow = statistics.quantiles(values, n=10)[-1]
             print(f"  {name:6} {interval([1e3 * value for value in values])} ms, a tenth above {1e3 * slow:.2f}")

@@ -96,6 +96,30 @@ def test_a_token_is_booked_on_who_was_believed_most() -> None:
     assert dict(zip(tree.tokens.tolist(), tree.sources, strict=True)) == {0: "", 1: "second", 2: "first", 3: "second"}
 
 
+@given(
+    tables(), tables(), st.lists(st.tuples(st.booleans(), st.floats(0, 1), st.booleans(), st.booleans()), max_size=9)
+)
+def test_a_token_is_worth_the_most_favourable_word_on_it(
+    one: Table, other: Table, seen: list[tuple[bool, float, bool, bool]]
+) -> None:
+    """Against every word by itself: members in their order, of equal tokens that which was named first."""
+    fusion = fused(one, other)
+    for first, mass, agreed, came in seen:
+        fusion.records[first].count(mass, agreed, came)
+    rows = [one.get(0, {}), other.get(0, {})]
+    words: dict[int, list[tuple[float, str]]] = {}
+    for row, record, name in zip(rows, fusion.records, ("first", "second"), strict=True):
+        for token, mass in sorted(row.items(), key=lambda item: -item[1]):
+            agreed = all(token in said for said in rows)
+            words.setdefault(token, []).append((believed(record, mass, agreed=agreed), name))
+    best = {token: max(heard, key=lambda word: word[0]) for token, heard in words.items()}
+    total = max(1.0, sum(belief for belief, _ in best.values()))
+    expected = sorted(best.items(), key=lambda item: -item[1][0])
+    found = fusion.after(Junction((0, 0)))
+    assert [(word.token, word.source) for word in found] == [(token, name) for token, (_, name) in expected]
+    assert [word.mass for word in found] == pytest.approx([belief / total for _, (belief, _) in expected])
+
+
 def test_masses_of_several_are_together_at_most_one() -> None:
     fusion = fused({0: {1: 0.9}}, {0: {2: 0.9}}, {0: {3: 0.6}})
     found = fusion.after(Junction((0, 0, 0)))
@@ -106,24 +130,31 @@ def test_masses_of_several_are_together_at_most_one() -> None:
 # Trust
 
 
+def believed(record: Record, mass: float, *, agreed: bool) -> float:
+    """What a token is worth that a memory gives this mass."""
+    [(token, belief)] = record.believe([Next(7, mass, None)], {7} if agreed else ())
+    assert token == 7
+    return belief
+
+
 def test_a_record_believes_a_memory_until_it_has_seen_otherwise() -> None:
     record = Record()
-    assert record.believe(0.65, False) == pytest.approx(0.65)
+    assert believed(record, 0.65, agreed=False) == pytest.approx(0.65)
     for _ in range(100):
         record.count(0.65, False, came=False)
-    assert record.believe(0.65, False) < 0.05
-    assert record.believe(0.65, True) == pytest.approx(0.65), "what others said too has a record of its own"
-    assert record.believe(0.15, False) == pytest.approx(0.15)
+    assert believed(record, 0.65, agreed=False) < 0.05
+    assert believed(record, 0.65, agreed=True) == pytest.approx(0.65), "what others said too has a record of its own"
+    assert believed(record, 0.15, agreed=False) == pytest.approx(0.15)
     for _ in range(2000):
         record.fade()
-    assert record.believe(0.65, False) == pytest.approx(0.65, abs=0.01), "what is long ago counts no more"
+    assert believed(record, 0.65, agreed=False) == pytest.approx(0.65, abs=0.01), "what is long ago counts no more"
 
 
 @pytest.mark.parametrize("mass", [1e-9, *EDGES, 0.999, 1.0])
 def test_every_mass_has_a_cell(mass: float) -> None:
     record = Record()
     record.count(mass, True, came=True)
-    assert record.believe(mass, True) > mass or mass == 1.0
+    assert believed(record, mass, agreed=True) > mass or mass == 1.0
 
 
 def test_trust_shifts_the_budget_to_who_earns() -> None:
@@ -155,11 +186,13 @@ def test_trust_is_kept_and_comes_back() -> None:
     other = fused({0: {1: 0.5}}, {0: {2: 0.5}})
     other.restore(fusion.save())
     assert [one.token for one in other.after(Junction((0, 0)))] == [2, 1]
-    assert other.records[1].believe(0.5, False) == pytest.approx(fusion.records[1].believe(0.5, False))
+    assert believed(other.records[1], 0.5, agreed=False) == pytest.approx(
+        believed(fusion.records[1], 0.5, agreed=False)
+    )
     turned = fused({}, {})
     turned.members.reverse()
     turned.restore(fusion.save())
-    assert turned.records[0].believe(0.5, False) > 0.5, "trust belongs to a name and not to a place"
+    assert believed(turned.records[0], 0.5, agreed=False) > 0.5, "trust belongs to a name and not to a place"
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,30 @@ def test_the_best_nodes_are_found_in_order(table: Table, nodes: int, depth: int)
     assert [paths[path] for path in drafted] == pytest.approx(reach[1:])
 
 
+@given(tables(), st.integers(0, 12), st.integers(0, 3), st.integers(1, 5), st.sampled_from([0.0, 0.02, 0.2]))
+def test_siblings_that_wait_for_their_turn_come_as_if_all_were_in_the_heap(
+    table: Table, nodes: int, depth: int, width: int, least: float
+) -> None:
+    """Many masses are equal here: of equal paths the one comes first that could be thought of first."""
+    after = Given(table).after
+    waiting: list[tuple[float, int, tuple[int, ...]]] = []
+    drafted: list[tuple[int, ...]] = []
+    path, reach, number = (), 1.0, 0
+    while len(drafted) < nodes:
+        for found in after(path[-1] if path else 0)[: width if len(path) < depth else 0]:
+            if reach * found.mass >= least:
+                waiting.append((-reach * found.mass, number, (*path, found.token)))
+            number += 1
+        if not waiting:
+            break
+        waiting.sort()
+        value, _, path = waiting.pop(0)
+        reach = -value
+        drafted.append(path)
+    tree, _ = best_first(0, 0, after, nodes=nodes, depth=depth, width=width, least=least)
+    assert [tuple(tree.path(node)) for node in range(1, len(tree))] == drafted
+
+
 def test_what_is_too_improbable_is_not_thought_of() -> None:
     table = {0: {1: 0.6, 2: 0.3}, 1: {0: 0.5}, 2: {0: 0.5}}
     tree, reach = best_first(0, 0, Given(table).after, nodes=9, depth=2, least=0.2)

@@ -36,22 +36,30 @@ def falling(
 ) -> Iterator[float]:
     """Add the next best node to a tree and say how probable its path is, again and again for as long as there is one.
 
-    Of every node the `width` best children are thought of, and none whose path is less probable than `least`.
+    Of every node the `width` best children are thought of, and none whose path is less probable than `least`. Only the
+    best of siblings that has not joined waits in the heap: the others cannot come before it. Of equal paths the one
+    below the older parent comes first.
     """
-    slots: list[tuple[float, int, int, Next]] = []  # (-probability of the path, tie-breaker, parent, what follows)
-    newest, reach, order = 0, 1.0, 0
+    slots: list[tuple[float, int, int, Rows[Next]]] = []  # (-probability of the path, parent, rank, all siblings)
+    reach = [1.0]
+
+    def offer(parent: int, rank: int, siblings: Rows[Next]) -> None:
+        if rank < width and rank < len(siblings):
+            value = reach[parent] * min(siblings[rank].mass, 1.0)
+            if value >= least:
+                heapq.heappush(slots, (-value, parent, rank, siblings))
+
+    newest = 0
     while True:
         if tree.depths[newest] < depth:
-            for found in after(place)[:width]:
-                value = reach * min(found.mass, 1.0)
-                if value < least:
-                    break
-                heapq.heappush(slots, (-value, order, newest, found))
-                order += 1
+            offer(newest, 0, after(place))
         if not slots:
             return
-        value, _, parent, best = heapq.heappop(slots)
-        newest, place, reach = tree.add(parent, best.token), best.place, -value
-        if best.source:
-            tree.sources[newest] = best.source
-        yield reach
+        value, parent, rank, siblings = heapq.heappop(slots)
+        offer(parent, rank + 1, siblings)
+        _, _, place, source = best = siblings[rank]
+        newest = tree.add(parent, best.token)
+        reach.append(-value)
+        if source:
+            tree.sources[newest] = source
+        yield -value

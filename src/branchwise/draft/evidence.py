@@ -7,8 +7,8 @@ leaves more open the shorter it is and the less often it was seen.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
+from math import sqrt
 
 DOUBT = 4.0
 """How many occurrences make a context of one token half certain; one of n tokens needs n ** 1.5 times fewer. So what
@@ -27,18 +27,23 @@ def share(
     A context of `length` tokens was followed by these tokens so often in `counts`, and by anything `total` times, if
     that is more. It speaks only of tokens that nothing is believed of yet.
     """
-    fresh = [pair for pair in counts if pair[0] not in believed]
+    fresh: list[tuple[int, int]] = []
+    seen = 0
+    for pair in counts:
+        if pair[0] in believed:
+            total -= pair[1]
+        else:
+            fresh.append(pair)
+            seen += pair[1]
     if not fresh:
         return left
-    if believed:
-        total -= sum([count for token, count in counts if token in believed])
-    doubt = DOUBT / (length * math.sqrt(length))
-    total = max(total, sum([count for _, count in fresh]))
+    doubt = DOUBT / (length * sqrt(length))
+    whole = (total if total > seen else seen) + doubt
     for token, count in fresh:
-        believed[token] = left * count / (total + doubt)
-    return left * doubt / (total + doubt)
+        believed[token] = left * count / whole
+    return left * doubt / whole
 
 
-def falling(belief: tuple[int, float]) -> float:
-    """Sorts beliefs, the best first; of equal ones that which was found first."""
-    return -belief[1]
+def ranked(believed: dict[int, float]) -> list[int]:
+    """The tokens that are thought of, the best first; of equal ones that which was found first."""
+    return sorted(believed, key=believed.__getitem__, reverse=True)[:WIDTH]

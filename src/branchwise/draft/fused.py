@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
+from collections.abc import Container
 from collections.abc import Sequence as Rows
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from branchwise.draft import DRAFTERS, Budget
 from branchwise.draft.ahead import Ahead
 from branchwise.draft.growth import Growth
-from branchwise.draft.memory import Next, Place, Remembering
+from branchwise.draft.memory import Next, Place, Remembering, new
 from branchwise.draft.pace import Paced
 from branchwise.errors import UsageError
 from branchwise.registry import split_spec
@@ -47,10 +48,13 @@ class Record:
         cells = 2 * (len(EDGES) + 1)
         self.tries, self.hits = [0.0] * cells, [0.0] * cells
 
-    def believe(self, mass: float, agreed: bool) -> float:
-        """How probable a token is that the memory gives this mass."""
-        cell = 2 * bisect(EDGES, mass) + agreed
-        return (PRIOR * mass + self.hits[cell]) / (PRIOR + self.tries[cell])
+    def believe(self, found: Rows[Next], agreed: Container[int]) -> list[tuple[int, float]]:
+        """How probable each token is that the memory names, if others agree on these: all of a place in one go."""
+        tries, hits = self.tries, self.hits
+        return [
+            (token, (PRIOR * mass + hits[cell := 2 * bisect(EDGES, mass) + (token in agreed)]) / (PRIOR + tries[cell]))
+            for token, mass, _, _ in found
+        ]
 
     def count(self, mass: float, agreed: bool, came: bool) -> None:
         cell = 2 * bisect(EDGES, mass) + agreed
@@ -63,19 +67,20 @@ class Record:
 
 
 class Junction:
-    """Where the members stand behind a token, worked out when somebody asks: most nodes of a heap are never reached."""
+    """Where every member stands, and what each says there, once somebody asks."""
 
-    __slots__ = ("above", "places", "said", "token")
+    __slots__ = ("places", "said")
 
-    def __init__(self, places: tuple[Place, ...] | None, above: Junction | None = None, token: int = -1) -> None:
-        self.places, self.above, self.token = places, above, token
+    def __init__(self, places: Rows[Place]) -> None:
+        self.places = places
         self.said: list[Rows[Next]] | None = None
 
 
 class Fused(Remembering):
     """`fused:a+b[+c]`: drafters that remember, with their options in parentheses, as in `recycle+suffix(keep=9999)`.
 
-    A token that several propose is booked on the one that is believed most, and of equals on the first.
+    A token that several propose is booked on the one that is believed most, and of equals on the first. A place is a
+    junction, or one and a token behind it: most nodes of a heap are never reached.
     """
 
     name = "fused"
@@ -132,31 +137,27 @@ class Fused(Remembering):
         return super().draft(sequences, budgets)
 
     def find(self, sequence: Sequence) -> Place:
-        return Junction(tuple(member.find(sequence) for member in self.members))
+        return Junction([member.find(sequence) for member in self.members])
 
     def after(self, place: Place) -> Rows[Next]:
         """Of all that is said of a token the most favourable, each word taken for what it is worth."""
         if place is None:
             return ()
-        said = self._pruned(place, self._said(place))
-        voices = _voices(said)
-        best: dict[int, tuple[float, int]] = {}
-        for row, found in enumerate(said):
-            believe = self.records[row].believe
-            for one in found:
-                token = one.token
-                belief = believe(one.mass, voices[token] > 1)
-                if token not in best or belief > best[token][0]:
-                    best[token] = belief, row
-        total = max(1.0, sum([belief for belief, _ in best.values()]))
-        ranked = sorted(best.items(), key=_falling)
-        return [
-            Next(token, belief / total, Junction(None, place, token), self.members[row].name)
-            for token, (belief, row) in ranked
-        ]
+        here = self._arrived(place)
+        said = self._pruned(here)
+        agreed = _agreed(said)
+        believed: dict[int, float] = {}
+        speakers: dict[int, str] = {}
+        for member, record, found in zip(self.members, self.records, said, strict=True):
+            for token, belief in record.believe(found, agreed):
+                if token not in believed or belief > believed[token]:
+                    believed[token], speakers[token] = belief, member.name
+        total = max(1.0, sum(believed.values()))
+        ranked = sorted(believed, key=believed.__getitem__, reverse=True)  # of equals that which was found first
+        return [new(Next, (token, believed[token] / total, (here, token), speakers[token])) for token in ranked]
 
     def step(self, place: Place, token: int) -> Place:
-        return Junction(None, place, token)
+        return self._arrived(place), token
 
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         """What was said along the accepted path, drafted or not, came true or did not; then the members learn."""
@@ -170,40 +171,43 @@ class Fused(Remembering):
 
     def _judge(self, place: Place, tree: DraftTree, verdict: Verdict) -> None:
         for token in [*tree.tokens[list(verdict.path[1:])].tolist(), verdict.token]:
-            said = self._said(place)
-            voices = _voices(said)
+            here = self._arrived(place)
+            said = self._said(here)
+            agreed = _agreed(said)
             for record, found in zip(self.records, said, strict=True):
                 for one in found:
-                    record.count(one.mass, voices[one.token] > 1, one.token == token)
-            place = Junction(None, place, token)
+                    record.count(one.mass, one.token in agreed, one.token == token)
+            place = here, token
 
-    def _said(self, place: Junction) -> list[Rows[Next]]:
-        if place.said is None:
-            places = self._places_at(place)
-            place.said = [
-                () if where is None else member.after(where) for member, where in zip(self.members, places, strict=True)
+    def _arrived(self, place: Place) -> Junction:
+        """Where each member stands once the token is read. One that did not expect it may know its way all the same."""
+        if isinstance(place, Junction):
+            return place
+        above, token = place
+        places: list[Place] = []
+        for member, where, found in zip(self.members, above.places, self._said(above), strict=True):
+            behind = None
+            for one in found:
+                if one.token == token:
+                    behind = one.place
+                    break
+            places.append(member.step(where, token) if behind is None and where is not None else behind)
+        return Junction(places)
+
+    def _said(self, here: Junction) -> list[Rows[Next]]:
+        if here.said is None:
+            here.said = [
+                () if where is None else member.after(where)
+                for member, where in zip(self.members, here.places, strict=True)
             ]
-        return place.said
+        return here.said
 
-    def _places_at(self, place: Junction) -> tuple[Place, ...]:
-        """Where each member stands. One that did not expect the token may know its way all the same."""
-        if place.places is None:
-            assert place.above is not None
-            above, token = self._places_at(place.above), place.token
-            expected = [
-                next((one.place for one in found if one.token == token), None) for found in self._said(place.above)
-            ]
-            place.places = tuple(
-                member.step(where, token) if behind is None and where is not None else behind
-                for member, where, behind in zip(self.members, above, expected, strict=True)
-            )
-        return place.places
-
-    def _pruned(self, place: Junction, said: list[Rows[Next]]) -> list[Rows[Next]]:
-        """Without what the draft model, where it has looked, holds for too improbable."""
+    def _pruned(self, here: Junction) -> list[Rows[Next]]:
+        """What is said, without what the draft model, where it has looked, holds for too improbable."""
+        said = self._said(here)
         if self.model is None:
             return said
-        where = self._places_at(place)[self.members.index(self.model)]
+        where = here.places[self.members.index(self.model)]
         law = None if where is None else self.model.law(where)
         if law is None:
             return said
@@ -212,17 +216,17 @@ class Fused(Remembering):
         return [[one for one in found if one.token in likely] for found in said]
 
 
-def _voices(said: list[Rows[Next]]) -> dict[int, int]:
-    """How many speak of each token. What a law prunes it prunes for all, so this is the same before and after."""
-    voices: dict[int, int] = {}
+def _agreed(said: list[Rows[Next]]) -> set[int]:
+    """What several speak of. What a law prunes it prunes for all, so of what is left this is the same."""
+    seen: set[int] = set()
+    agreed: set[int] = set()
     for found in said:
-        for one in found:
-            voices[one.token] = voices.get(one.token, 0) + 1
-    return voices
-
-
-def _falling(item: tuple[int, tuple[float, int]]) -> float:
-    return -item[1][0]
+        if found:
+            tokens = {one.token for one in found}
+            if seen:
+                agreed |= seen & tokens
+            seen |= tokens
+    return agreed
 
 
 def split_members(text: str) -> list[str]:

@@ -11,15 +11,16 @@ more often; of tokens that followed equally often the most recent comes first.
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from branchwise.draft import Budget
 from branchwise.draft.chain import Chain
-from branchwise.draft.evidence import WIDTH, falling, share
+from branchwise.draft.evidence import WIDTH, ranked, share
 from branchwise.draft.growth import Growth
-from branchwise.draft.memory import Next, Place, Remembering
+from branchwise.draft.memory import Next, Place, Remembering, new
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw
@@ -66,14 +67,15 @@ class NGram(Remembering):
         believed: dict[int, float] = {}
         left = 1.0
         for size in self.sizes:
-            place = index.places.get(end[-size:], 0) if size <= len(end) else 0
-            if place:
-                left = share(believed, left, index.followers(size, place).items(), size)
-                if len(believed) >= WIDTH:
-                    break
-        best = sorted(believed.items(), key=falling)
+            position = index.places.get(end[-size:]) if size <= len(end) else None
+            if position is not None:
+                fresh = index.followers(size, position, believed)
+                if fresh:
+                    left = share(believed, left, fresh.items(), size)
+                    if len(believed) >= WIDTH:
+                        break
         end = end[1 - self.sizes.start :] if self.sizes.start > 1 else ()
-        return [Next(token, mass, (index, (*end, token))) for token, mass in best[:WIDTH]]
+        return [new(Next, (token, believed[token], (index, (*end, token)), "")) for token in ranked(believed)]
 
     def step(self, place: Place, token: int) -> Place:
         index, end = place
@@ -141,13 +143,17 @@ class Index:
                 return place
         return None
 
-    def followers(self, size: int, place: int) -> dict[int, int]:
-        """What followed an n-gram at its last place and those before, and how often; the most recent first."""
+    def followers(self, size: int, place: int, known: Container[int] = ()) -> dict[int, int]:
+        """What followed an n-gram at its last place and those before, and how often; the most recent first.
+
+        Without what is known already.
+        """
         tokens, earlier = self.tokens, self.earlier[size]
         found: dict[int, int] = {}
         for _ in range(PLACES):
             token = tokens[place]
-            found[token] = found.get(token, 0) + 1
+            if token not in known:
+                found[token] = found.get(token, 0) + 1
             place = earlier[place]
             if not place:
                 break

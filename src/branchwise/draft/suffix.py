@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from branchwise.draft.automaton import Automaton
-from branchwise.draft.evidence import CERTAIN, WIDTH, falling, share
+from branchwise.draft.evidence import CERTAIN, WIDTH, ranked, share
 from branchwise.draft.growth import Growth
-from branchwise.draft.memory import Next, Place, Remembering
+from branchwise.draft.memory import Next, Place, Remembering, new
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
@@ -77,17 +77,16 @@ class Suffix(Remembering):
         believed: dict[int, float] = {}
         left, waiting = 1.0, list(stands)
         for _ in range(CONTEXTS):
-            longest = max(waiting, key=_length)
-            known, state, length = longest
+            longest = 0 if len(waiting) == 1 else max(range(len(waiting)), key=lambda one: waiting[one][2])
+            known, state, length = waiting[longest]
             if length < self.min:
                 break
             left = share(believed, left, known.continuations(state), length, known.followed[state])
             if left < CERTAIN or len(believed) >= WIDTH:
                 break
             shorter = known.link[state]
-            waiting[waiting.index(longest)] = (known, shorter, known.length[shorter])
-        best = sorted(believed.items(), key=falling)
-        return [Next(token, mass, (stands, token)) for token, mass in best[:WIDTH]]
+            waiting[longest] = known, shorter, known.length[shorter]
+        return [new(Next, (token, believed[token], (stands, token), "")) for token in ranked(believed)]
 
     def step(self, place: Place, token: int) -> Place:
         return None if place is None else (_arrived(place), token)
@@ -150,7 +149,3 @@ def _arrived(place: Place) -> tuple[Matched, ...]:
     if token is None:
         return stands  # type: ignore[no-any-return]
     return tuple([(known, *known.follow(state, length, token)) for known, state, length in stands])
-
-
-def _length(stand: Matched) -> int:
-    return stand[2]
