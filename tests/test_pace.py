@@ -116,8 +116,29 @@ def test_the_size_is_the_one_with_most_tokens_a_second() -> None:
 
 
 def test_a_cliff_is_not_stepped_over() -> None:
-    times = {1: 1.0, 9: 1.1, 10: 3.0, 65: 3.2}
-    assert sized(times, [0.95] * 16) == 8
+    times = {1: 1.0, 8: 1.1, 9: 3.0, 64: 3.2}
+    assert sized(times, [0.95] * 16) == 7
+
+
+def wide(chance: float, tile: float) -> int:
+    """How many nodes are laid where 63 tokens have this chance each, and every 16 rows cost so much of a pass."""
+    growth = Paced(width=64)
+    growth._clock = clock_of({1 + size: 1 + tile * (size // 16) for size in SIZES if size < 64})
+    table = {0: dict.fromkeys(range(1, 64), chance)}
+    return len(growth.lay(0, 0, Given(table).after, Budget(128, 99))) - 1
+
+
+@pytest.mark.parametrize("chance", [0.015, 0.01, 0.0025])
+def test_a_tile_of_sixteen_rows_is_filled_and_no_other_begun(chance: float) -> None:
+    """The root is a row too. Many tokens pay together where each alone would not."""
+    assert wide(chance, tile=0.3) == 15
+    assert wide(chance, tile=0.0) == 63
+
+
+def test_what_is_hardly_better_than_plain_decoding_is_not_drafted() -> None:
+    assert wide(0.0021, tile=0.0) == 63
+    assert wide(0.0021, tile=0.3) == 15, "which is 3.1 % better"
+    assert sized({1: 1.0, 64: 1.0}, [0.029]) == 0
 
 
 def test_an_own_plain_step_is_clocked_before_anything_is_drafted() -> None:
@@ -147,9 +168,9 @@ def test_what_passes_cost_is_known_to_all_who_draft_for_a_target(monkeypatch: py
 
 def test_a_tree_that_ran_out_is_booked_as_the_size_it_was_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     growth = Paced()
-    tree = DraftTree.chain([0] * 6)
+    tree = DraftTree.chain([0] * 7)
     growth.observe([Sequence([0])], [tree], Scored(Forest([tree]).tokens), [])
-    assert list(growth._clock._seen) == [7]
+    assert list(growth._clock._seen) == [8]
 
 
 def test_the_text_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

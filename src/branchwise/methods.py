@@ -136,8 +136,8 @@ PRESETS = {
         ),
         Method(
             DEFAULT,
-            "fused:recycle+suffix(min=1)",
-            "paced:64",
+            "fused:recycle+stand(max=3)+suffix(min=1)",
+            "paced:63",
             paper="our own; see memory.md",
             about="What we advise without a draft model: remembered laws and repeated text, as many nodes as pay.",
         ),
@@ -195,7 +195,7 @@ PRESETS = {
         Method(
             "rasd-free",
             "fused:recycle+suffix(min=1)+retrieval",
-            "paced:64",
+            "paced:63",
             paper="Quan et al., RASD, 2503.03434",
             about="RASD with a table in the place of the draft model.",
         ),

@@ -28,8 +28,9 @@ from branchwise.verify import Verdict
 if TYPE_CHECKING:
     from branchwise.draft.memory import Place
 
-SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""nodes below the root that a tree may have: few sizes, so that each is clocked often"""
+SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
+"""Nodes below the root that a tree may have: few sizes, so that each is clocked often. With the root they fill whole
+tiles of 16 rows, which is how matrix products are cut on most machines: the row behind a full one costs a new tile."""
 SLOPE = 1 / 96
 """what a row more is taken to cost, in passes over one row, before anything is known"""
 SLOWLY = 0.05
@@ -113,7 +114,7 @@ _clocks: WeakKeyDictionary[Target, dict[int, Clock]] = WeakKeyDictionary()
 class Paced(TopK):
     """`paced:N,depth=D,width=W`: as many of the N best nodes over a memory as pay. Over a draft model it is `topk`."""
 
-    def __init__(self, nodes: int = 64, depth: int = 16, width: int = 8) -> None:
+    def __init__(self, nodes: int = 63, depth: int = 16, width: int = 8) -> None:
         super().__init__(nodes, depth, width)
         self._batch = 1
         self._clock = Clock()
@@ -147,11 +148,11 @@ class Paced(TopK):
         """
         sizes = [*(size for size in SIZES if size < nodes), nodes]
         plain, *costs = self._clock.costs([1 + size for size in sizes])
-        tokens, grown, best, worse = 1.0, 0, (WORTH / plain, 0), 0
+        tokens, grown, best, worse = 1.0, 0, (1 / plain, 0), 0
         for size, cost in zip(sizes[1:], costs, strict=True):
             reach = list(islice(growing, size - grown))
             tokens, grown = tokens + sum(reach), grown + len(reach)
             if not reach or worse > 1:
                 break
             best, worse = ((tokens / cost, grown), 0) if tokens / cost > best[0] else (best, worse + 1)
-        return best[1]
+        return best[1] if best[0] * plain > WORTH else 0

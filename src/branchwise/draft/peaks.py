@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from branchwise.target import Scored
+
 STRIPE = 64
 """tokens of one stripe"""
-AT_ONCE = 8
+AT_ONCE = 4
 """rows that the host works on at once, so that they stay in its caches"""
 
 
@@ -25,27 +27,68 @@ class Peaks(NamedTuple):
     masses: Tensor
     """(rows, k) float32: their probabilities"""
     logits: Tensor
-    """(rows, vocabulary) float32"""
+    """(rows, vocabulary), as they were given"""
     total: Tensor
     """(rows, 1) float32: log of the sum of all exp(logits)"""
 
     def of(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """(n, m): the probabilities of tokens (n, m), each line in the law of rows (n,)."""
-        return (self.logits[rows[:, None], tokens] - self.total[rows]).exp()
+        return (self.logits[rows[:, None], tokens].float() - self.total[rows]).exp()
 
 
-def portions(logits: Tensor) -> tuple[Tensor, ...]:
-    """Rows of logits as many at a time as are best worked on together, in their order."""
-    return logits.split(AT_ONCE) if logits.device.type == "cpu" else (logits,)
+class Told(NamedTuple):
+    """The best tokens of laws that a device keeps to itself; further ones, told with them, serve to look up others."""
+
+    tokens: Tensor
+    """(rows, k) int64, best first"""
+    masses: Tensor
+    """(rows, k) float32"""
+    further: Tensor
+    """(rows, n) int64: all tokens that were told, n of them"""
+    chances: Tensor
+    """(rows, n) float32: their probabilities"""
+
+    def of(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """(n, m): the probabilities of tokens (n, m), each line in the law of rows (n,); 0 where nothing was told."""
+        hits = self.further[rows][:, None, :] == tokens[:, :, None]
+        return (hits * self.chances[rows][:, None, :]).sum(dim=2)
+
+
+def told(best: Tensor, k: int) -> Told:
+    """What a pass said of its best tokens (rows, 2, n), of which k are kept."""
+    tokens, chances = best[:, 0].long(), best[:, 1]
+    return Told(tokens[:, :k], chances[:, :k], tokens, chances)
+
+
+def peaks_at(scored: Scored, rows: list[int], k: int) -> Peaks | Told:
+    """The best tokens behind nodes of a batch, numbered tree by tree, on the host."""
+    if scored.told is not None and scored.told.shape[3] >= min(k, scored.logits.shape[2]):
+        return told(scored.told.flatten(0, 1)[rows], k)
+    flat = scored.logits.flatten(0, 1)
+    return peaks_here(flat.index_select(0, torch.tensor(rows).to(flat.device, non_blocking=True)), k)
+
+
+def peaks_here(logits: Tensor, k: int) -> Peaks | Told:
+    """The best tokens of logits (rows, vocabulary) on the host; a device tells twice as many as are kept."""
+    if logits.device.type == "cpu":
+        return peaks(logits, k)
+    found = peaks(logits, 2 * k)
+    return told(torch.stack([found.tokens.float(), found.masses], dim=1).cpu(), k)
 
 
 def peaks(logits: Tensor, k: int) -> Peaks:
     """The k best tokens of every row of logits (rows, vocabulary); all of them where there are no more."""
-    logits = logits.float()
-    values, tokens = _best(logits, min(k, logits.shape[1]))
+    few = AT_ONCE if logits.device.type == "cpu" else max(len(logits), 1)
+    found = [_peaks(rows.float(), min(k, logits.shape[1])) for rows in logits.split(few)]
+    tokens, masses, total = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Peaks(tokens, masses, logits, total)
+
+
+def _peaks(rows: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    values, tokens = _best(rows, k)
     highest = values[:, :1]
-    total = highest + (logits - highest).exp_().sum(dim=1, keepdim=True).log_()
-    return Peaks(tokens, (values - total).exp(), logits, total)
+    total = highest + (rows - highest).exp_().sum(dim=1, keepdim=True).log_()
+    return tokens, (values - total).exp(), total
 
 
 def _best(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from branchwise.draft import Budget
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Remembering
-from branchwise.draft.peaks import Peaks, peaks, portions
+from branchwise.draft.peaks import Peaks, Told, peaks, peaks_at, peaks_here
 from branchwise.draft.ranks import Ranks, slots
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
@@ -32,26 +32,24 @@ from branchwise.verify import Verdict
 
 HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
-MOST_NEWS = 64
-"""steps after which a copy on the host that nobody reads is given up"""
 MOST_READ = 1024
 NEXT_BYTES = 144
 
 
 class Recycle(Remembering):
-    """`recycle:k=8,rate=0.5,rows=8`: a table of k successors for every token.
+    """`recycle:k=8,rate=0.5,rows=16`: a table of k successors for every token.
 
     What is new counts `rate` in the average, and all where a token is seen for the first time. On the host a step
-    learns from `rows` nodes of a text at most: the end of the accepted path, then other children of the root, which are
-    the likeliest to be asked for again. On a device it learns from all nodes, and nothing is read back: the tokens of
-    a tree of ranks are looked up there, level by level. Other trees read the table on the host, where a copy is kept
-    that gets the new rows of a step in one piece.
+    learns from `rows` nodes of a text at most: the end of the accepted path, then rejected nodes level by level. A
+    token has no row before it was scored once, and what is rejected here is often written soon. On a device it learns
+    from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, level by level. Other
+    trees are laid on the host, so for them the table lies there, and a device tells what is best behind each node.
     """
 
     name = "recycle"
     wants_prefill = 128
 
-    def __init__(self, k: int = 8, rate: float = 0.5, rows: int = 8, tree: Growth | None = None) -> None:
+    def __init__(self, k: int = 8, rate: float = 0.5, rows: int = 16, tree: Growth | None = None) -> None:
         if k < 1 or not 0 < rate <= 1 or rows < 1:
             raise UsageError("Drafter 'recycle' takes k and rows of at least 1 and a rate above 0 and up to 1.")
         super().__init__(tree or TopK(64, depth=8, width=k))
@@ -74,11 +72,14 @@ class Recycle(Remembering):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        wanted = target.vocabulary, min(self.k, target.vocabulary), target.device
+        self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks)
+        place = target.device if self.on_device else torch.device("cpu")
+        wanted = target.vocabulary, min(self.k, target.vocabulary), place
         if self._table is None or self._bound_to != wanted:  # what was learnt stays, where it can
             self._table, self._bound_to = Table(*wanted), wanted
             self._slots.clear()
-        self.on_device = target.device.type != "cpu"
+        if not self.on_device and hasattr(target, "tell_best"):
+            target.tell_best(2 * self.k)
 
     def find(self, sequence: Sequence) -> int:
         return sequence.root
@@ -119,7 +120,8 @@ class Recycle(Remembering):
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]
-        self._learn_in_turn(tokens, logits)
+        width = self.table.width
+        self._learn_in_turn(tokens, peaks(logits, width) if self.on_device else peaks_here(logits, width))
 
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         if self.on_device:
@@ -128,8 +130,8 @@ class Recycle(Remembering):
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         tokens = [token for tree, few in zip(self._drafted, nodes, strict=True) for token in tree.tokens[few].tolist()]
         wide = scored.logits.shape[1]
-        rows = torch.tensor([text * wide + node for text, few in enumerate(nodes) for node in few])
-        self._learn_in_turn(tokens, scored.logits.flatten(0, 1).index_select(0, rows))
+        rows = [text * wide + node for text, few in enumerate(nodes) for node in few]
+        self._learn_in_turn(tokens, peaks_at(scored, rows, self.table.width))
 
     def save(self) -> dict[str, Tensor]:
         return {"tokens": self.table.tokens.cpu().clone(), "masses": self.table.masses.cpu().clone()}
@@ -137,21 +139,18 @@ class Recycle(Remembering):
     def restore(self, tensors: dict[str, Tensor]) -> None:
         self.table.put(tensors)
 
-    def _learn_in_turn(self, tokens: list[int], logits: Tensor) -> None:
-        """From logits (n, vocabulary) after tokens that the host knows, one after the other.
+    def _learn_in_turn(self, tokens: list[int], found: Peaks | Told) -> None:
+        """From the laws after tokens that the host knows, one after the other.
 
         A token that comes several times is averaged in as often, in that order: each turn has every token once.
         """
-        left = iter(tokens)
-        for few in portions(logits):
-            found = peaks(few, self.table.width)
-            seen: Counter[int] = Counter()
-            turns: dict[int, dict[int, int]] = {}  # turn -> row -> token
-            for row, token in zip(range(len(few)), left, strict=False):
-                seen[token] += 1
-                turns.setdefault(seen[token], {})[row] = token
-            for turn in turns.values():
-                self.table.mix(_there(turn.values(), few), found, _there(turn, few), self.rate)
+        seen: Counter[int] = Counter()
+        turns: dict[int, dict[int, int]] = {}  # turn -> row -> token
+        for row, token in enumerate(tokens):
+            seen[token] += 1
+            turns.setdefault(seen[token], {})[row] = token
+        for turn in turns.values():
+            self.table.mix(_there(turn.values(), found.tokens), found, _there(turn, found.tokens), self.rate)
 
     def _learn_all(self, scored: Scored, verdicts: Rows[Verdict]) -> None:
         """From every node at once, where only the device knows the tokens.
@@ -186,16 +185,11 @@ class Table:
     without a probability is empty.
     """
 
-    def __init__(
-        self, vocabulary: int, width: int, device: torch.device | str = "cpu", *, mirrored: bool | None = None
-    ) -> None:
-        """`mirrored` says that the host reads from a copy; by default where the table is on a device."""
+    def __init__(self, vocabulary: int, width: int, device: torch.device | str = "cpu") -> None:
         self.tokens = torch.zeros(vocabulary, width, dtype=torch.int32, device=device)
         self.masses = torch.zeros(vocabulary, width, dtype=torch.float16, device=device)
-        self.mirrored = self.tokens.device.type != "cpu" if mirrored is None else mirrored
-        self._host = None if self.mirrored else (self.tokens.numpy(), self.masses.numpy())  # the same memory
-        self._news: list[Tensor] = []
-        """rows that the copy does not have yet: (n, 1 + 2 width) float64, which holds all of it exactly"""
+        # Arrays over the same memory are read in a third of the time.
+        self._arrays = (self.tokens.numpy(), self.masses.numpy()) if self.tokens.device.type == "cpu" else None
         self._read: dict[int, list[Next]] = {}
         """rows as they were read, until they are written again; trees of one text come back to the same tokens"""
 
@@ -208,26 +202,22 @@ class Table:
 
     @property
     def bytes(self) -> int:
-        """The table, its copy on the host where there is one, and about what the rows take that were read."""
-        table = self.tokens.nbytes + self.masses.nbytes
-        copies = 2 if self.mirrored and self._host is not None else 1
-        return copies * table + len(self._read) * self.width * NEXT_BYTES
+        """The table, and about what the rows take that were read."""
+        return self.tokens.nbytes + self.masses.nbytes + len(self._read) * self.width * NEXT_BYTES
 
     def row(self, token: int) -> list[Next]:
         """What may come after a token."""
-        if self._host is None or self._news:
-            self._catch_up()
         row = self._read.get(token)
         if row is None:
-            assert self._host is not None
-            stored = zip(self._host[0][token].tolist(), self._host[1][token].tolist(), strict=True)
+            tokens, masses = self._arrays or (self.tokens, self.masses)
+            stored = zip(tokens[token].tolist(), masses[token].tolist(), strict=True)
             row = [Next(found, mass, found) for found, mass in stored if mass > 0]
             if len(self._read) >= MOST_READ:
                 self._read.clear()
             self._read[token] = row
         return row
 
-    def mix(self, keys: Tensor, found: Peaks, rows: Tensor, rate: float) -> None:
+    def mix(self, keys: Tensor, found: Peaks | Told, rows: Tensor, rate: float) -> None:
         """Average new laws into the rows of keys (n,): key i gets row rows[i] of what was found.
 
         A key that comes twice must come with the same row. The new law is asked exactly for all tokens that the row
@@ -244,14 +234,11 @@ class Table:
         masses = (masses * HALF_DOWN).half()
         tokens = torch.where(masses > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int()
         self.tokens[keys], self.masses[keys] = tokens, masses
-        if not self.mirrored:
+        if self._arrays is None:
+            self._read.clear()  # which rows those are only the device knows
+        else:
             for key in keys.tolist():
                 self._read.pop(key, None)
-        elif self._host is not None:
-            self._news.append(torch.cat([keys[:, None].double(), tokens.double(), masses.double()], dim=1))
-            if len(self._news) > MOST_NEWS:  # nobody reads it any more
-                self._host = None
-                self._news.clear()
 
     def put(self, tensors: dict[str, Tensor]) -> None:
         """Take over a stored table."""
@@ -279,20 +266,6 @@ class Table:
         self.tokens.copy_(tokens)
         self.masses.copy_(masses)
         self._read.clear()
-        if self.mirrored:
-            self._host = None
-            self._news.clear()
-
-    def _catch_up(self) -> None:
-        """Bring the copy on the host up to date: all of it at first, then only what is new."""
-        if self._host is None:
-            self._host = self.tokens.cpu().numpy().copy(), self.masses.cpu().numpy().copy()
-            self._read.clear()
-        for line in torch.cat(self._news).cpu().numpy() if self._news else ():
-            key = int(line[0])
-            self._host[0][key], self._host[1][key] = line[1 : 1 + self.width], line[1 + self.width :]
-            self._read.pop(key, None)
-        self._news.clear()
 
 
 def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
@@ -301,7 +274,7 @@ def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
     What the table did not foresee lies at the end of the path, so that is what stays of a long one.
     """
     path = path[-most:]
-    others = [node for node in tree.topology.children[0] if node not in path]
+    others = [node for node in range(1, len(tree)) if node not in path]
     return [*others[: most - len(path)], *path]
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Remembering
-from branchwise.draft.peaks import peaks, portions
+from branchwise.draft.peaks import Peaks, Told, peaks_at, peaks_here
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
-from branchwise.target import Scored
+from branchwise.target import Scored, Target
 from branchwise.verify import Verdict
 
 Gram = tuple[int, ...]
@@ -68,6 +68,11 @@ class Stand(Remembering):
         names = len(self) * (sys.getsizeof((0,) * self.max) + (self.max + 1) * INT_BYTES)
         return arrays + names + sys.getsizeof(self._lines)
 
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if hasattr(target, "tell_best"):
+            target.tell_best(self.k)
+
     def find(self, sequence: Sequence) -> Gram:
         return tuple(sequence.tokens[-self.max :])
 
@@ -86,7 +91,8 @@ class Stand(Remembering):
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         ends = range(len(sequence.tokens) - len(logits), len(sequence.tokens))
-        self._learn([tuple(sequence.tokens[max(end - self.max, 0) : end]) for end in ends], logits)
+        grams = [tuple(sequence.tokens[max(end - self.max, 0) : end]) for end in ends]
+        self._learn(grams, peaks_here(logits, self.k))
 
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         wide = scored.logits.shape[1]
@@ -99,8 +105,7 @@ class Stand(Remembering):
                 gram = self.step(gram, accepted[node]) if node else gram
                 grams.append(gram)
                 rows.append(text * wide + node)
-        places = torch.tensor(rows, device=scored.logits.device)
-        self._learn(grams, scored.logits.flatten(0, 1).index_select(0, places))
+        self._learn(grams, peaks_at(scored, rows, self.k))
 
     def save(self) -> dict[str, Tensor]:
         lines = list(self._lines.values())
@@ -127,13 +132,10 @@ class Stand(Remembering):
                 return line
         return None
 
-    def _learn(self, grams: Rows[Gram], logits: Tensor) -> None:
-        """From logits (n, vocabulary) after so many n-grams, in their order."""
-        laws: list[list[tuple[float, float]]] = []
-        for few in portions(logits):
-            found = peaks(few, self.k)
-            # Both come from a device in one copy, as float64, which holds them exactly.
-            laws += torch.stack([found.tokens.double(), found.masses.double()], dim=-1).tolist()
+    def _learn(self, grams: Rows[Gram], found: Peaks | Told) -> None:
+        """From the laws after so many n-grams, in their order."""
+        # Both come from a device in one copy, as float64, which holds them exactly.
+        laws = torch.stack([found.tokens.double(), found.masses.double()], dim=-1).tolist()
         for gram, law in zip(grams, laws, strict=True):
             best = {int(token): mass for token, mass in law}
             for size in range(self.min, len(gram) + 1):

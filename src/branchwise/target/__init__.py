@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -33,6 +34,14 @@ class Scored:
     """(batch, nodes, vocabulary) of the unwarped model, in its dtype; row i is what follows node i"""
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
     """tapped layer -> (batch, nodes, width)"""
+    best: Tensor | None = None
+    """(batch, nodes, 2, k) float32: the k best tokens behind every node and their probabilities, where a pass on a
+    device was asked to tell them: the host reads these in place of whole rows"""
+
+    @cached_property
+    def told(self) -> Tensor | None:
+        """`best` on the host, read once."""
+        return None if self.best is None else self.best.cpu()
 
 
 class Target(Protocol):
@@ -47,6 +56,9 @@ class Target(Protocol):
     @property
     def free_slots(self) -> int:
         """how many more sequences can be opened"""
+
+    def room(self, batch: int, nodes: int) -> tuple[int, int]:
+        """for how many trees and nodes a pass is made where so many are wanted; trees without a sequence fill it up"""
 
     def open(self, sequence: Sequence, tell: int = 0) -> Tensor:
         """(at most `tell`, vocabulary): the logits after the last tokens before the root."""
