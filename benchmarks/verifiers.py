@@ -131,7 +131,7 @@ def measure(
                 chance = SeededChance(seeds, torch.ones_like(seeds))
                 logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1]))
                 laws = ModelLaws(logits, forest, sequences)
-                for table in ("numbers", "widths", "q"):
+                for table in ("widths", "q"):
                     getattr(forest, table)  # part of the draft, not of the verdict
                 if number < 0 or turn == 0:
                     verifier(forest, laws, chance)  # tables are looked up, kernels chosen, graphs captured

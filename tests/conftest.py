@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,10 @@ from hypothesis import settings
 
 # No test may wait for a hub: what is not here is not there.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Without a GPU Triton's kernels run in its interpreter, which must be known before anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same cases every time, and no time limit for one: a busy machine is no bug. `--hypothesis-profile=search` looks
 # for new ones.
@@ -39,3 +45,20 @@ def smollm2():  # type: ignore[no-untyped-def]
     import branchwise
 
     return branchwise.load("smollm2", draft="none", dtype="float32", device="cpu", max_batch=6)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter as tests on the host need it: 3.6 makes the bound of a loop from an array of one element,
+    which NumPy 2.4 refuses."""
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter as found
+
+    patch = found._patch_lang_tensor
+
+    def patch_index_too(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(found, "_patch_lang_tensor", patch_index_too)

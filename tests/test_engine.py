@@ -440,3 +440,38 @@ def test_the_seed_and_not_the_global_generator_decides() -> None:
     first = write(engine(), max_new_tokens=15, sampling=sampling).token_ids
     torch.manual_seed(2)
     assert write(engine(), max_new_tokens=15, sampling=sampling).token_ids == first
+
+
+class Cramped(ToyTarget):
+    """A device whose memory ends with the second text of a pass, or with a prompt of more than six tokens."""
+
+    def open(self, sequence: Sequence, tell: int = 0) -> Tensor:
+        if len(sequence.tokens) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().open(sequence, tell)
+
+    def score(self, sequences, forest, taps=()):  # type: ignore[no-untyped-def]
+        if len(sequences) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().score(sequences, forest, taps)
+
+
+def test_texts_without_memory_end_with_an_error_and_the_others_go_on() -> None:
+    """Whoever came last leaves; nothing of the step that failed stays behind, in the text or in the slots."""
+    alone = write(engine("ngram"), (1, 2, 3), max_new_tokens=9).token_ids
+    cramped = engine("ngram", Cramped(VOCABULARY))
+    prompts = [(1, 2, 3), (4,), (5, 6), tuple(range(7)), (7, 7)]
+    texts = [cramped.submit(Request(prompt, max_new_tokens=9)) for prompt in prompts]
+    finish(cramped)
+    reasons = [text.finish_reason for text in texts]
+    assert reasons == [FinishReason.LENGTH] * 2 + [FinishReason.ERROR] * 3
+    assert texts[0].token_ids == alone
+    assert texts[2].token_ids == texts[3].token_ids == []
+    for text in texts[2:]:
+        assert text.error is not None
+        assert "ran out of memory" in text.error
+        assert "max_batch" in text.error
+    assert texts[3].error is not None
+    assert "at 7 tokens" in texts[3].error
+    assert cramped.target.free_slots == 4
+    assert write(cramped, (1, 2, 3), max_new_tokens=9).token_ids == alone

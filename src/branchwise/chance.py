@@ -9,6 +9,7 @@ the same code.
 from __future__ import annotations
 
 import zlib
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -59,20 +60,36 @@ class Chance(Protocol):
 class SeededChance:
     """Counter-based chance: a draw is a hash of its key, the same on every device and in every batch."""
 
-    def __init__(self, seeds: Tensor, roots: Tensor, role: str = "verify") -> None:
+    def __init__(self, seeds: Tensor, roots: Tensor, role: str = "verify", device: torch.device | None = None) -> None:
         """`seeds` (batch,) int64, and `roots` (batch,) int64, the position of each root in its sequence.
 
         Every step emits at least one token, so no two steps of a sequence have the same root position: it is the
         step's own key. `role` keeps a drafter's noise apart from a verifier's: a draft made with the noise that judges
-        it would be no draw at all.
+        it would be no draw at all. Both are brought to the `device` when they are first needed there.
         """
-        self.seeds = seeds
-        self.roots = roots
+        self.told = seeds, roots
         self.role = role
+        self._device = device or seeds.device
         self._coins: dict[int, Tensor] = {}
+
+    @cached_property
+    def seeds(self) -> Tensor:
+        return self.told[0].to(self._device)
+
+    @cached_property
+    def roots(self) -> Tensor:
+        return self.told[1].to(self._device)
 
     def token(self, law: Tensor, depth: int) -> Tensor:
         return race(law, self._keys("token", self.roots + (depth + 1), 0))
+
+    def tokens(self, laws: Tensor, depths: Tensor) -> Tensor:
+        """(batch, n) int64: `token` for many nodes (batch, n, vocabulary) at their depths (batch, n) at once.
+
+        Nodes of one depth share their noise: of all of them, a walk comes to one.
+        """
+        keys = self._keys("token", self.roots[:, None] + (depths + 1), 0)
+        return race(laws.flatten(0, 1), keys.flatten()).view(depths.shape)
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
         count = odds.shape[1]
@@ -118,7 +135,8 @@ class SeededChance:
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
         # The seed is mixed before anything joins it: users count seeds up from 0 just as verifiers count draws.
         stream = zlib.crc32(f"{self.role} {purpose}".encode()) << 31 | draw
-        return mix(mix(mix(self.seeds) + stream) + positions * GAMMA)
+        seeds = self.seeds if positions.ndim == 1 else self.seeds[:, None]
+        return mix(mix(mix(seeds) + stream) + positions * GAMMA)
 
 
 COINS = 64

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -24,7 +24,7 @@ from branchwise.sequence import Sequence
 from branchwise.stats import Stats, Stopwatch
 from branchwise.target import Target
 from branchwise.text import TextStream
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree, Forest, Room
 from branchwise.verify import Verdict, Verifier, check_pairing
 
 
@@ -34,6 +34,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """the wanted length or the end of the context"""
     CANCELLED = "cancelled"
+    ERROR = "error"
+    """the device had no memory for it"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Generation:
     prefill: Stopwatch | None = None
     """runs until the prefill is known to be over"""
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    """what happened and what helps, where it ended with an error"""
 
     @property
     def finished(self) -> bool:
@@ -112,6 +116,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.verifier = verifier
+        self._judge = target.captured(verifier) if hasattr(target, "captured") else verifier
         given = most or Budget(target.max_nodes, target.context)
         self.most = Budget(min(given.nodes, target.max_nodes), given.depth)
         self._clock = Stopwatch(target.device)
@@ -162,13 +167,18 @@ class Engine:
 
     def _step(self) -> list[Generation]:
         self._admit()
-        generations = list(self._running)
-        if not generations:
-            if self._waiting:
-                raise UsageError(
-                    "Every slot is taken by texts of another engine; finish those, or load with more slots."
-                )
-            return []
+        if not self._running and self._waiting:
+            raise UsageError("Every slot is taken by texts of another engine; finish those, or load with more slots.")
+        while self._running:
+            try:
+                return self._advance(list(self._running))
+            except torch.OutOfMemoryError:
+                # Nothing of the step was committed. Whoever came last leaves, until there is room for the others.
+                self._run_out(self._running[-1])
+        return []
+
+    def _advance(self, generations: list[Generation]) -> list[Generation]:
+        """One step of these generations."""
         sequences = [generation.sequence for generation in generations]
         budgets = [generation.budget(self.most, self.target.context) for generation in generations]
         clock = self._clock
@@ -179,9 +189,9 @@ class Engine:
         scored = self.target.score(sequences, forest)
         clock.lap("score")
         laws = ModelLaws(scored.logits, forest, sequences)
-        found = self.verifier(forest, laws, self._chance(sequences))
+        found = self._judge(forest, laws, self._chance(sequences, len(forest)))
         clock.lap("verify")
-        verdicts = found.read()
+        verdicts = found.read()[: len(sequences)]
         self.drafter.observe(sequences, scored, verdicts)
         self.target.commit(sequences, verdicts)
         clock.lap("commit")
@@ -201,6 +211,9 @@ class Engine:
                 else:
                     self.target.fork(generation.like, generation.sequence)
                     logits = None
+            except torch.OutOfMemoryError:
+                self._run_out(generation)
+                continue
             except BaseException:
                 generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
                 raise
@@ -225,14 +238,17 @@ class Engine:
                     f"Drafter {self.drafter.name!r} gave a tree beyond its budget: {len(tree)} nodes, "
                     f"{tree.depth} deep, where {budget.nodes} and {budget.depth} are allowed."
                 )
-        forest = Forest(trees, self.target.device)
-        forest.tokens[:, 0] = torch.tensor([sequence.root for sequence in sequences], device=self.target.device)
-        return forest
+        room = getattr(self.drafter, "room", None) or Room()
+        batch, nodes = self.target.room(len(trees), max(room.nodes, *map(len, trees)))
+        roots = [sequence.root for sequence in sequences] + [0] * (batch - len(trees))
+        whole = [*trees, *[DraftTree.root(0)] * (batch - len(trees))]  # trees without a text fill a recorded batch
+        return Forest(whole, self.target.device, replace(room, nodes=nodes), roots)
 
-    def _chance(self, sequences: Rows[Sequence]) -> SeededChance:
-        seeds = torch.tensor([sequence.noise for sequence in sequences], device=self.target.device)
-        roots = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=self.target.device)
-        return SeededChance(seeds, roots)
+    def _chance(self, sequences: Rows[Sequence], batch: int) -> SeededChance:
+        spare = [0] * (batch - len(sequences))
+        seeds = torch.tensor([*(sequence.noise for sequence in sequences), *spare])
+        roots = torch.tensor([*(len(sequence.tokens) - 1 for sequence in sequences), *spare])
+        return SeededChance(seeds, roots, device=self.target.device)
 
     def _emit(
         self, generation: Generation, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, seconds: dict[str, float]
@@ -245,7 +261,8 @@ class Engine:
         for token, node in zip(tokens, verdict.path, strict=True):
             source = drafters[emitted] if emitted < len(accepted) else ""
             emitted += 1
-            reason = self._append(generation, token, source, logits[node])
+            logprob = logits[node].float().log_softmax(dim=-1)[token].item() if generation.request.logprobs else None
+            reason = self._append(generation, token, source, logprob)
             if reason is not None:
                 self._finish(generation, reason)
                 break
@@ -261,11 +278,10 @@ class Engine:
             sources=drafters[:emitted],
         )
 
-    def _append(self, generation: Generation, token: int, source: str, logits: torch.Tensor) -> FinishReason | None:
-        """Add one token; says why the text ends with it, if it does. `logits` (vocabulary,) are those before it."""
+    def _append(self, generation: Generation, token: int, source: str, logprob: float | None) -> FinishReason | None:
+        """Add one token; says why the text ends with it, if it does."""
         request, sequence, text = generation.request, generation.sequence, generation.text
         sequence.tokens.append(token)
-        logprob = logits.float().log_softmax(dim=-1)[token].item() if request.logprobs else None
         stopped = token in request.stop_tokens
         shown = text.push(token) if text is not None and not stopped else ""
         reason = None
@@ -278,6 +294,21 @@ class Engine:
             shown += text.finish()
         generation.pieces.append(Piece(token, shown, bool(source), logprob, source))
         return reason
+
+    def _run_out(self, generation: Generation) -> None:
+        """End a generation for which there is no memory; the others go on."""
+        running = len(self._running)
+        generation.error = (
+            f"The device ran out of memory with {running} texts at work, this one at {len(generation.sequence.tokens)} "
+            "tokens; load with a shorter context or a smaller max_batch."
+        )
+        if generation in self._running:
+            self._finish(generation, FinishReason.ERROR)
+        generation.finish_reason = FinishReason.ERROR
+        if generation.text is not None:
+            generation.text.finish()
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         generation.finish_reason = reason

@@ -45,7 +45,7 @@ class Laws(Protocol):
         """(…, vocabulary) float32 for nodes (batch,) or (batch, n): in each tree the laws after the given nodes."""
 
     def best(self, nodes: Tensor) -> Tensor:
-        """(batch,) int64: the tokens that greedy decoding emits after the given nodes."""
+        """The tokens (int64) that greedy decoding emits after the given nodes (batch,) or (batch, n)."""
 
 
 def all_at_once(laws: Laws) -> Laws:
@@ -80,13 +80,15 @@ class ModelLaws:
     """The laws that a pass of the target found. Each node knows the path that leads to it."""
 
     def __init__(self, logits: Tensor, forest: Forest, sequences: Rows[Sequence]) -> None:
-        """`logits` (batch, nodes, vocabulary) of the unwarped model."""
+        """`logits` (batch, nodes, vocabulary) of the unwarped model; a batch may have more entries than there are
+        texts, and what is found for those means nothing."""
         self.logits = logits
         self.forest = forest
         self.lazy = logits.device.type == "cpu"
         self.together = logits.shape[0] * logits.shape[1] <= TOGETHER
         self._sequences = sequences
-        self._warp = Warp([sequence.sampling for sequence in sequences], logits.shape[-1], logits.device)
+        sampling = [sequence.sampling for sequence in sequences]
+        self._warp = Warp(sampling + sampling[-1:] * (len(forest) - len(sampling)), logits.shape[-1], logits.device)
 
     @property
     def greedy(self) -> bool:
@@ -107,12 +109,16 @@ class ModelLaws:
     @property
     def capturable(self) -> bool:
         """Whether the laws depend on nothing but logits, in fixed shapes on a device."""
-        return not self.lazy and not self.greedy and not self._warp.adjusts
+        return not self.lazy and not self._warp.adjusts
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What two batches must agree in for the same operations to serve both."""
         return tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in self._warp.sampling)
+
+    def bring(self) -> None:
+        """Have everything that does not change on the device."""
+        self._warp.bring()
 
     def over(self, logits: Tensor, forest: Forest) -> ModelLaws:
         """The same way of warping over other logits."""
@@ -122,14 +128,18 @@ class ModelLaws:
         return other
 
     def best(self, nodes: Tensor) -> Tensor:
-        return self._warp.adjust(rows_at(self.logits, nodes), self._contexts(nodes)).argmax(dim=-1)
+        rows = rows_at(self.logits, nodes)
+        if not self._warp.adjusts and not self.lazy:
+            return rows.argmax(dim=-1)  # in float32 it would be the same
+        return self._warp.adjust(rows, self._contexts(nodes)).argmax(dim=-1)
 
     def _contexts(self, nodes: Tensor) -> list[Context] | None:
         """What stands before each row, in the order of the flattened nodes; None where no law depends on it."""
         if not self._warp.looks_back:
             return None
         contexts = []
-        for sequence, tree, row in zip(self._sequences, self.forest.trees, nodes.tolist(), strict=True):
+        texts = [*self._sequences, *[self._sequences[-1]] * (len(self.forest) - len(self._sequences))]
+        for sequence, tree, row in zip(texts, self.forest.trees, nodes.tolist(), strict=True):
             for node in row if nodes.ndim == 2 else [row]:
                 node = min(node, len(tree) - 1)  # padding has no path, and nobody reads its law
                 drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()

@@ -61,3 +61,16 @@ def blank(rows: Tensor, tokens: Tensor) -> Tensor:
     if rows.device.type == "cpu":
         return rows.scatter_(-1, tokens[..., None], 0.0)
     return rows.where(torch.arange(rows.shape[-1], device=rows.device) != tokens[..., None], 0.0)
+
+
+def pack_bits(marks: Tensor) -> Tensor:
+    """(…, words) int32 from bool (…, columns): bit j % 32 of word j // 32 is column j."""
+    bits: Tensor = torch.nn.functional.pad(marks.int(), (0, -marks.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    # Distinct powers add up without a carry; the last is the sign.
+    return (bits << torch.arange(32, dtype=torch.int32, device=bits.device)).sum(dim=-1, dtype=torch.int32)
+
+
+def unpack_bits(words: Tensor, columns: int) -> Tensor:
+    """(…, columns) bool from int32 (…, words)."""
+    places = torch.arange(columns, dtype=torch.int32, device=words.device)
+    return (words[..., (places // 32).long()] >> (places % 32)) & 1 != 0

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class Context:
 class Warp:
     """From the logits of a batch to its laws; row b of every call follows sampling[b].
 
-    What the parameters say goes to the device once, so that laws can be asked for without waiting for the host.
+    What the parameters say goes to the device once, when it is first needed, so that further laws can be asked for
+    without waiting for the host.
     """
 
     def __init__(self, sampling: Sequence[SamplingParams], vocabulary: int, device: torch.device | str) -> None:
@@ -110,23 +112,46 @@ class Warp:
         self.looks_back = any(params.looks_back for params in sampling)
         self.adjusts = self.looks_back or any(params.logit_bias for params in sampling)
 
-        def column(values: list[Any]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None, None]
-
-        self._certain = column([params.greedy for params in sampling])
+        self._device = device
         self._some_certain = any(params.greedy for params in sampling)
-        # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
-        self._temperature = column([max(float(params.temperature), COLDEST) for params in sampling])
         self._plain = all(params.temperature == 1 for params in sampling)
-        ks = [params.top_k if params.top_k < vocabulary else 0 for params in sampling]
-        self._largest_k = max(ks)
-        self._k, self._all_k = column([max(k, 1) for k in ks]), column([k == 0 for k in ks])
-        ps = [float(params.top_p) for params in sampling]
-        self._cuts_p = min(ps) < 1
-        self._p = column(ps)
-        mins = [float(params.min_p) for params in sampling]
-        self._cuts_min_p = max(mins) > 0
-        self._min_p = column(mins)
+        self._ks = [params.top_k if params.top_k < vocabulary else 0 for params in sampling]
+        self._largest_k = max(self._ks)
+        self._cuts_p = min(float(params.top_p) for params in sampling) < 1
+        self._cuts_min_p = max(float(params.min_p) for params in sampling) > 0
+
+    def bring(self) -> None:
+        """Have everything on the device before operations are recorded there."""
+        if not self.greedy:
+            _ = self._certain, self._temperature, self._k, self._all_k, self._p, self._min_p
+
+    def _column(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self._device)[:, None, None]
+
+    @cached_property
+    def _certain(self) -> Tensor:
+        return self._column([params.greedy for params in self.sampling])
+
+    @cached_property
+    def _temperature(self) -> Tensor:
+        # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
+        return self._column([max(float(params.temperature), COLDEST) for params in self.sampling])
+
+    @cached_property
+    def _k(self) -> Tensor:
+        return self._column([max(k, 1) for k in self._ks])
+
+    @cached_property
+    def _all_k(self) -> Tensor:
+        return self._column([k == 0 for k in self._ks])
+
+    @cached_property
+    def _p(self) -> Tensor:
+        return self._column([float(params.top_p) for params in self.sampling])
+
+    @cached_property
+    def _min_p(self) -> Tensor:
+        return self._column([float(params.min_p) for params in self.sampling])
 
     def __call__(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
         """The laws (…, vocabulary) float32 of logits (batch, vocabulary) or (batch, n, vocabulary).

@@ -21,7 +21,18 @@ class ToyTarget:
     It keeps the books of a cache and checks that every commit is what a real cache would hold.
     """
 
-    def __init__(self, vocabulary: int = 8, *, context: int = 512, max_nodes: int = 64, slots: int = 4, seed: int = 0):
+    def __init__(
+        self,
+        vocabulary: int = 8,
+        *,
+        context: int = 512,
+        max_nodes: int = 64,
+        slots: int = 4,
+        seed: int = 0,
+        padded: bool = False,
+    ) -> None:
+        """`padded` makes passes for more trees and nodes than are wanted, as captured ones are."""
+        self.padded = padded
         self.device = torch.device("cpu")
         self.vocabulary = vocabulary
         self.context = context
@@ -35,6 +46,9 @@ class ToyTarget:
     @property
     def free_slots(self) -> int:
         return self.slots - len(self._cached)
+
+    def room(self, batch: int, nodes: int) -> tuple[int, int]:
+        return (batch + 2, min(nodes + 3, self.max_nodes)) if self.padded else (batch, nodes)
 
     def logits(self, tokens: Rows[int]) -> Tensor:
         """(vocabulary,): what follows these tokens."""
@@ -56,7 +70,7 @@ class ToyTarget:
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
         self.passes += 1
         logits = torch.zeros(len(forest), forest.nodes, self.vocabulary)
-        for row, (sequence, tree) in enumerate(zip(sequences, forest.trees, strict=True)):
+        for row, (sequence, tree) in enumerate(zip(sequences, forest.trees, strict=False)):
             assert self._cached[sequence] == sequence.tokens[:-1], "the cache is out of step with its sequence"
             tokens = forest.tokens[row]
             assert int(tokens[0]) == sequence.root, "a tree does not start at the root"

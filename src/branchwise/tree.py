@@ -37,6 +37,14 @@ class Draw(Enum):
     """A first level that may be the target's own, and one chain drawn from q below each; only lossy rules take it."""
 
 
+WORD = 32
+"""nodes whose bits share a word"""
+
+
+def words_for(nodes: int) -> int:
+    return -(-nodes // WORD)
+
+
 class Topology:
     """The shape of a tree without its tokens; shared by every tree of that shape, checked once."""
 
@@ -70,6 +78,16 @@ class Topology:
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
         return torch.from_numpy(mask)
+
+    @cached_property
+    def bits(self) -> NDArray[np.int32]:
+        """(nodes, words) int32: the same mask, bit j % 32 of word j // 32 being node j."""
+        masks = [1]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            masks.append(masks[parent] | 1 << node)
+        words = words_for(len(self))
+        packed = b"".join(mask.to_bytes(4 * words, "little") for mask in masks)
+        return np.frombuffer(packed, dtype="<i4").reshape(-1, words)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -301,33 +319,93 @@ class Forest:
     """
 
     def __init__(
-        self, trees: Sequence[DraftTree], device: torch.device | str = "cpu", room: Room | None = None
+        self,
+        trees: Sequence[DraftTree],
+        device: torch.device | str = "cpu",
+        room: Room | None = None,
+        roots: Sequence[int] | None = None,
     ) -> None:
+        """`roots` stand in the place of the trees' own."""
         assert trees, "a forest has at least one tree"
         self.trees = tuple(trees)
         self.device = torch.device(device)
         self.room = room or Room()
         self.nodes = max(self.room.nodes, *map(len, trees))
         self.depth = max(tree.depth for tree in trees)
-        shapes = [tree.topology for tree in trees]
-        pads = [self.nodes - len(shape) for shape in shapes]
-        self.depths = torch.tensor([s.depths + (0,) * pad for s, pad in zip(shapes, pads, strict=True)], device=device)
-        """(batch, nodes) int64, levels below the root"""
-        self.parents = torch.tensor(
-            [s.parents + (-1,) * pad for s, pad in zip(shapes, pads, strict=True)], device=device
-        )
-        """(batch, nodes) int64; -1 for roots and padding, so a search for children never finds padding"""
-        self.tokens = torch.nn.utils.rnn.pad_sequence(
-            [tree.tokens.to(device, non_blocking=True) for tree in trees], batch_first=True
-        )
-        if self.tokens.shape[1] < self.nodes:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, self.nodes - self.tokens.shape[1]))
-        """(batch, nodes) int64"""
-
+        self._roots = roots
         self._source: tuple[Forest, Tensor] | None = None
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.trees) if self._source is None else len(self._source[1])
+
+    # Nodes. On the host they are arrays; on the device they are there when somebody asks.
+
+    @cached_property
+    def told_depths(self) -> NDArray[np.int64]:
+        """(batch, nodes): levels below the root, on the host."""
+        depths = np.zeros((len(self.trees), self.nodes), dtype=np.int64)
+        for row, tree in zip(depths, self.trees, strict=True):
+            row[: len(tree)] = tree.topology.depths
+        return depths
+
+    @cached_property
+    def told_parents(self) -> NDArray[np.int64]:
+        """(batch, nodes): -1 for roots and padding, so a search for children never finds padding."""
+        parents = np.full((len(self.trees), self.nodes), -1, dtype=np.int64)
+        for row, tree in zip(parents, self.trees, strict=True):
+            row[: len(tree)] = tree.parents
+        return parents
+
+    @cached_property
+    def told_tokens(self) -> NDArray[np.int64] | None:
+        """(batch, nodes) on the host; None where trees were drafted on a device."""
+        if any(tree.tokens.device.type != "cpu" for tree in self.trees):
+            return None
+        tokens = np.zeros((len(self.trees), self.nodes), dtype=np.int64)
+        for row, tree in zip(tokens, self.trees, strict=True):
+            row[: len(tree)] = tree.tokens.numpy()
+        if self._roots is not None:
+            tokens[:, 0] = self._roots
+        return tokens
+
+    @cached_property
+    def told_seen(self) -> NDArray[np.int32]:
+        """(batch, nodes, words): the ancestors of every node, itself included, as bits. Padding has none."""
+        seen = np.zeros((len(self.trees), self.nodes, words_for(self.nodes)), dtype=np.int32)
+        for row, tree in zip(seen, self.trees, strict=True):
+            bits = tree.topology.bits
+            row[: len(tree), : bits.shape[1]] = bits
+        return seen
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """(batch, nodes) int64, levels below the root"""
+        return torch.from_numpy(self.told_depths).to(self.device)
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """(batch, nodes) int64; -1 for roots and padding"""
+        return torch.from_numpy(self.told_parents).to(self.device)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """(batch, nodes, words) int32: the ancestors of every node as bits"""
+        if self._source is not None:
+            source, rows = self._source
+            return source.seen[rows]
+        return torch.from_numpy(self.told_seen).to(self.device)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """(batch, nodes) int64"""
+        if self.told_tokens is not None:
+            return torch.from_numpy(self.told_tokens).to(self.device)
+        tokens = torch.zeros(len(self.trees), self.nodes, dtype=torch.int64, device=self.device)
+        for row, tree in zip(tokens, self.trees, strict=True):
+            row[: len(tree)] = tree.tokens
+        if self._roots is not None:
+            tokens[:, 0] = torch.tensor(self._roots, device=self.device)
+        return tokens
 
     def children_of(self, nodes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """For each tree the child of nodes[b] that carries tokens[b], and whether there is one; both (batch,)."""
@@ -371,18 +449,12 @@ class Forest:
         """(batch,): 1 for forks whose first level is the target's own, 0 for all other trees."""
         return self._table("trusted")
 
-    @cached_property
-    def numbers(self) -> Tensor:
-        """(n,): all of these one behind the other. Asking for it brings them to the device in one copy."""
-        if self._source is not None:
-            return torch.cat([getattr(self, name).flatten() for name in LOOKED_UP])
-        arrays = {name: self._array(name) for name in LOOKED_UP}
-        numbers = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()])).to(self.device)
-        parts = numbers.split([array.size for array in arrays.values()])
-        self.__dict__.update(
-            (name, part.view(array.shape)) for (name, array), part in zip(arrays.items(), parts, strict=True)
-        )
-        return numbers
+    def told(self, name: str) -> Tensor:
+        """A table as it is on the host; tokens that were drafted on a device stay there."""
+        if name == "tokens" and self.told_tokens is None:
+            return self.tokens
+        array = getattr(self, f"told_{name}") if name in NODES else self._array(name)
+        return torch.from_numpy(array)
 
     @cached_property
     def widths(self) -> list[int]:
@@ -418,7 +490,7 @@ class Forest:
     def take(self, rows: Tensor) -> Forest:
         """The forest of the given trees, which may repeat; nothing is looked up again on the host."""
         taken: Forest = copy.copy(self)
-        for name in ("q", "numbers", *LOOKED_UP):
+        for name in ("q", "seen", *LOOKED_UP):
             taken.__dict__.pop(name, None)
         taken.tokens, taken.parents, taken.depths = self.tokens[rows], self.parents[rows], self.depths[rows]
         taken._source = (self, rows)
@@ -441,6 +513,9 @@ class Forest:
         }
         return padded([LOOKED_UP[name](tree) for tree in self.trees], least.get(name, ()))
 
+
+NODES = ("tokens", "parents", "depths", "seen")
+"""what a forest knows of every node"""
 
 LOOKED_UP: dict[str, Callable[[DraftTree], Any]] = {
     "lengths": lambda tree: tree.depth,

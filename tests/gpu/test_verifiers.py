@@ -100,7 +100,7 @@ def test_a_captured_verdict_is_the_eager_one(name: str, compile: bool) -> None:
     assert len(captured._graphs) == 1
 
 
-@pytest.mark.parametrize("name", ["match", "block", "cascade", "traversal", "k-seq"])
+@pytest.mark.parametrize("name", ["block", "cascade", "traversal", "k-seq"])
 def test_a_verdict_on_what_was_written_where_its_graph_reads_is_the_eager_one(name: str) -> None:
     captured = Captured(VERIFIERS.build(name), compile=False)
 

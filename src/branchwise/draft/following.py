@@ -12,11 +12,10 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.draft.growth import Sapling
@@ -74,9 +73,9 @@ class Following:
         followed = [self._texts[sequence] for sequence in sequences]
         ahead = [self._catch_up(one, text) for one, text in zip(followed, texts, strict=True)]
         nodes = max(map(len, ahead))
-        tokens = torch.tensor([new + [0] * (nodes - len(new)) for new in ahead], device=self.slots.device)
-        depths = torch.arange(nodes, device=tokens.device).expand(len(tokens), -1)
-        chain = torch.ones(len(tokens), nodes, nodes, dtype=torch.bool, device=tokens.device).tril_()
+        tokens = np.array([new + [0] * (nodes - len(new)) for new in ahead], dtype=np.int64)
+        depths = np.tile(np.arange(nodes), (len(ahead), 1))
+        chain = np.tile(np.tri(nodes, dtype=np.bool_), (len(ahead), 1, 1))
         logits = self.slots.sprout([one.key for one in followed], tokens, depths, chain)
         for one, new, tree in zip(followed, ahead, trees, strict=True):
             self.slots.store.advance(one.key, len(new))
@@ -109,11 +108,8 @@ class Following:
                 ancestors[b, place, before[b] + place] = True
             joined.append(rows)
 
-        def there(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(self.slots.device)
-
-        keys, written = [one.key for one in followed], Written(before, there(row_depths))
-        logits = self.slots.sprout(keys, there(tokens), there(depths), there(ancestors), written)
+        keys = [one.key for one in followed]
+        logits = self.slots.sprout(keys, tokens, depths, ancestors, Written(before, row_depths))
         for one, rows in zip(followed, joined, strict=True):
             one.rows = rows
         return logits

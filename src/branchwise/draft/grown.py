@@ -18,7 +18,7 @@ from branchwise.draft.growth import Found, Growing, Growth, Sapling
 from branchwise.draft.recall import Recall
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
-from branchwise.tree import DraftTree
+from branchwise.tree import DraftTree, Room
 from branchwise.verify import Verdict
 
 
@@ -49,6 +49,12 @@ class Grown:
 
     def bind(self, target: Target) -> None:
         self.target = target
+
+    @property
+    def room(self) -> Room | None:
+        """What every tree has room for on a device, where a policy says so: recorded verdicts want one shape."""
+        on_host = self.target is None or self.target.device.type == "cpu"
+        return None if on_host else getattr(self.tree, "room", None)
 
     @abstractmethod
     def look(self, wishes: Rows[Wish]) -> list[Found]:

@@ -87,7 +87,11 @@ class ModelDrafter(Grown):
             self._head = Head(self.weights.head, None if self.trim is None else self.vocabulary.columns)
         # The same text may take more tokens of another tokenizer.
         context = target.context + 1 if self.vocabulary.same else 2 * target.context
-        slots = self.weights.slots(getattr(target, "slots", target.free_slots), context)
+        ways = {way: getattr(target, way) for way in ("kernels", "compile") if hasattr(target, way)}
+        # What a head saw in a recorded pass lies where only that graph knows.
+        slots = self.weights.slots(
+            getattr(target, "slots", target.free_slots), context, graphs=not self._wants_hidden, **ways
+        )
         self._following = Following(slots, self.vocabulary.draft_token)
         if isinstance(model := getattr(target, "model", None), nn.Module):
             rows = None if self.trim is None else len(self.vocabulary.columns)

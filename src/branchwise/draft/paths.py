@@ -13,7 +13,7 @@ from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling, drawable
 from branchwise.errors import UsageError
-from branchwise.tree import Draw
+from branchwise.tree import Draw, Room
 
 
 class Paths:
@@ -33,6 +33,8 @@ class Paths:
         self.draw = Draw.PATHS if independent else Draw.WITHOUT_REPLACEMENT
         # A depth that several independent paths decide together makes them depend on each other.
         self.stoppable = self.count == 1 or not independent
+        self.room = Room.for_paths(self.count, self.length)
+        """how paths merge is chance: with room for all of it, every step has the same shape"""
 
     def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
         room = budget.nodes - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,16 @@ class Weights:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def slots(self, count: int, context: int) -> TransformersTarget:
-        """Room for so many texts of at most this length; each drafter has its own, so that none waits for another."""
+    def slots(self, count: int, context: int, **ways: Any) -> TransformersTarget:
+        """Room for so many texts of at most this length; each drafter has its own, so that none waits for another.
+
+        `ways` are those in which passes are made: by kernels, from graphs, compiled.
+        """
         from branchwise.target.probe import context_limit
         from branchwise.target.transformers import TransformersTarget  # transformers takes seconds to import
 
         room = min(context, context_limit(self.model.config))
-        return TransformersTarget(self.model, slots=count, context=room, max_nodes=TREE_ROWS)
+        return TransformersTarget(self.model, slots=count, context=room, max_nodes=TREE_ROWS, **ways)
 
     @property
     def head(self) -> nn.Linear:

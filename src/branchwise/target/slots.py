@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 
 from branchwise.sequence import Sequence
-from branchwise.target.attention import tree_mask
+from branchwise.target.attention import attend, tree_mask
+from branchwise.target.sheet import Sheet
 from branchwise.tree import Forest
 
 Shape = tuple[int, int]
@@ -41,7 +43,7 @@ class Written:
 
     rows: list[int]
     """how many, for each sequence"""
-    depths: Tensor
+    depths: NDArray[np.int64]
     """(batch, columns): of every row of the trees, those of the coming pass included"""
 
 
@@ -92,9 +94,26 @@ class Pass:
             if ancestors is None:
                 nodes = self.depths.shape[1]
                 ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.depths.device).tril_()
-            key_depths = self.written.depths if self.written else None
+            key_depths = torch.from_numpy(self.written.depths).to(self.depths.device) if self.written else None
             self._masks[window] = tree_mask(self.lengths, self.depths, ancestors, self.keys, window, dtype, key_depths)
         return self._masks[window], False
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the nodes (batch, heads, nodes, width) into a layer of the store; returns all rows that may be read."""
+        found = []
+        for tensor, states in ((keys, new_keys), (values, new_values)):
+            # The two index tensors stand around a slice, so their axes (batch, nodes) come first.
+            tensor[self.slot_column, :, self.rows] = states.transpose(1, 2)
+            found.append(tensor[self.slots, :, : self.keys])
+        return found[0], found[1]
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
+    ) -> Tensor:
+        """(batch, nodes, heads, width): what the nodes find among the rows that `write` returned."""
+        mask, causal = self.mask(window, query.dtype)
+        found = attend(query, keys, values, mask, causal=causal, scale=scale, softcap=softcap)
+        return found.transpose(1, 2).contiguous()
 
 
 class BlankCache(Cache):
@@ -120,17 +139,28 @@ class BlankCache(Cache):
 class SlotStore(BlankCache):
     """Keys and values in slots. During a pass it is the `Cache` that the model writes to and reads from."""
 
-    def __init__(self, layout: Layout, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        slots: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        by_kernels: bool = False,
+    ) -> None:
+        """`by_kernels` moves rows with a kernel for all layers, where there are kernels."""
         super().__init__()
         self.slots = slots
         self.rows = rows
+        self.by_kernels = by_kernels
         self._tensors: dict[tuple[str, Shape], Tensor] = {}
-        self._keys = [self._place("keys", layout.keys, i, dtype, device) for i in range(len(layout.keys))]
-        self._values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
+        self.layers_keys = [self._place("keys", layout.keys, i, dtype, device) for i in range(len(layout.keys))]
+        self.layers_values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
         self._running: list[Sequence] = []
         self._lengths: dict[Sequence, int] = {}
         self._touched = [0] * slots  # rows of each slot that may hold something
-        self.current: Pass | None = None
+        self.current: Pass | Sheet | None = None
 
     def _place(
         self, kind: str, shapes: tuple[Shape, ...], layer: int, dtype: torch.dtype, device: torch.device
@@ -194,34 +224,65 @@ class SlotStore(BlankCache):
         lengths = [self._lengths[sequence] for sequence in sequences]
         self.current = Pass(slots, lengths, depths, ancestors, written)
         assert self.current.keys <= self.rows, "a pass reaches beyond its slots"
-        for slot in slots:
-            self._touched[slot] = max(self._touched[slot], self.current.keys)
+        self._touch(slots, [self.current.keys] * len(slots))
         return self.current
+
+    def seat(self, sequences: Rows[Sequence], written: Rows[int], nodes: int, room: int) -> tuple[list[int], list[int]]:
+        """Slots and lengths of these sequences, for a pass on a sheet over so many nodes behind what is `written`.
+
+        The sheet has room for more nodes; what they write behind the tree means nothing.
+        """
+        slots = [self._running.index(sequence) for sequence in sequences]
+        lengths = [self._lengths[sequence] for sequence in sequences]
+        starts = [length + rows for length, rows in zip(lengths, written, strict=True)]
+        assert max(starts) + nodes <= self.rows, "a pass reaches beyond its slots"
+        self._touch(slots, [start + room for start in starts])
+        return slots, lengths
+
+    def _touch(self, slots: list[int], ends: list[int]) -> None:
+        for slot, end in zip(slots, ends, strict=True):
+            self._touched[slot] = max(self._touched[slot], min(end, self.rows))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the nodes of this pass, (batch, heads, nodes, width), and return all rows that it may read."""
-        current = self.current
-        assert current is not None, "a model ran on the store outside a pass"
-        found = []
-        for tensor, states in ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states)):
-            # The two index tensors stand around a slice, so their axes (batch, nodes) come first.
-            tensor[current.slot_column, :, current.rows] = states.transpose(1, 2)
-            found.append(tensor[current.slots, :, : current.keys])
-        return found[0], found[1]
+        assert self.current is not None, "a model ran on the store outside a pass"
+        return self.current.write(self.layers_keys[layer_idx], self.layers_values[layer_idx], key_states, value_states)
 
     def keep(self, sequences: Rows[Sequence], paths: Rows[tuple[int, ...]]) -> None:
         """Move the rows of each accepted path to the front of its tree and count them as committed."""
-        moves = []
+        moved = [number for number, path in enumerate(paths) if path != tuple(range(len(path)))]
+        if moved:
+            slots = [self._running.index(sequences[number]) for number in moved]
+            lengths = [self._lengths[sequences[number]] for number in moved]
+            self._move(slots, lengths, [paths[number] for number in moved])
         for sequence, path in zip(sequences, paths, strict=True):
-            slot, length = self._running.index(sequence), self._lengths[sequence]
-            moves += [(slot, length + node, length + i) for i, node in enumerate(path) if node != i]
-            self._lengths[sequence] = length + len(path)
-        if moves:
-            slots, sources, goals = torch.tensor(moves, device=self._keys[0].device).unbind(1)
+            self._lengths[sequence] += len(path)
+
+    def _move(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:
+        """Row length + path[i] of each slot becomes row length + i."""
+        device = self.layers_keys[0].device
+        if self.by_kernels:
+            from branchwise.target import kernels
+
+            texts, longest = len(paths), max(map(len, paths))
+            nodes = [node for path in paths for node in (*path, *[-1] * (longest - len(path)))]
+            numbers = torch.tensor([*slots, *lengths, *nodes], dtype=torch.int32).to(device, non_blocking=True)
             for tensor in self._tensors.values():
-                tensor[:, slots, :, goals] = tensor[:, slots, :, sources]
+                kernels.keep_rows(
+                    tensor, numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(texts, -1)
+                )
+            return
+        moves = [
+            (slot, length + node, length + i)
+            for slot, length, path in zip(slots, lengths, paths, strict=True)
+            for i, node in enumerate(path)
+            if node != i
+        ]
+        places, sources, goals = torch.tensor(moves, device=device).unbind(1)
+        for tensor in self._tensors.values():
+            tensor[:, places, :, goals] = tensor[:, places, :, sources]
 
     def cut(self, sequence: Sequence, length: int) -> None:
         """Count only the first tokens of a sequence as committed; the rows behind them are free again."""

@@ -15,10 +15,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
@@ -27,11 +30,14 @@ from branchwise.errors import ModelError, UnsupportedModel, UsageError
 from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
-from branchwise.target.attention import Window, attend
+from branchwise.target.attention import Window
+from branchwise.target.fuse import Fusion, same_inputs
+from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
+from branchwise.target.sheet import Sheet, size_for
 from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
-from branchwise.tree import Forest
-from branchwise.verify import Verdict
+from branchwise.tree import Forest, words_for
+from branchwise.verify import Verdict, Verifier
 
 SHORTEST_CONTEXT = 8
 """what the comparison at load needs"""
@@ -56,8 +62,16 @@ class TransformersTarget:
         max_nodes: int = 128,
         prefill_chunk: int = 512,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        kernels: bool | None = None,
+        graphs: bool = True,
+        compile: bool = False,
     ) -> None:
-        """`tokenizer` is for drafters that must know what the tokens mean."""
+        """`tokenizer` is for drafters that must know what the tokens mean.
+
+        `kernels` attends to trees with the kernels of a device, by default where there are some, and `graphs` records
+        such passes; without them the model runs as it does on the host. `compile` fuses what is recorded, which takes a
+        while when a size is first seen.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.name = type(model).__name__
@@ -68,6 +82,7 @@ class TransformersTarget:
         if len({parameter.device for parameter in model.parameters()}) > 1:
             raise UnsupportedModel(f"{self.name} is spread over several devices; load it on one.")
         self.max_nodes = max_nodes
+        self.compile = compile
         self.prefill_chunk = prefill_chunk
         self._forward_parameters = inspect.signature(model.forward).parameters
         configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
@@ -82,12 +97,25 @@ class TransformersTarget:
         if context is not None and context > limit:
             raise UsageError(f"{self.name} has a context of {limit} tokens; {context} cannot be served.")
         self.context = self._fit(context or limit, layout.bytes_per_row(self.dtype) * slots, asked=context is not None)
-        self.store = SlotStore(layout, slots=slots, rows=self.context + max_nodes, dtype=self.dtype, device=self.device)
+        self.kernels = have_kernels(self.device) if kernels is None else kernels
+        self.store = SlotStore(
+            layout,
+            slots=slots,
+            rows=self.context + max_nodes,
+            dtype=self.dtype,
+            device=self.device,
+            by_kernels=self.kernels,
+        )
         self._route.store = self.store
+        self._graphs = Graphs(self.name, self._run_sheet, self.device, capture=graphs) if self.kernels else None
+        self._fusion: Fusion | None = None
+        self._best = 0
         if model not in _known:
             check_against_own_forward(self)
             if slots > 1:  # with one slot nothing was seen of a batch
                 _known[model] = layout
+        if self.kernels:
+            self._fuse()
 
     @property
     def vocabulary(self) -> int:
@@ -122,11 +150,30 @@ class TransformersTarget:
         assert forest.nodes <= self.max_nodes, "a tree is larger than the target allows"
         for sequence in sequences:
             assert self.store.length(sequence) == len(sequence.tokens) - 1, "the cache is out of step with its sequence"
+        if self._graphs is not None and not taps:
+            tokens = forest.tokens if forest.told_tokens is None else forest.told_tokens
+            found = self._replay(sequences, tokens, forest.told_depths, forest.told_seen)
+            return Scored(found.logits, best=found.best)
         current = self.store.begin(sequences, forest.depths, forest_ancestors(forest, self.device))
         hidden: dict[str, Tensor] = {}
         with self._tapped(taps, hidden):
             logits = self._run(forest.tokens, current.lengths[:, None] + forest.depths, self.store)
         return Scored(logits, hidden)
+
+    def captured(self, verifier: Verifier) -> Verifier:
+        """The same verifier, recorded as the passes are."""
+        if self._graphs is None or not self._graphs.captures:
+            return verifier
+        from branchwise.verify.capture import SEEN, Captured
+
+        return Captured(verifier, compile=self.compile, seen=SEEN)  # type: ignore[return-value]
+
+    def room(self, batch: int, nodes: int) -> tuple[int, int]:
+        """For how many trees and nodes a pass is made ready where so many are wanted; the host makes no graphs."""
+        if self._graphs is None:
+            return batch, nodes
+        size = size_for(batch, nodes, nodes)
+        return size.batch, min(size.nodes, self.max_nodes)
 
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
         self.store.keep(sequences, [verdict.path for verdict in verdicts])
@@ -153,6 +200,18 @@ class TransformersTarget:
         finally:
             self._route.probe = self._route.store = None
 
+    def _fuse(self) -> None:
+        """Record further passes in their fused form; what the check above recorded is of no use any more."""
+        assert self._graphs is not None
+        sequence = Sequence([0, 0, 0])
+
+        def one_pass() -> None:
+            self.open(sequence)
+            self.close(sequence)
+
+        self._fusion = Fusion(self.model, self.store, same_inputs(self.model, one_pass), compile=self.compile)
+        self._graphs.forget()
+
     # For a draft model: text that is followed, and trees that grow level by level
 
     def follow(self, sequence: Sequence, tokens: Rows[int], tell: int = 0) -> Tensor:
@@ -171,9 +230,9 @@ class TransformersTarget:
     def sprout(
         self,
         sequences: Rows[Sequence],
-        tokens: Tensor,
-        depths: Tensor,
-        ancestors: Tensor,
+        tokens: NDArray[np.int64],
+        depths: NDArray[np.int64],
+        ancestors: NDArray[np.bool_],
         written: Written | None = None,
     ) -> Tensor:
         """(batch, nodes, vocabulary): what follows new nodes of trees whose other nodes were scored before.
@@ -181,8 +240,53 @@ class TransformersTarget:
         `tokens` and `depths` (batch, nodes) are those of the new nodes; depth 0 stands right behind the committed
         tokens. `ancestors` (batch, nodes, columns) marks for each the rows of its tree that it sees, its own included.
         """
-        current = self.store.begin(sequences, depths, ancestors, written)
-        return self._run(tokens, current.lengths[:, None] + depths, self.store)
+        if self._graphs is not None:
+            return self._replay(sequences, tokens, depths, bits_of(ancestors), written).logits
+        places = torch.from_numpy(depths).to(self.device)
+        current = self.store.begin(sequences, places, torch.from_numpy(ancestors).to(self.device), written)
+        return self._run(torch.from_numpy(tokens).to(self.device), current.lengths[:, None] + places, self.store)
+
+    def _replay(
+        self,
+        sequences: Rows[Sequence],
+        tokens: NDArray[np.int64] | Tensor,
+        depths: NDArray[np.int64],
+        seen: NDArray[np.int32],
+        written: Written | None = None,
+    ) -> Found:
+        """A pass by kernels over nodes (batch, nodes), from its graph where there is one.
+
+        There may be fewer sequences than trees; nothing is kept of the trees behind them.
+        """
+        assert self._graphs is not None
+        batch, nodes = depths.shape
+        texts, before = len(sequences), written.rows if written else [0] * len(sequences)
+        size = size_for(batch, nodes, max(before) + nodes)
+        slots, lengths = self.store.seat(sequences, before, nodes, size.nodes)
+        sheet = self._graphs.sheet(size)
+        sheet.fill(
+            slots,
+            lengths,
+            tokens[:texts],
+            depths[:texts],
+            seen[:texts],
+            written.rows if written else None,
+            written.depths[:texts] if written else None,
+        )
+        logits, best = self._graphs.replay(size)
+        return Found(logits[:batch, :nodes], None if best is None else best[:batch, :nodes])
+
+    def _run_sheet(self, sheet: Sheet) -> Found:
+        self.store.current = sheet
+        with self._fusion() if self._fusion is not None else nullcontext():
+            logits = self._run(sheet.tokens, sheet.positions, self.store)
+        return Found(logits, best_of(logits, self._best) if self._best else None)
+
+    def tell_best(self, count: int) -> None:
+        """From now on passes on a device also say which tokens are best, at least so many."""
+        if self._graphs is not None and count > self._best:
+            self._best = min(count, self.vocabulary)
+            self._graphs.forget()
 
     def _run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> Tensor:
         """One forward pass of the model with our attention; `keep` rows of logits from the end, 0 for all."""
@@ -248,6 +352,31 @@ class TransformersTarget:
         return room
 
 
+def have_kernels(device: torch.device) -> bool:
+    """Whether trees can be attended to without a mask: where there is CUDA, and Triton to make kernels for it."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def best_of(logits: Tensor, count: int) -> Tensor:
+    """(batch, nodes, 2, count) float32: the best tokens of logits (batch, nodes, vocabulary), and their probabilities.
+
+    Tokens are small enough to be exact as float32.
+    """
+    with torch.inference_mode():
+        values, tokens = logits.topk(count, dim=-1)
+        masses = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+        return torch.stack([tokens.float(), masses], dim=2)
+
+
+def bits_of(ancestors: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """(batch, nodes, words) from (batch, nodes, columns): bit j % 32 of word j // 32 is column j."""
+    batch, nodes, columns = ancestors.shape
+    words = words_for(columns)
+    bits = np.zeros((batch, nodes, 4 * words), dtype=np.uint8)
+    bits[..., : -(-columns // 8)] = np.packbits(ancestors, axis=-1, bitorder="little")
+    return bits.view("<i4")
+
+
 def _free_memory(device: torch.device) -> int:
     """Bytes that a store may think of; on the CPU half the machine, since rows cost nothing until they are used."""
     if device.type == "cuda":
@@ -303,7 +432,5 @@ class Route:
             self.probe.see_attention(attention_mask, kwargs)
         assert self.store is not None
         assert self.store.current is not None, "a model was routed here outside a pass"
-        mask, causal = self.store.current.mask(attention_mask.size, query.dtype)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        found = attend(query, key, value, mask, causal=causal, scale=scale, softcap=softcap)
-        return found.transpose(1, 2).contiguous(), None
+        return self.store.current.attend(query, key, value, attention_mask.size, scale, softcap), None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple
 
 import torch
@@ -17,38 +19,58 @@ from torch import Tensor
 
 from branchwise.chance import SeededChance
 from branchwise.laws import ModelLaws
-from branchwise.tree import LOOKED_UP, Draw, Forest
+from branchwise.target.graphs import record
+from branchwise.tree import LOOKED_UP, NODES, Draw, Forest
 from branchwise.verify import Verdicts, Verifier
+from branchwise.verify.match import Match
 
-TABLES = ("tokens", "parents", "depths", *LOOKED_UP)
-"""what a verifier may read of a forest"""
+TABLES = (*NODES, *LOOKED_UP)
+"""what a verifier may read of a forest; one that reads less says so in `reads`"""
+MOST = 64
+"""graphs that are kept, those used last"""
+SEEN = 3
+"""how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
 
 class Captured:
-    """A verifier that is compiled and captured when a shape is first seen, and replayed from then on.
+    """A verifier that is captured when a shape is first seen, compiled before where that is wanted, and replayed from
+    then on.
 
     Its verdicts lie in the graph's own memory: read them before the next call.
     """
 
-    def __init__(self, verifier: Verifier, *, compile: bool = True, warmups: int = 3) -> None:
+    def __init__(self, verifier: Verifier, *, compile: bool = True, seen: int = 1) -> None:
+        """A shape is captured when it comes for the time number `seen`."""
         self.verifier = verifier
         self.name = verifier.name
         self.accepts: frozenset[Draw] = verifier.accepts
         self._compile = compile
-        self._warmups = warmups
-        self._graphs: dict[Any, Recording] = {}
+        self._seen = seen
+        self._times: Counter[Any] = Counter()
+        self._graphs: OrderedDict[Any, Recording] = OrderedDict()
 
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
-        if not laws.capturable or forest.q is None:
+        # Greedy laws are left to `match`, and `match` reads no q.
+        verifier = Match() if laws.greedy else self.verifier
+        drawn = not isinstance(verifier, Match)
+        if not laws.capturable or (drawn and forest.q is None):
             return self.verifier(forest, laws, chance)
-        numbers, key = numbers_of(forest, chance), key_of(forest, laws)
+        reads = tables_of(verifier)
+        numbers, key = numbers_of(forest, chance, reads), key_of(forest, laws, reads)
         if key not in self._graphs:
+            self._times[key] += 1
+            if drawn and self._times[key] < self._seen:
+                return self.verifier(forest, laws, chance)
+            laws.bring()
             rows = forest.room.inner or forest.nodes  # whatever will come
-            q = forest.q.new_zeros(len(forest), rows, forest.q.shape[2])
-            places = Places(packed(numbers), laws.logits.clone(), q)
-            program = as_program(self.verifier, forest, laws)
-            self._graphs[key] = Recording(program, places, self._compile, self._warmups)
-        return Verdicts.written(self._graphs[key](numbers, laws.logits, forest.q))
+            q = forest.q.new_zeros(len(forest), rows, forest.q.shape[2]) if drawn else None  # type: ignore[union-attr]
+            # Logits are not copied: those of a recorded pass come to the same place every time.
+            places = Places(packed(numbers, device=laws.logits.device), laws.logits, q)
+            self._graphs[key] = Recording(as_program(verifier, forest, laws, reads), places, self._compile and drawn)
+            if len(self._graphs) > MOST:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return Verdicts.written(self._graphs[key](numbers, laws.logits, forest.q if drawn else None))
 
     def places(self, forest: Forest, laws: ModelLaws) -> Places:
         """Where the graph that a batch of this shape was captured in reads.
@@ -56,73 +78,81 @@ class Captured:
         Whoever scores the next batch may write its logits there, and whoever drafts it its q (into the first rows): a
         verdict on tensors that begin there copies nothing.
         """
-        return self._graphs[key_of(forest, laws)].places
+        return self._graphs[key_of(forest, laws, tables_of(self.verifier))].places
 
 
-Program = Callable[[Tensor, Tensor, Tensor], Tensor]
+Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws) -> Program:
+def tables_of(verifier: Verifier) -> tuple[str, ...]:
+    reads: tuple[str, ...] = getattr(verifier, "reads", TABLES)
+    return reads
+
+
+def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> Program:
     """A verifier as a function of tensors alone, for all batches of the same shapes."""
-    shapes = shapes_of(forest)
+    shapes = shapes_of(forest, reads)
 
-    def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+    def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
         batch = len(logits)
         seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
         same = copy.copy(forest)
-        same.__dict__.update({name: part.view(shape) for name, part, shape in zip(TABLES, parts, shapes, strict=True)})
-        same.__dict__["q"] = q
+        tables = {name: part.view(shape) for name, part, shape in zip(reads, parts, shapes, strict=True)}
+        if "seen" in tables:
+            tables["seen"] = tables["seen"].int()
+        same.__dict__.update(tables, q=q)
         return verifier(same, laws.over(logits, same), SeededChance(seeds, roots)).rows
 
     return program
 
 
-def key_of(forest: Forest, laws: ModelLaws) -> tuple[Any, ...]:
+def key_of(forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> tuple[Any, ...]:
     """What two batches must agree in for one graph to serve both."""
+    about = shapes_of(forest, reads), laws.logits.shape, laws.logits.dtype, laws.shape
+    if not set(reads) & set(LOOKED_UP):
+        return about
     assert forest.q is not None
-    return (shapes_of(forest), laws.logits.shape, laws.logits.dtype, forest.q.dtype, *forest.widths, laws.shape)
+    return (*about, forest.q.dtype, *forest.widths, frozenset(tree.draw for tree in forest.trees))
 
 
-def shapes_of(forest: Forest) -> tuple[torch.Size, ...]:
-    return tuple(getattr(forest, name).shape for name in TABLES)
+def shapes_of(forest: Forest, reads: Rows[str] = TABLES) -> tuple[torch.Size, ...]:
+    return tuple(forest.told(name).shape for name in reads)
 
 
-def numbers_of(forest: Forest, chance: SeededChance) -> list[Tensor]:
+def numbers_of(forest: Forest, chance: SeededChance, reads: Rows[str] = TABLES) -> list[Tensor]:
     """What a program splits up again: seeds and roots, then the tables."""
-    return [chance.seeds, chance.roots, forest.tokens, forest.parents, forest.depths, forest.numbers]
+    return [*chance.told, *map(forest.told, reads)]
 
 
 class Places(NamedTuple):
     """Where a graph reads its inputs."""
 
     numbers: Tensor
-    """one after the other, so that one launch brings them all"""
+    """one after the other, so that one copy brings them all"""
     logits: Tensor
-    q: Tensor
+    q: Tensor | None
 
 
 class Recording:
     """One captured graph with the places that it reads."""
 
-    def __init__(self, program: Program, places: Places, compile: bool, warmups: int) -> None:
+    def __init__(self, program: Program, places: Places, compile: bool) -> None:
         self.places = places
-        run: Any = trace(program, places)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), torch.no_grad():
-            if compile:
-                run = compiled_or_not(run, places)
-            for _ in range(warmups):
-                run(*places)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph):
-            self._found: Tensor = run(*places)
+        # A graph reads tensors that the program holds, such as temperatures, so the program stays.
+        self._run: Any = compiled_or_not(trace(program, places), places) if compile else program
 
-    def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor) -> Tensor:
+        def once() -> Tensor:
+            with torch.no_grad():
+                found: Tensor = self._run(*places)
+                return found
+
+        self._graph, self._found = record(once, places.logits.device)
+
+    def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor | None) -> Tensor:
         bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
-        rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
-        bring(q[:, :rows], self.places.q[:, :rows])
+        if q is not None and self.places.q is not None:
+            rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
+            bring(q[:, :rows], self.places.q[:, :rows])
         packed(numbers, self.places.numbers)
         self._graph.replay()
         return self._found
@@ -134,9 +164,15 @@ def bring(values: Tensor, place: Tensor) -> None:
         place.copy_(values)
 
 
-def packed(numbers: list[Tensor], place: Tensor | None = None) -> Tensor:
-    """All tables as one flat tensor."""
-    return torch.cat([table.reshape(-1) for table in numbers], out=place)
+def packed(numbers: list[Tensor], place: Tensor | None = None, device: torch.device | None = None) -> Tensor:
+    """All tables as one flat tensor of int64, in its place or on a device; one copy, where all come from the host."""
+    where = place.device if place is not None else device
+    if where is not None and any(table.device.type != "cpu" for table in numbers):
+        numbers = [table.to(where) for table in numbers]
+    flat = torch.cat([table.reshape(-1).long() for table in numbers])
+    if place is None:
+        return flat if device is None else flat.to(device)
+    return place.copy_(flat, non_blocking=True)
 
 
 def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import torch
 
-from branchwise.chance import Chance
+from branchwise.chance import Chance, SeededChance
 from branchwise.laws import Laws, settled
+from branchwise.rows import pack_bits, unpack_bits
 from branchwise.tree import Draw, Forest
 from branchwise.verify import Verdicts
 
@@ -23,7 +24,12 @@ class Match:
     name = "match"
     accepts = frozenset(Draw) - {Draw.FORK}
 
+    reads = ("tokens", "parents", "depths", "seen")
+    """what it looks up in a forest on a device"""
+
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        if not laws.lazy and isinstance(chance, SeededChance):
+            return at_once(forest, laws, chance)
         device = forest.tokens.device
         node = torch.zeros(len(forest), dtype=torch.long, device=device)
         done = torch.zeros(len(forest), dtype=torch.bool, device=device)
@@ -46,6 +52,27 @@ class Match:
         if laws.greedy:
             return laws.best(node)
         return chance.token(laws.rows(node), depth)
+
+
+def at_once(forest: Forest, laws: Laws, chance: SeededChance) -> Verdicts:
+    """The same verdict without a walk: on a device, draw behind every node and see which nodes were foretold.
+
+    A node is accepted where its token, and that of each of its ancestors, is the one drawn behind its parent. Those
+    nodes are a path, and its last one is the deepest.
+    """
+    nodes = torch.arange(forest.nodes, device=forest.device).expand(len(forest), -1)
+    drawn = laws.best(nodes) if laws.greedy else chance.tokens(laws.rows(nodes), forest.depths)
+    foretold = (drawn.gather(1, forest.parents.clamp_min(0)) == forest.tokens) & (forest.parents >= 0)
+    foretold[:, 0] = True
+    missed = pack_bits(~foretold[:, None])  # (batch, 1, words)
+    accepted = ((forest.seen & missed) == 0).all(dim=-1) & foretold
+    # Of twins, which no drafter should propose, the first.
+    rank = forest.depths * forest.nodes + (forest.nodes - 1 - nodes)
+    last = torch.where(accepted, rank, -1).argmax(dim=1, keepdim=True)
+    above = forest.seen.gather(1, last[..., None].expand(-1, -1, forest.seen.shape[2]))
+    path = unpack_bits(above, forest.nodes)[:, 0]
+    paths = torch.full_like(nodes, -1).scatter_reduce(1, forest.depths, torch.where(path, nodes, -1), "amax")
+    return Verdicts(paths, drawn.gather(1, last)[:, 0])
 
 
 Self = TypeVar("Self")

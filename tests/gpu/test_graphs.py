@@ -1,0 +1,152 @@
+"""Recorded passes: the same as those that are not, for any text, and recorded once for a size."""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from branchwise.draft import build_drafter
+from branchwise.engine import Engine, Request
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.target.transformers import TransformersTarget
+from branchwise.testing import RandomDrafter
+from branchwise.tree import Forest
+from branchwise.verify import VERIFIERS, Verdict
+from tests.conformance.architectures import VOCABULARY, build, served
+from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SERVED = served()
+
+
+def scores(target: TransformersTarget, seed: int) -> list[Tensor]:
+    """Four steps of three texts with random trees and random accepted paths."""
+    rng = random.Random(seed)
+    texts = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
+    for text in texts:
+        target.open(text)
+    found = []
+    for _ in range(4):
+        trees = [random_tree(rng, text.root, rng.randint(1, 9)) for text in texts]
+        logits = target.score(texts, Forest(trees, "cuda")).logits
+        found += [logits[row, : len(tree)].clone() for row, tree in enumerate(trees)]
+        paths = [tuple(tree.topology.path(rng.randrange(len(tree)))) for tree in trees]
+        target.commit(texts, [Verdict(path, rng.randrange(VOCABULARY)) for path in paths])
+        for text, tree, path in zip(texts, trees, paths, strict=True):
+            text.tokens += [*tree.tokens[list(path[1:])].tolist(), rng.randrange(VOCABULARY)]
+    for text in texts:
+        target.close(text)
+    return found
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_recorded_pass_finds_what_the_same_kernels_find_one_by_one(family: str) -> None:
+    model = build(SERVED[family], device="cuda")
+    recorded = TransformersTarget(model, slots=3, max_nodes=12)
+    launched = TransformersTarget(model, slots=3, max_nodes=12, graphs=False)
+    for seed in range(2):  # the second time everything is replayed
+        for one, other in zip(scores(recorded, seed), scores(launched, seed), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2-window", "gemma2", "gpt2"])
+def test_a_compiled_pass_scores_as_the_model_does(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(SERVED[family], device="cuda")
+    target = TransformersTarget(model, slots=2, max_nodes=12, compile=True)
+    rng = random.Random(family)
+    texts = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 7)]
+    for text in texts:
+        target.open(text)
+    with caplog.at_level(logging.WARNING):
+        trees = [random_tree(rng, text.root, 7) for text in texts]
+        assert_scores_equal_own_forward(model, target, texts, trees)
+        assert_scores_equal_own_forward(model, target, texts, trees)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("verifier", ["match", "traversal"])
+def test_texts_join_and_leave_without_a_new_recording(temperature: float, verifier: str) -> None:
+    """And each is the text that it would be alone, on the host."""
+    requests = [Request((5, 6, 7 + n), SamplingParams(temperature, seed=n), max_new_tokens=5 + 3 * n) for n in range(9)]
+
+    def drafter() -> object:
+        return RandomDrafter(VOCABULARY, nodes=6) if verifier == "match" else build_drafter("disturbed", "rsd-c:2,2")
+
+    host = TransformersTarget(build(SERVED["llama"]), slots=1)
+    alone = []
+    for request in requests:
+        engine = Engine(host, drafter(), VERIFIERS.build(verifier))  # type: ignore[arg-type]
+        text = engine.submit(request)
+        while engine.busy:
+            engine.step()
+        alone.append(text.token_ids)
+    target = TransformersTarget(build(SERVED["llama"], device="cuda"), slots=4)
+    engine = Engine(target, drafter(), VERIFIERS.build(verifier))  # type: ignore[arg-type]
+    texts = [engine.submit(request) for request in requests]
+    while engine.busy:
+        engine.step()
+    assert [text.token_ids for text in texts] == alone
+    assert target._graphs is not None
+    assert {size.batch for size in target._graphs._ready} <= {1, 2, 4}
+    assert all(recorded.graph is not None for recorded in target._graphs._ready.values())
+
+
+def test_a_model_that_cannot_be_recorded_is_served_without_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(SERVED["llama"], device="cuda")
+    norm = model.model.norm.forward
+
+    def looks(hidden: Tensor) -> Tensor:
+        assert hidden.isfinite().all()  # a look at the device, which no graph can hold
+        return norm(hidden)
+
+    model.model.norm.forward = looks
+    with caplog.at_level(logging.WARNING):
+        target = TransformersTarget(model, slots=3, max_nodes=12)
+        found = scores(target, 0)
+    assert len(caplog.records) == 1
+    assert "cannot be captured" in caplog.text
+    plain = TransformersTarget(build(SERVED["llama"], device="cuda"), slots=3, max_nodes=12, graphs=False)
+    for one, other in zip(found, scores(plain, 0), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_looks_at_the_device_once() -> None:
+    """Whatever waits for the device besides the reading of the verdicts would raise here."""
+    target = TransformersTarget(build(SERVED["llama"], device="cuda"), slots=2)
+    engine = Engine(target, build_drafter("ngram"), VERIFIERS.build("match"))
+    texts = [engine.submit(Request((5, 6, 5, 6, 5, 6), max_new_tokens=40)) for _ in range(2)]
+    for _ in range(6):
+        engine.step()  # sizes are recorded
+    read = []
+
+    def reading(self):  # type: ignore[no-untyped-def]
+        torch.cuda.set_sync_debug_mode("default")
+        read.append(1)
+        try:
+            return own(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    from branchwise.verify import Verdicts
+
+    own = Verdicts.read
+    Verdicts.read = reading  # type: ignore[method-assign]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        for _ in range(3):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        Verdicts.read = own  # type: ignore[method-assign]
+    assert len(read) == 3
+    assert all(len(text.token_ids) > 8 for text in texts)

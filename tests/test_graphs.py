@@ -1,0 +1,221 @@
+"""Passes as a device makes them: sheets, padding and kernels, run here in Triton's interpreter and without a graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from branchwise.chance import SeededChance
+from branchwise.draft import build_drafter
+from branchwise.engine import Engine, Request
+from branchwise.laws import ModelLaws
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
+from branchwise.target.transformers import TransformersTarget, bits_of
+from branchwise.testing import RandomDrafter, ToyTarget
+from branchwise.tree import DraftTree, Forest, Room
+from branchwise.verify import VERIFIERS, Verdict
+from tests.conformance.architectures import VOCABULARY, build, served
+from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+SERVED = served()
+FAMILIES = ("llama", "gemma2", "mistral-narrow", "deepseek-v3")
+"""grouped heads; soft caps with windows; a window shorter than a tree; values narrower than keys"""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str) -> None:
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    model = build(SERVED[family])
+    target = TransformersTarget(model, slots=4, max_nodes=12, kernels=True)
+    rng = random.Random(family)
+    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
+    for sequence in sequences:
+        target.open(sequence)
+    for _ in range(2):
+        trees = [random_tree(rng, sequence.root, rng.randint(2, 9)) for sequence in sequences]
+        assert_scores_equal_own_forward(model, target, sequences, trees)
+        paths = [tuple(tree.topology.path(len(tree) - 1)) for tree in trees]
+        target.commit(sequences, [Verdict(path, 7) for path in paths])
+        for sequence, tree, path in zip(sequences, trees, paths, strict=True):
+            sequence.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
+    target.close(sequences.pop(0))
+    trees = [random_tree(rng, sequence.root, 5) for sequence in sequences]
+    assert_scores_equal_own_forward(model, target, sequences, trees)
+
+
+def test_trees_without_a_text_change_nothing_for_the_others() -> None:
+    """A sheet has room for more: neither what fills it up nor the slots that it does not name may be touched."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    target = TransformersTarget(build(SERVED["llama"]), slots=3, max_nodes=16, kernels=True)
+    texts = [Sequence([5, 6, 7]), Sequence([9, 8, 7, 6])]
+    for text in texts:
+        target.open(text)
+    tree = DraftTree(torch.tensor([7, 1, 2, 3]), (-1, 0, 0, 1))
+    alone = target.score(texts[:1], Forest([tree])).logits[0, :4].clone()
+    others = [tensor[:, 1:].clone() for tensor in target.store._tensors.values()]
+    batch, nodes = target.room(1, 5)
+    forest = Forest([tree] * 3, room=Room(nodes=nodes))
+    assert (batch, nodes) == (1, 8)
+    together = target.score(texts[:1], forest).logits
+    assert together.shape[:2] == (3, 8)
+    torch.testing.assert_close(together[0, :4], alone, rtol=1e-5, atol=1e-5)
+    for tensor, before in zip(target.store._tensors.values(), others, strict=True):
+        assert torch.equal(tensor[:, 1:], before)
+
+
+def test_a_tree_at_the_end_of_its_slot_is_scored_although_its_padding_has_no_rows() -> None:
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    model = build(SERVED["llama"])
+    target = TransformersTarget(model, slots=2, context=16, max_nodes=5, kernels=True)
+    text = Sequence(list(range(3, 19)))
+    target.open(text)
+    assert_scores_equal_own_forward(model, target, [text], [DraftTree.chain([text.root, 4, 5, 6, 7])])
+
+
+def test_drafting_with_a_model_by_kernels_writes_the_same_texts() -> None:
+    """Levels of growing trees, texts that are caught up with, and the words of rows that earlier levels wrote."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    config = SERVED["llama"].__class__(
+        **SERVED["llama"].to_dict() | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    )
+    model = build(config)
+
+    def write(kernels: bool) -> list[list[int]]:
+        from branchwise.draft.model import ModelDrafter
+        from branchwise.draft.topk import TopK
+        from branchwise.draft.weights import Weights
+
+        target = TransformersTarget(model, slots=2, context=64, kernels=kernels)
+        blurred = build(config)
+        for parameter in blurred.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+        drafter = ModelDrafter(Weights("draft", blurred, None), tree=TopK(5, depth=3, width=2))
+        engine = Engine(target, drafter, VERIFIERS.build("match"))
+        assert (drafter._following.slots._graphs is not None) == kernels
+        asked = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in ((5, 6, 7), (9, 4))]
+        while engine.busy:
+            engine.step()
+        assert 0 < sum(one.stats.accepted_tokens for one in asked) < sum(one.stats.drafted_tokens for one in asked)
+        return [one.token_ids for one in asked]
+
+    assert write(True) == write(False)
+
+
+def test_sizes_are_few_and_hold_what_is_asked() -> None:
+    for batch in range(1, 130):
+        for nodes in (1, 3, 17, 64, 65, 128, 129, 500):
+            size = size_for(batch, nodes, nodes + 40)
+            assert size.batch >= batch
+            assert size.nodes >= nodes
+            assert size.words * 32 >= nodes + 40
+            assert size == size_for(*size[:2], size.words * 32)
+    assert fitting(3, NODES) == 4
+    assert fitting(129, NODES) == 256
+    assert fitting(65, BATCHES) == 128
+
+
+def test_bits_are_those_of_the_ancestors() -> None:
+    rng = random.Random(0)
+    for nodes in (1, 31, 32, 33, 70):
+        tree = random_tree(rng, 1, nodes)
+        ancestors = tree.topology.ancestors.numpy()[None]
+        assert np.array_equal(bits_of(ancestors)[0], tree.topology.bits)
+        found = np.unpackbits(tree.topology.bits.view(np.uint8), axis=-1, bitorder="little")
+        assert np.array_equal(found[:, :nodes].astype(bool), ancestors[0])
+        assert not found[:, nodes:].any()
+
+
+def test_a_sheet_forgets_what_it_was_told_before() -> None:
+    sheet = Sheet(Size(2, 4, 1), torch.device("cpu"))
+    whole = np.array([[0, 1, 2, 3]] * 2)
+    sheet.fill([3, 1], [10, 20], whole + 5, whole, np.full((2, 4, 1), 15, dtype=np.int32))
+    sheet.fill([2], [7], np.array([[9, 8]]), np.array([[0, 1]]), np.array([[[1], [3]]], dtype=np.int32))
+    assert sheet.slots.tolist() == [2, -1]
+    assert sheet.lengths.tolist() == sheet.starts.tolist() == [7, 0]
+    assert sheet.tokens.tolist() == [[9, 8, 0, 0], [0, 0, 0, 0]]
+    assert sheet.positions[0, :2].tolist() == [7, 8]
+    assert sheet.seen[..., 0].tolist() == [[1, 3, 0, 0], [0, 0, 0, 0]]
+
+
+def foretelling(rng: random.Random) -> DraftTree:
+    """A random tree whose siblings differ; small tokens are many, so that it is often right."""
+    shape = random_tree(rng, 1, rng.randint(1, 40)).topology
+    tokens = [1] * len(shape)
+    for below in shape.children:
+        for rank, child in enumerate(below):
+            tokens[child] = rank
+    return DraftTree(torch.tensor(tokens), shape.parents)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_without_a_walk_match_says_the_same(temperature: float) -> None:
+    """On a device all nodes are drawn behind at once; on the host the walk draws behind those it comes to."""
+    rng = random.Random(4)
+    accepted = 0
+    for case in range(60):
+        trees = [foretelling(rng) for _ in range(3)]
+        texts = [Sequence([1] * (4 + row), SamplingParams(temperature, seed=case + row)) for row in range(3)]
+        forest = Forest(trees, room=Room(nodes=rng.choice([0, 48])))
+        logits = torch.randn(3, forest.nodes, 6, generator=torch.Generator().manual_seed(case)) * 2
+        laws = ModelLaws(logits - torch.arange(6), forest, texts)
+        found = []
+        for lazy in (True, False):
+            laws.lazy = lazy
+            chance = SeededChance(torch.tensor([text.seed for text in texts]), torch.tensor([3, 4, 5]))
+            found.append(VERIFIERS.build("match")(forest, laws, chance).read())
+        assert found[0] == found[1]
+        accepted += sum(len(verdict.path) - 1 for verdict in found[0])
+    assert accepted > 100
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-window", "gpt2"])
+def test_a_fused_pass_scores_as_the_model_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacked maps with and without biases, and layers run by the trace of the first of their kind."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    ran = []
+
+    def as_it_is(graph: torch.fx.GraphModule) -> Callable[..., object]:
+        def run(*inputs: object) -> object:
+            ran.append(graph)
+            return graph(*inputs)
+
+        return run
+
+    monkeypatch.setattr("branchwise.target.fuse.compiled", as_it_is)
+    model = build(SERVED[family])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    target = TransformersTarget(model, slots=1, max_nodes=8, kernels=True, compile=True)
+    text = Sequence([5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
+    target.open(text)
+    assert_scores_equal_own_forward(model, target, [text], [DraftTree(torch.tensor([14, 1, 2, 3]), (-1, 0, 0, 1))])
+    assert len(ran) >= 6, "three layers, checked and used"
+    assert len(set(map(id, ran))) == (2 if family == "qwen2-window" else 1), "one trace for every kind of layer"
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("verifier", ["match", "rrs"])
+def test_padding_of_a_batch_changes_no_text(verifier: str) -> None:
+    def write(padded: bool) -> list[list[int]]:
+        target = ToyTarget(8, padded=padded)
+        drafter = RandomDrafter(8, nodes=6) if verifier == "match" else build_drafter("disturbed", tree="rsd-c:2,2")
+        engine = Engine(target, drafter, VERIFIERS.build(verifier))
+        requests = [
+            Request((1, 2, 3 + n), SamplingParams(temperature=n % 2, seed=n), max_new_tokens=6 + n) for n in range(5)
+        ]
+        asked = [engine.submit(request) for request in requests]
+        while engine.busy:
+            engine.step()
+        return [one.token_ids for one in asked]
+
+    assert write(True) == write(False)
