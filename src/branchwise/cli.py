@@ -17,11 +17,12 @@ from branchwise.bench.commands import bench, report
 from branchwise.bench.methods_command import methods
 from branchwise.bench.tree_command import app as tree_app
 from branchwise.bench.tune_command import tune
-from branchwise.errors import BranchwiseError, LossyWarning, UsageError
+from branchwise.errors import BranchwiseError, LossyWarning, ModelError, UsageError
 from branchwise.index.commands import app as index
 from branchwise.models import DEFAULT_MODEL
 from branchwise.options import (
     AsJson,
+    Compile,
     Device,
     DraftModel,
     Dtype,
@@ -114,6 +115,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    compile: Compile = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
     show_draft: ShowDraft = False,
@@ -127,10 +129,12 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, raw=raw
     )
     chosen = _choose(method, draft_model, index, draft, tree, verify)
-    llm = _load(model, chosen, state, dtype, device, threads, trust_remote_code)
+    llm = _load(model, chosen, state, dtype, device, threads, compile, trust_remote_code)
     with _keeping_state(llm):
         if as_json:
-            print(json.dumps(_as_json(llm.generate(text, **options))))
+            completion = llm.generate(text, **options)
+            print(json.dumps(_as_json(completion)))
+            _refuse_half(completion)
             return
         console = _console()
         _summarise(write(console, llm, text, options, show_draft), show_draft)
@@ -155,13 +159,14 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    compile: Compile = False,
     trust_remote_code: TrustRemoteCode = False,
     show_draft: ShowDraft = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     options = _options(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     chosen = _choose(method, draft_model, index, draft, tree, verify)
-    llm = _load(model, chosen, state, dtype, device, threads, trust_remote_code)
+    llm = _load(model, chosen, state, dtype, device, threads, compile, trust_remote_code)
     if not llm.tokenizer.chat_template:
         raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
     console = _console()
@@ -370,6 +375,7 @@ def _load(
     dtype: str,
     device: str,
     threads: int | None,
+    compile: bool,
     trust_remote_code: bool,
 ) -> LLM:
     from branchwise.llm import load
@@ -381,6 +387,7 @@ def _load(
         dtype=dtype,
         device=device,
         threads=threads,
+        compile=compile,
         max_batch=1,
         trust_remote_code=trust_remote_code,
     )
@@ -428,6 +435,7 @@ def show_pieces(console: Console, pieces: list[Piece], show_draft: bool) -> None
 
 def _summarise(completion: Completion, show_draft: bool) -> None:
     """A line of numbers for people; nothing where standard error is read by a program."""
+    _refuse_half(completion)
     if not sys.stderr.isatty():
         return
     from rich.console import Console
@@ -441,11 +449,17 @@ def _summarise(completion: Completion, show_draft: bool) -> None:
     )
 
 
+def _refuse_half(completion: Completion) -> None:
+    if completion.error is not None:
+        raise ModelError(completion.error)
+
+
 def _as_json(completion: Completion) -> dict[str, Any]:
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "prompt_tokens": completion.prompt_tokens,
         "finish_reason": completion.finish_reason,
+        "error": completion.error,
         "stats": completion.stats.as_dict(),
     }

@@ -66,13 +66,15 @@ class Completion:
     logprobs: list[float] | None
     """log-probability of each token under the unwarped model, where it was asked for"""
     finish_reason: str
-    """"stop", "length" or "cancelled\""""
+    """"stop", "length", "cancelled" or "error\""""
     stats: Stats
     prompt_tokens: int
     seed: int
     """what to give as `seed` to get the same text again"""
     pieces: list[Piece]
     """the same tokens one by one, with their origin"""
+    error: str | None = None
+    """why the text ends too early, where it does"""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def load(
     threads: int | None = None,
     context: int | None = None,
     max_batch: int = 8,
+    compile: bool = False,
     trust_remote_code: bool = False,
     progress: bool | None = None,
 ) -> LLM:
@@ -110,8 +113,9 @@ def load(
 
     These are a `method` by name, with the model that drafts for it and the index it retrieves from, or `draft`, `tree`
     and `verify` one by one; without any of them it is the method `default`. `context` limits the tokens of a
-    sequence (the model's own limit by default); `max_batch` is how many sequences run together, more wait their turn. A
-    method that changes the law warns (`LossyWarning`).
+    sequence (the model's own limit by default); `max_batch` is how many sequences run together, more wait their turn.
+    `compile` fuses the passes that a GPU records, which takes seconds for every new size of a step. A method that
+    changes the law warns (`LossyWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
@@ -141,7 +145,7 @@ def load(
     # Importing transformers takes seconds; whoever misspelt a name above should not wait for it.
     from branchwise.target.transformers import TransformersTarget
 
-    target = TransformersTarget(weights, slots=max_batch, context=context, tokenizer=tokenizer)
+    target = TransformersTarget(weights, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
     engine = Engine(target, drafter, verifier)
     if state is not None:
         load_state(drafter, state, target)
@@ -309,6 +313,7 @@ class LLM:
             prompt_tokens=generation.sequence.prompt_length,
             seed=generation.sequence.seed,
             pieces=generation.pieces,
+            error=generation.error,
         )
 
 

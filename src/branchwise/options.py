@@ -24,6 +24,9 @@ TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens 
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="On a GPU, fuse what is recorded: faster, after seconds for every new size.")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that a model repository brings along.")
 ]

@@ -12,6 +12,7 @@ import typer
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
 from branchwise.options import (
+    Compile,
     Device,
     DraftModel,
     Dtype,
@@ -100,6 +101,7 @@ def bench(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    compile: Compile = False,
     trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path, typer.Option(help="Records, one JSON line per request. The same command goes on.")] = Path(
         "bench.jsonl"
@@ -183,7 +185,7 @@ def bench(
     }
     with Ledger(out) as ledger:
         llm, contestants = enter(
-            model, chosen, split_specs(peers), batch, context, dtype, device, threads, trust_remote_code,
+            model, chosen, split_specs(peers), batch, context, dtype, device, threads, compile, trust_remote_code,
             None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9),
         )  # fmt: skip
         kept = fitting(items, llm, max_new_tokens)
@@ -293,6 +295,7 @@ def enter(
     dtype: str,
     device: str,
     threads: int | None,
+    compile: bool,
     trust_remote_code: bool,
     most: Any,
 ) -> tuple[LLM, list[Contestant]]:
@@ -308,6 +311,7 @@ def enter(
         dtype=dtype,
         device=device,
         threads=threads,
+        compile=compile,
         context=context,
         max_batch=batch,
         trust_remote_code=trust_remote_code,

@@ -16,7 +16,7 @@ import typer
 from branchwise.bench.own import CODE, FREE, SPELLING
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
-from branchwise.options import AsJson, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
+from branchwise.options import AsJson, Compile, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
 from branchwise.plots import check_plot, pyplot, save
 from branchwise.progress import showing
 from branchwise.registry import split_specs
@@ -37,6 +37,7 @@ def tune(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    compile: Compile = False,
     batch: Annotated[int, typer.Option(help="Sequences in a pass.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the tree.")] = 512,
     nodes: Annotated[
@@ -86,6 +87,7 @@ def tune(
         dtype=dtype,
         device=device,
         threads=threads,
+        compile=compile,
         max_batch=batch,
         trust_remote_code=trust_remote_code,
     )

@@ -1,0 +1,193 @@
+"""What a step costs on a GPU, and how far that is from what the memory allows.
+
+A pass reads every weight once, so bytes over bandwidth is its floor. Here: that floor, with the bandwidth measured in
+the same run; passes over 1 to 128 nodes behind contexts of 1k to 16k tokens; batches of up to 64 texts; and everything
+that a step does besides its pass. Passes are timed in turn, one size after the other, round by round.
+
+    python benchmarks/gpu.py --model smollm2
+    python benchmarks/gpu.py --shape llama-8b        # random weights: step costs alone, labelled so
+
+`branchwise bench --device cuda` plays whole texts against transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import interval, progress, provenance
+
+from branchwise.draft.weights import bytes_read
+from branchwise.models import load_model
+from branchwise.sequence import Sequence
+from branchwise.target.transformers import TransformersTarget
+from branchwise.tree import DraftTree, Forest, Room
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    },
+    "llama-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+    },
+}
+NODES = (1, 8, 16, 32, 64, 128)
+
+
+def main() -> None:
+    arguments = parse()
+    device = torch.device("cuda")
+    model = (
+        random_model(arguments.shape)
+        if arguments.shape
+        else load_model(arguments.model, dtype=torch.bfloat16, device="cuda")[0]
+    )
+    about = {"model": arguments.shape or arguments.model, "weights": "random" if arguments.shape else "real"}
+    run = {**provenance(device, arguments), "dtype": "bfloat16"}
+    run["arguments"].pop("out", None)
+    bandwidth = measured_bandwidth()
+    records = [
+        {"kind": "floor", "bytes": bytes_read(model), "bandwidth": bandwidth, "seconds": bytes_read(model) / bandwidth}
+    ]
+    for mode in arguments.modes:
+        target = TransformersTarget(
+            model,
+            slots=max(arguments.batches),
+            context=max(arguments.contexts),
+            kernels=mode != "eager",
+            compile=mode == "compiled",
+        )
+        records += [{**record, "mode": mode} for record in passes(target, arguments)]
+        del target
+        torch.cuda.empty_cache()
+    path = arguments.out
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({**about, **record, "run": run}) + "\n" for record in records))
+    print(f"{len(records)} records in {path}")
+    summarise(records)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a model with real weights")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape in its place")
+    parser.add_argument("--modes", nargs="*", default=["graph", "compiled"], choices=["eager", "graph", "compiled"])
+    parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 4096, 16384])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64])
+    parser.add_argument("--rounds", type=int, default=20, help="timed passes of each size")
+    parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "gpu.jsonl")
+    return parser.parse_args()
+
+
+def random_model(shape: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def measured_bandwidth() -> float:
+    """Bytes a second of a long copy, read and written counted."""
+    source = torch.zeros(1 << 30, dtype=torch.int32, device="cuda")
+    goal = torch.empty_like(source)
+    times = [device_seconds(lambda: goal.copy_(source), 5) for _ in range(5)]
+    return 2 * source.numel() * 4 / statistics.median(times)
+
+
+def device_seconds(call: Callable[[], Any], times: int) -> float:
+    """Seconds of the device for one of several calls in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
+
+
+def passes(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Passes of every size behind the first context, of the largest behind longer ones, and of batches."""
+    wanted = [(context, 1, nodes) for context in arguments.contexts for nodes in arguments.nodes]
+    wanted += [(arguments.contexts[0], batch, nodes) for batch in arguments.batches if batch > 1 for nodes in (1, 16)]
+    rng = random.Random(0)
+    for context, batch in dict.fromkeys((context, batch) for context, batch, _ in wanted):
+        texts = [Sequence([rng.randrange(1000, 20000) for _ in range(context - 200)])]
+        target.open(texts[0])
+        for _ in range(batch - 1):
+            texts.append(Sequence(list(texts[0].tokens)))
+            target.fork(texts[0], texts[-1])
+        sizes = [nodes for one, many, nodes in wanted if (one, many) == (context, batch)]
+        forests = {nodes: Forest([tree(nodes, rng) for _ in texts], "cuda", Room(nodes=nodes)) for nodes in sizes}
+        for turn in range(-3, arguments.rounds):
+            for nodes, forest in forests.items():
+                progress(f"context {context}, {batch} texts, {nodes} nodes, round {turn + 1}")
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                target.score(texts, forest)
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
+                device = device_seconds(lambda: target.score(texts, forest), 3)  # noqa: B023
+                if turn >= 0:
+                    yield {
+                        "kind": "pass",
+                        "context": context,
+                        "batch": batch,
+                        "nodes": nodes,
+                        "turn": turn,
+                        "call": seconds,
+                        "seconds": device,
+                    }
+        for text in texts:
+            target.close(text)
+
+
+def tree(nodes: int, rng: random.Random) -> DraftTree:
+    """Half a chain, half branches: the shape of a pass does not depend on what it is told."""
+    parents = [-1]
+    for node in range(1, nodes):
+        parents.append(max(parents[-1], node - 1 - rng.randrange(3), 0))
+    return DraftTree(torch.tensor([rng.randrange(1000, 20000) for _ in parents]), tuple(parents))
+
+
+def summarise(records: list[dict[str, Any]]) -> None:
+    floor = next(record for record in records if record["kind"] == "floor")
+    print(
+        f"floor {1e3 * floor['seconds']:.3f} ms: {floor['bytes'] / 1e9:.2f} GB at {floor['bandwidth'] / 1e12:.2f} TB/s"
+    )
+    found = [record for record in records if record["kind"] == "pass"]
+    for key in dict.fromkeys((r["mode"], r["context"], r["batch"], r["nodes"]) for r in found):
+        these = [r for r in found if (r["mode"], r["context"], r["batch"], r["nodes"]) == key]
+        mode, context, batch, nodes = key
+        device, call = (interval([1e3 * r[field] for r in these]) for field in ("seconds", "call"))
+        print(f"{mode}, context {context}, {batch} texts, {nodes} nodes: {device} ms, as a call {call} ms")
+
+
+if __name__ == "__main__":
+    main()
