@@ -22,7 +22,7 @@ from branchwise.laws import ModelLaws
 from branchwise.target.graphs import record
 from branchwise.tree import LOOKED_UP, NODES, Draw, Forest
 from branchwise.verify import Verdicts, Verifier
-from branchwise.verify.match import Match
+from branchwise.verify.match import Match, leaves_greedy_laws
 
 TABLES = (*NODES, *LOOKED_UP)
 """what a verifier may read of a forest; one that reads less says so in `reads`"""
@@ -50,8 +50,8 @@ class Captured:
         self._graphs: OrderedDict[Any, Recording] = OrderedDict()
 
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
-        # Greedy laws are left to `match`, and `match` reads no q.
-        verifier = Match() if laws.greedy else self.verifier
+        # `match` reads no q, and nearly all rules leave greedy laws to it.
+        verifier = Match() if laws.greedy and leaves_greedy_laws(self.verifier) else self.verifier
         drawn = not isinstance(verifier, Match)
         if not laws.capturable or (drawn and forest.q is None):
             return self.verifier(forest, laws, chance)

@@ -17,7 +17,7 @@ from branchwise.chance import Chance, SeededChance
 from branchwise.laws import Laws, settled
 from branchwise.rows import pack_bits, unpack_bits
 from branchwise.tree import Draw, Forest
-from branchwise.verify import Verdicts
+from branchwise.verify import Verdicts, Verifier
 
 
 class Match:
@@ -91,4 +91,10 @@ def or_match(rule: Rule[Self]) -> Rule[Self]:
             return Verdicts(root[:, None], chance.pick(laws.rows(root)))
         return rule(self, forest, laws, chance)
 
+    verify.leaves_greedy_laws = True  # type: ignore[attr-defined]
     return verify
+
+
+def leaves_greedy_laws(verifier: Verifier) -> bool:
+    """Whether it judges greedy laws as `match` does; lossy rules need not."""
+    return isinstance(verifier, Match) or hasattr(type(verifier).__call__, "leaves_greedy_laws")
