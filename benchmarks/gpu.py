@@ -24,11 +24,16 @@ from typing import Any
 import torch
 from measure import interval, progress, provenance
 
+from branchwise.draft import build_drafter
 from branchwise.draft.weights import bytes_read
+from branchwise.engine import Engine, Request
+from branchwise.methods import PRESETS
 from branchwise.models import load_model
+from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.transformers import TransformersTarget
 from branchwise.tree import DraftTree, Forest, Room
+from branchwise.verify import VERIFIERS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": {
@@ -52,6 +57,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 NODES = (1, 8, 16, 32, 64, 128)
+STEPS = {
+    "none": ("none", None, "match", 0.0),
+    "default": (PRESETS["default"].draft, PRESETS["default"].tree, "match", 0.0),
+    "ranks": ("recycle", "ranks:recycling-80", "match", 0.0),
+    "block": ("recycle", "chain:6", "block", 1.0),
+    "cascade": ("recycle", "paths:4x6", "cascade", 1.0),
+}
+"""drafter, tree, verifier and temperature of whole steps"""
+PROMPT, TEXT = 600, 200
 
 
 def main() -> None:
@@ -78,6 +92,7 @@ def main() -> None:
             compile=mode == "compiled",
         )
         records += [{**record, "mode": mode} for record in passes(target, arguments)]
+        records += [{**record, "mode": mode} for record in steps(target)]
         del target
         torch.cuda.empty_cache()
     path = arguments.out
@@ -168,6 +183,28 @@ def passes(target: TransformersTarget, arguments: argparse.Namespace) -> Iterato
             target.close(text)
 
 
+def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
+    """Whole steps of the engine on one text, and how much of each is the pass; a first text is not counted."""
+    rng = random.Random(1)
+    words = [rng.randrange(1000, 20000) for _ in range(40)]
+    prompt = tuple(rng.choice(words) for _ in range(PROMPT))
+    for name, (draft, shape, verifier, temperature) in STEPS.items():
+        engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))
+        for warm in (False, True):
+            text = engine.submit(Request(prompt, SamplingParams(temperature, seed=1), max_new_tokens=TEXT))
+            while engine.busy:
+                progress(f"steps of {name}: {len(text.token_ids)} tokens")
+                before = dict(text.stats.seconds)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                engine.step()
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
+                phases = {phase: spent - before[phase] for phase, spent in text.stats.seconds.items()}
+                if warm and len(text.pieces) > 1:
+                    yield {"kind": "step", "method": name, "step": text.stats.steps, "seconds": seconds, **phases}
+
+
 def tree(nodes: int, rng: random.Random) -> DraftTree:
     """Half a chain, half branches: the shape of a pass does not depend on what it is told."""
     parents = [-1]
@@ -187,6 +224,11 @@ def summarise(records: list[dict[str, Any]]) -> None:
         mode, context, batch, nodes = key
         device, call = (interval([1e3 * r[field] for r in these]) for field in ("seconds", "call"))
         print(f"{mode}, context {context}, {batch} texts, {nodes} nodes: {device} ms, as a call {call} ms")
+    found = [record for record in records if record["kind"] == "step"]
+    for mode, method in dict.fromkeys((r["mode"], r["method"]) for r in found):
+        these = [r for r in found if (r["mode"], r["method"]) == (mode, method)]
+        whole, outside = ([1e3 * (r["seconds"] - less * r["score"]) for r in these] for less in (0, 1))
+        print(f"{mode}, a step of {method}: {interval(whole)} ms, {interval(outside)} of it outside the pass")
 
 
 if __name__ == "__main__":

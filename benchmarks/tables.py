@@ -22,6 +22,7 @@ import memories
 import verifiers
 from rich.console import Console
 
+import gpu
 from branchwise.bench.records import read
 from branchwise.bench.summary import Row, summarise, table
 from branchwise.methods import table as table_of_methods
@@ -37,6 +38,7 @@ SCRIPTS = {
     "verifiers": verifiers,
     "drafting-overhead": drafting,
     "memories": memories,
+    "gpu": gpu,
 }
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}

@@ -308,9 +308,21 @@ def test_a_tiling_fills_the_device_and_no_more(
     tiles = batch * heads * -(-rows // found.rows)
     assert found.rows in (16, 32, 64, 128)
     assert found.rows < 2 * rows or found.rows == 16  # a tile is not mostly padding
-    assert tiles * found.splits >= 132
+    assert tiles * found.splits > 66
     assert found.splits == 1 or tiles * found.splits <= 132
     assert found.stages * found.keys * 2 * width * size + found.rows * (width + found.keys) * size < 227 * 1024
+
+
+@interpreted
+@pytest.mark.parametrize("shared", [65_536, 101_376])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("rows", [4, 64, 512])
+def test_a_tiling_fits_a_smaller_device(rows: int, width: int, shared: int) -> None:
+    """Wide heads with large trees would stop in the middle of a text: loading tries small trees alone."""
+    found = kernels.tiling(batch=1, heads=8, rows=rows, keys=4000, width=width, size=2, shared=shared)
+    blocks = 2 * (found.stages - 1) * found.keys * width
+    assert 2 * (found.rows * width + blocks + found.rows * found.keys) <= shared
+    assert min(found.rows, found.keys) >= 16
 
 
 @interpreted

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -15,11 +17,13 @@ from branchwise.engine import Engine, Request
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
+from branchwise.target.fuse import Group, joined
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
 from branchwise.target.transformers import TransformersTarget, bits_of
 from branchwise.testing import RandomDrafter, ToyTarget
 from branchwise.tree import DraftTree, Forest, Room
 from branchwise.verify import VERIFIERS, Verdict
+from branchwise.verify.capture import bring
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
 
@@ -99,7 +103,7 @@ def test_drafting_with_a_model_by_kernels_writes_the_same_texts() -> None:
             parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
         drafter = ModelDrafter(Weights("draft", blurred, None), tree=TopK(5, depth=3, width=2))
         engine = Engine(target, drafter, VERIFIERS.build("match"))
-        assert (drafter._following.slots._graphs is not None) == kernels
+        assert (drafter.weights._idle[0][1]._graphs is not None) == kernels
         asked = [engine.submit(Request(prompt, max_new_tokens=6)) for prompt in ((5, 6, 7), (9, 4))]
         while engine.busy:
             engine.step()
@@ -176,7 +180,7 @@ def test_without_a_walk_match_says_the_same(temperature: float) -> None:
     assert accepted > 100
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-window", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-window", "gpt2", "smollm3"])
 def test_a_fused_pass_scores_as_the_model_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacked maps with and without biases, and layers run by the trace of the first of their kind."""
     pytest.importorskip("triton", reason="needs Triton's interpreter")
@@ -197,11 +201,56 @@ def test_a_fused_pass_scores_as_the_model_does(family: str, monkeypatch: pytest.
     target.open(text)
     assert_scores_equal_own_forward(model, target, [text], [DraftTree(torch.tensor([14, 1, 2, 3]), (-1, 0, 0, 1))])
     assert len(ran) >= 6, "three layers, checked and used"
-    assert len(set(map(id, ran))) == (2 if family == "qwen2-window" else 1), "one trace for every kind of layer"
+    # Windows make two kinds of layers, and so do those that know no positions.
+    assert len(set(map(id, ran))) == (2 if family in ("qwen2-window", "smollm3") else 1), "one trace for every kind"
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_weights_that_are_replaced_are_stacked_anew() -> None:
+    """A model that went to another device and back has weights of its own again, and may have been trained."""
+    maps = [torch.nn.Linear(4, size, bias=bias) for size, bias in ((3, True), (2, True))]
+    group, given = Group(maps), torch.randn(5, 4)
+    for _ in range(2):
+        expected = [one(given) for one in maps]
+        with joined([group]):
+            found = [one(given) for one in maps]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        assert group.weight is not None
+        assert maps[1].weight.data_ptr() == group.weight[3:].data_ptr()
+        maps[1].weight.data = torch.randn(2, 4)
+    with joined([group]):
+        maps[0](given)
+        torch.testing.assert_close(
+            maps[1](other_given := torch.randn(1, 4)), other_given @ maps[1].weight.T + maps[1].bias
+        )
+    assert not any("forward" in one.__dict__ for one in maps)
+
+
+def test_a_target_goes_when_nobody_holds_it() -> None:
+    """Its slots are most of a device's memory: they must not wait for a collector."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    target = TransformersTarget(build(SERVED["llama"]), slots=1, max_nodes=8, kernels=True)
+    Engine(target, build_drafter("none"), VERIFIERS.build("match"))
+    gone = weakref.ref(target)
+    gc.disable()
+    try:
+        del target
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_logits_are_brought_to_where_a_pass_once_wrote_them() -> None:
+    """A pass that is recorded again writes elsewhere; the place of a recorded verdict is what the first one wrote."""
+    with torch.inference_mode():
+        place = torch.zeros(2, 3)
+    values = torch.ones(2, 3)
+    bring(values, place)
+    assert torch.equal(place, values)
 
 
 @pytest.mark.parametrize("verifier", ["match", "rrs"])

@@ -38,8 +38,8 @@ def random_rows(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (length,)).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram:max=2,min=1"])
-def test_greedy_output_equals_generate(model: PreTrainedModel, drafter: str) -> None:
+@pytest.mark.parametrize("drafter", ["none", "ngram:max=2,min=1", None])
+def test_greedy_output_equals_generate(model: PreTrainedModel, drafter: str | None) -> None:
     given = inputs(random_rows([9]))
     own = model.generate(**given, max_new_tokens=24, do_sample=False)
     ours = model.generate(

@@ -24,6 +24,7 @@ from branchwise.draft.weights import Weights, bytes_read
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, ModelError
 from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
 from branchwise.target.transformers import TransformersTarget
 from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
@@ -145,15 +146,48 @@ def test_a_level_is_one_pass_for_all_texts() -> None:
 def test_what_it_knows_of_a_text_goes_with_the_text() -> None:
     drafter = ModelDrafter(weights(), tree=Paths("1x3"))
     run(drafter, "block", SamplingParams(temperature=1.0, seed=1))
-    assert drafter._following.slots.free_slots == 3
+    [(_, slots)] = drafter.weights._idle
+    assert slots.free_slots == 3
     assert not drafter._following._texts
+
+
+def test_drafters_that_take_turns_share_slots_and_others_do_not() -> None:
+    """What a device records in slots would be recorded again for every drafter of a contest."""
+    shared, here = weights(), target()
+    first, second = (Engine(here, ModelDrafter(shared, tree=Paths("1x3")), VERIFIERS.build("block")) for _ in range(2))
+    [(_, slots)] = shared._idle
+    text = first.submit(Request(PROMPTS[0], max_new_tokens=9))
+    first.step()
+    assert first.drafter._following.slots is slots  # type: ignore[attr-defined]
+    assert not shared._idle
+    other = second.submit(Request(PROMPTS[1], max_new_tokens=9))
+    second.step()
+    assert second.drafter._following.slots is not slots  # type: ignore[attr-defined]
+    while not (text.finished and other.finished):
+        first.step()
+        second.step()
+    assert len(shared._idle) == 2
+    second.submit(Request(PROMPTS[2], max_new_tokens=9))
+    second.step()
+    assert second.drafter._following.slots is slots  # type: ignore[attr-defined]
+
+
+def test_rooms_of_other_sizes_do_not_pile_up() -> None:
+    shared = weights()
+    for context in range(30, 45):
+        shared.give_back(shared.borrow(1, context))
+    assert [slots.context for _, slots in shared._idle] == [41, 42, 43, 44]
+    half = shared.borrow(1, 44)
+    half.store.open(Sequence([1]))
+    shared.give_back(half)
+    assert len(shared._idle) == 3, "what is not empty is not lent again"
 
 
 def test_an_interrupted_pass_leaves_no_false_rows() -> None:
     drafter = Checked(weights(), tree=Branching(2, 2, 2))
     engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
     generation = engine.submit(Request(PROMPTS[0], SamplingParams(temperature=1.0, seed=2), max_new_tokens=40))
-    slots, step = drafter._following.slots, 0
+    [(_, slots)], step = drafter.weights._idle, 0
     whole = slots.sprout
 
     def broken(*arguments: object) -> Tensor:

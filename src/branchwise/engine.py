@@ -17,12 +17,12 @@ import torch
 
 from branchwise.chance import SeededChance
 from branchwise.draft import Budget, Drafter
-from branchwise.errors import UsageError
+from branchwise.errors import ModelError, UsageError
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.stats import Stats, Stopwatch
-from branchwise.target import Target
+from branchwise.target import Scored, Target
 from branchwise.text import TextStream
 from branchwise.tree import DraftTree, Forest, Room
 from branchwise.verify import Verdict, Verifier, check_pairing
@@ -93,6 +93,11 @@ class Generation:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def check(self) -> None:
+        """Raise what it ended with, where that was an error."""
+        if self.error is not None:
+            raise ModelError(self.error)
 
     @property
     def token_ids(self) -> list[int]:
@@ -170,36 +175,37 @@ class Engine:
         if not self._running and self._waiting:
             raise UsageError("Every slot is taken by texts of another engine; finish those, or load with more slots.")
         while self._running:
+            generations = list(self._running)
+            self._clock.start()
             try:
-                return self._advance(list(self._running))
+                forest, scored, verdicts = self._judged(generations)
             except torch.OutOfMemoryError:
-                # Nothing of the step was committed. Whoever came last leaves, until there is room for the others.
+                # Nothing was committed yet. Whoever came last leaves, until there is room for the others.
                 self._run_out(self._running[-1])
+                continue
+            sequences = [generation.sequence for generation in generations]
+            self.drafter.observe(sequences, scored, verdicts)
+            self.target.commit(sequences, verdicts)
+            self._clock.lap("commit")
+
+            seconds = self._clock.settle()
+            for row, generation in enumerate(generations):
+                self._emit(generation, forest.trees[row], verdicts[row], scored.logits[row], seconds)
+            return generations
         return []
 
-    def _advance(self, generations: list[Generation]) -> list[Generation]:
-        """One step of these generations."""
+    def _judged(self, generations: list[Generation]) -> tuple[Forest, Scored, list[Verdict]]:
+        """Draft for all, score all trees in one pass, and see what each text keeps."""
         sequences = [generation.sequence for generation in generations]
         budgets = [generation.budget(self.most, self.target.context) for generation in generations]
-        clock = self._clock
-        clock.start()
-
         forest = self._forest(self.drafter.draft(sequences, budgets), sequences, budgets)
-        clock.lap("draft")
+        self._clock.lap("draft")
         scored = self.target.score(sequences, forest)
-        clock.lap("score")
+        self._clock.lap("score")
         laws = ModelLaws(scored.logits, forest, sequences)
         found = self._judge(forest, laws, self._chance(sequences, len(forest)))
-        clock.lap("verify")
-        verdicts = found.read()[: len(sequences)]
-        self.drafter.observe(sequences, scored, verdicts)
-        self.target.commit(sequences, verdicts)
-        clock.lap("commit")
-
-        seconds = clock.settle()
-        for row, generation in enumerate(generations):
-            self._emit(generation, forest.trees[row], verdicts[row], scored.logits[row], seconds)
-        return generations
+        self._clock.lap("verify")
+        return forest, scored, found.read()[: len(sequences)]
 
     def _admit(self) -> None:
         while self._waiting and self.target.free_slots:
@@ -219,7 +225,11 @@ class Engine:
                 raise
             self._running.append(generation)
             if logits is not None and len(logits):
-                self.drafter.begin(generation.sequence, logits)  # type: ignore[attr-defined]
+                try:
+                    self.drafter.begin(generation.sequence, logits)  # type: ignore[attr-defined]
+                except torch.OutOfMemoryError:
+                    self._run_out(generation)
+                    continue
             clock.lap("prefill")
             generation.prefill = clock
 

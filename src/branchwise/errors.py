@@ -38,3 +38,9 @@ class UnsupportedModel(ModelError):
 
 class LossyWarning(UserWarning):
     """What is about to write does not keep the target's law; the command line prints it as one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of somebody else says, short enough for a sentence of ours."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

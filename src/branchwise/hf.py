@@ -1,6 +1,6 @@
 """Branchwise inside transformers' own `generate`.
 
-    model.generate(**inputs, custom_generate=branchwise.hf.generate, drafter="ngram")
+    model.generate(**inputs, custom_generate=branchwise.hf.generate)
 
 Everything else stays as `generate` has it: generation config, logits processors, stopping criteria, padding. The
 model is left as it was found. Three arguments never reach a function like this one, because transformers keeps them:
@@ -35,7 +35,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from branchwise.draft import Drafter, build_drafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
-from branchwise.methods import Method
+from branchwise.methods import DEFAULT, PRESETS, Method
 from branchwise.sampling import SamplingParams
 from branchwise.target.transformers import SHORTEST_CONTEXT, TransformersTarget
 from branchwise.verify import VERIFIERS
@@ -82,7 +82,7 @@ def generate(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
-    drafter: str | Drafter = "ngram",
+    drafter: str | Drafter | None = None,
     tree: str | None = None,
     verifier: str = "match",
     token_callback: Callable[[int, int], None] | None = None,
@@ -91,6 +91,7 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The function to pass as `custom_generate`; all rows of the batch are drafted and scored together.
 
+    Without a `drafter` it is that of the method `default`, which learns within the call.
     `token_callback(row, token)` is called for every token as it is emitted. With sampling, `torch.manual_seed`
     decides the outcome as usual, but the draws are not those of `generate`. A draft model that a spec names is loaded
     once and stays while the model lives.
@@ -108,6 +109,8 @@ def generate(
         raise UsageError("generate needs max_new_tokens or max_length, so that the cache can be laid out.")
     new_tokens = min(limits) - width
     context = max(len(row) for row in rows) + new_tokens
+    if drafter is None:
+        drafter, tree = PRESETS[DEFAULT].draft, tree or PRESETS[DEFAULT].tree
     drafting = build_drafter(drafter, tree) if isinstance(drafter, str) else drafter
     target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT), tokenizer=tokenizer)
     engine = Engine(target, drafting, VERIFIERS.build(verifier))
@@ -145,6 +148,8 @@ def generate(
     finally:
         for generation in generations:  # a callback or a processor may have raised
             engine.cancel(generation)
+    for generation in generations:
+        generation.check()
 
     longest = max(len(generation.token_ids) for generation in generations)
     filler = config.pad_token_id if config.pad_token_id is not None else _first(config.eos_token_id)

@@ -120,6 +120,15 @@ class ModelLaws:
         """Have everything that does not change on the device."""
         self._warp.bring()
 
+    def without_texts(self) -> ModelLaws:
+        """The way of warping alone, for laws that depend on nothing but logits."""
+        assert self.capturable or self.lazy, "these laws depend on the texts"
+        other: ModelLaws = copy.copy(self)
+        for name in ("_all", "logits", "forest"):  # both are given when it is put over others
+            other.__dict__.pop(name, None)
+        other._sequences = ()
+        return other
+
     def over(self, logits: Tensor, forest: Forest) -> ModelLaws:
         """The same way of warping over other logits."""
         other: ModelLaws = copy.copy(self)

@@ -451,6 +451,7 @@ class Forest:
 
     def told(self, name: str) -> Tensor:
         """A table as it is on the host; tokens that were drafted on a device stay there."""
+        assert self._source is None, "a forest that was taken from another has no tables of its own"
         if name == "tokens" and self.told_tokens is None:
             return self.tokens
         array = getattr(self, f"told_{name}") if name in NODES else self._array(name)

@@ -58,6 +58,7 @@ def served() -> dict[str, PreTrainedConfig]:
             word_embed_proj_dim=32,
             max_position_embeddings=128,
         ),
+        "smollm3": hf.SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),
         "phi": hf.PhiConfig(**COMMON),
         "phi3": hf.Phi3Config(**COMMON),
         "mixtral": hf.MixtralConfig(**COMMON, num_local_experts=4),

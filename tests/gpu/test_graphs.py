@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -150,3 +151,35 @@ def test_a_step_looks_at_the_device_once() -> None:
         Verdicts.read = own  # type: ignore[method-assign]
     assert len(read) == 3
     assert all(len(text.token_ids) > 8 for text in texts)
+
+
+def test_a_pass_that_is_recorded_again_serves_verdicts_recorded_before() -> None:
+    """A drafter that wants the best tokens told makes all sizes be recorded anew, at other places."""
+    target = TransformersTarget(build(SERVED["llama"], device="cuda"), slots=2)
+    request = Request((5, 6, 7), max_new_tokens=12, logprobs=True)
+    texts = []
+    for drafter in ("none", "recycle", "none"):
+        engine = Engine(target, build_drafter(drafter), VERIFIERS.build("match"))
+        text = engine.submit(request)
+        while engine.busy:
+            engine.step()
+        texts.append([(piece.token, round(piece.logprob or 0.0, 3)) for piece in text.pieces])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_models_in_two_threads_write_what_each_writes_alone() -> None:
+    requests = [Request((5, 6, 7 + n), SamplingParams(0.8, seed=n), max_new_tokens=30) for n in range(4)]
+
+    def write(target: TransformersTarget) -> list[list[int]]:
+        engine = Engine(target, RandomDrafter(VOCABULARY, nodes=6), VERIFIERS.build("match"))
+        texts = [engine.submit(request) for request in requests]
+        while engine.busy:
+            engine.step()
+        return [text.token_ids for text in texts]
+
+    model = build(SERVED["llama"], device="cuda")
+    targets = [TransformersTarget(model, slots=4), TransformersTarget(build(SERVED["qwen2"], device="cuda"), slots=4)]
+    alone = [write(target) for target in targets]
+    fresh = [TransformersTarget(target.model, slots=4) for target in targets]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(write, fresh)) == alone

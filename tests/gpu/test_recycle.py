@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def bound_there(tree: Ranks | TopK) -> Recycle:
 @pytest.mark.parametrize("tree", [Ranks(), TopK(40)])
 def test_a_device_learns_and_drafts_what_the_host_would(tree: Ranks | TopK) -> None:
     there, here = bound_there(tree), bound(tree=tree)
-    here.on_device = True  # by the same rules
+    here.on_device = there.on_device  # by the same rules
     for seed in range(4):
         sequences, trees, scored, verdicts = scene(seed)
         for drafter, device in ((there, "cuda"), (here, "cpu")):
@@ -51,7 +53,9 @@ def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
     sequences, trees, scored, verdicts = scene(1)
     scored = Scored(scored.logits.cuda())
     for checked in (False, True):  # what a shape needs is sent once
-        torch.cuda.set_sync_debug_mode("error" if checked else "default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error" if checked else "default")
         try:
             drafter._drafted = trees
             drafter.learn(sequences, scored, verdicts)

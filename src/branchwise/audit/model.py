@@ -34,7 +34,7 @@ from branchwise.audit.blocks import (
 )
 from branchwise.draft import Drafter, build_drafter
 from branchwise.engine import Engine, Generation, Request
-from branchwise.errors import ModelError, UsageError
+from branchwise.errors import ModelError, UsageError, first_line
 from branchwise.llm import LLM
 from branchwise.progress import Progress
 from branchwise.sampling import Context, SamplingParams, adjust, warp
@@ -264,6 +264,8 @@ class ModelAuditor:
                     running.append(engine.submit(request, like=source))
                     generations.append(running[-1])
                 engine.step()
+                for generation in running:
+                    generation.check()
                 for generation in [generation for generation in running if self._ready(generation)]:
                     engine.cancel(generation)
                     running.remove(generation)
@@ -307,7 +309,7 @@ class ModelAuditor:
             self._rounded = self._rounded or _in_bfloat16(self.llm, slots=min(len(self.prompts), MOST_ROUNDED))
             return self._compare(self._rounded, draft, tree, verify)
         except (ModelError, torch.OutOfMemoryError) as error:
-            notes.append(f"bfloat16 was not compared: {str(error).splitlines()[0]}")
+            notes.append(f"bfloat16 was not compared: {first_line(error)}")
             return None
 
     def _write(self, llm: LLM, what: str) -> list[list[int]]:

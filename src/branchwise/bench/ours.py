@@ -11,7 +11,6 @@ from branchwise.bench.contest import Answer, Asked
 from branchwise.bench.records import METHOD, PLAIN
 from branchwise.draft import Budget
 from branchwise.engine import Engine, Generation, Request
-from branchwise.errors import ModelError
 from branchwise.llm import LLM
 from branchwise.methods import PLAIN as PLAIN_METHOD
 from branchwise.methods import Method
@@ -69,8 +68,7 @@ class Ours:
 
     def _answer(self, generation: Generation, seconds: float, draft_passes: int) -> Answer:
         assert generation.finish_reason is not None
-        if generation.error is not None:
-            raise ModelError(generation.error)
+        generation.check()
         stats = generation.stats
         drafted = {} if self.kind == PLAIN else {self._engine.drafter.name: 0} | stats.accepted_by_source
         sources = {"target": stats.emitted_tokens - stats.accepted_tokens} | drafted

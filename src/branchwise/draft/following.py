@@ -45,17 +45,30 @@ class Followed:
 class Following:
     """Texts in the slots of a draft model."""
 
-    def __init__(self, slots: TransformersTarget, token_of: Callable[[int], int]) -> None:
-        """`token_of` says which token of the draft model a token of a tree is."""
-        self.slots = slots
+    def __init__(
+        self,
+        borrow: Callable[[], TransformersTarget],
+        give_back: Callable[[TransformersTarget], None],
+        token_of: Callable[[int], int],
+    ) -> None:
+        """Slots are borrowed while there are texts. `token_of` says which token of the draft model one of a tree is."""
         self.token_of = token_of
+        self._borrow, self._give_back = borrow, give_back
+        self._borrowed: TransformersTarget | None = None
         self._texts: dict[Sequence, Followed] = {}
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._texts
 
+    @property
+    def slots(self) -> TransformersTarget:
+        assert self._borrowed is not None, "there is no text"
+        return self._borrowed
+
     def open(self, sequence: Sequence) -> None:
         if sequence not in self._texts:
+            if self._borrowed is None:
+                self._borrowed = self._borrow()
             followed = Followed()
             self.slots.store.open(followed.key)
             self._texts[sequence] = followed
@@ -63,6 +76,9 @@ class Following:
     def close(self, sequence: Sequence) -> None:
         if (followed := self._texts.pop(sequence, None)) is not None:
             self.slots.close(followed.key)
+            if not self._texts:
+                self._give_back(self.slots)
+                self._borrowed = None
 
     def roots(self, sequences: Rows[Sequence], texts: Rows[list[int]], trees: Rows[Sapling]) -> tuple[Tensor, Tensor]:
         """Write what is new in the texts (tokens of the draft model); the logits after each root.

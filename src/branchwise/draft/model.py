@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,15 +85,17 @@ class ModelDrafter(Grown):
         self._wants_hidden = bool(getattr(self.tree, "wants_hidden", False))
         self._head: Head | None = None
         if self.trim is not None or self._wants_hidden:
-            self._head = Head(self.weights.head, None if self.trim is None else self.vocabulary.columns)
+            self._head = self.weights.own_head(None if self.trim is None else self.vocabulary.columns)
         # The same text may take more tokens of another tokenizer.
-        context = target.context + 1 if self.vocabulary.same else 2 * target.context
-        ways = {way: getattr(target, way) for way in ("kernels", "compile") if hasattr(target, way)}
-        # What a head saw in a recorded pass lies where only that graph knows.
-        slots = self.weights.slots(
-            getattr(target, "slots", target.free_slots), context, graphs=not self._wants_hidden, **ways
-        )
-        self._following = Following(slots, self.vocabulary.draft_token)
+        context = self.weights.context(target.context + 1 if self.vocabulary.same else 2 * target.context)
+        count = getattr(target, "slots", target.free_slots)
+        ways = {way: getattr(target, way) for way in ("kernels", "graphs", "compile") if hasattr(target, way)}
+        if self._wants_hidden:
+            ways["graphs"] = False  # what a head saw in a recorded pass only that graph knows
+        borrow = partial(self.weights.borrow, count, context, self._head, **ways)
+        self.weights.give_back(borrow())  # a model that cannot be served is refused here
+        self._following = Following(borrow, self.weights.give_back, self.vocabulary.draft_token)
+        self._context = context
         if isinstance(model := getattr(target, "model", None), nn.Module):
             rows = None if self.trim is None else len(self.vocabulary.columns)
             self.cost = bytes_read(self.weights.model, rows) / bytes_read(model)
@@ -167,7 +170,7 @@ class ModelDrafter(Grown):
 
     def _within(self, sequence: Sequence, budget: Budget) -> Budget:
         """What the context of the draft model leaves room for."""
-        room = self._following.slots.context - len(self._text(sequence)) - 1
+        room = self._context - len(self._text(sequence)) - 1
         return Budget(budget.nodes, max(0, min(budget.depth, room))) if room > 0 else Budget(1, 0)
 
     def _text(self, sequence: Sequence) -> list[int]:

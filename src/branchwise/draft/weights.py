@@ -21,6 +21,10 @@ TREE_ROWS = 1024
 """rows of a slot behind its text: a policy may expand more nodes than it keeps"""
 
 
+MOST_IDLE = 4
+"""rooms for texts that are kept for whoever comes next, those used last"""
+
+
 class Weights:
     """A draft model with its tokenizer."""
 
@@ -34,6 +38,9 @@ class Weights:
         self.tokenizer = tokenizer
         self.lock = threading.RLock()
         """whoever runs the model with a head of its own holds it"""
+        self._idle: list[tuple[Any, TransformersTarget]] = []
+        self._kinds: weakref.WeakKeyDictionary[TransformersTarget, Any] = weakref.WeakKeyDictionary()
+        self._heads: dict[bytes | None, Head] = {}
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -47,16 +54,42 @@ class Weights:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def slots(self, count: int, context: int, **ways: Any) -> TransformersTarget:
-        """Room for so many texts of at most this length; each drafter has its own, so that none waits for another.
+    def borrow(self, count: int, context: int, head: Head | None = None, **ways: Any) -> TransformersTarget:
+        """Room for so many texts of at most this length, for one drafter until it gives it back.
 
-        `ways` are those in which passes are made: by kernels, from graphs, compiled.
+        Drafters that take turns share it: its memory, and what a device recorded there with this head. `ways` are those
+        in which passes are made: by kernels, from graphs, compiled.
         """
-        from branchwise.target.probe import context_limit
         from branchwise.target.transformers import TransformersTarget  # transformers takes seconds to import
 
-        room = min(context, context_limit(self.model.config))
-        return TransformersTarget(self.model, slots=count, context=room, max_nodes=TREE_ROWS, **ways)
+        kind = (count, context, head, *sorted(ways.items()))
+        with self.lock:
+            for number, (found, slots) in enumerate(self._idle):
+                if found == kind:
+                    del self._idle[number]
+                    return slots
+            slots = TransformersTarget(self.model, slots=count, context=context, max_nodes=TREE_ROWS, **ways)
+            self._kinds[slots] = kind
+            return slots
+
+    def give_back(self, slots: TransformersTarget) -> None:
+        with self.lock:
+            if slots.free_slots == slots.slots:
+                self._idle.append((self._kinds[slots], slots))
+                del self._idle[:-MOST_IDLE]
+
+    def context(self, wanted: int) -> int:
+        """As much of a context as the model has."""
+        from branchwise.target.probe import context_limit
+
+        return min(wanted, context_limit(self.model.config))
+
+    def own_head(self, rows: Tensor | None = None) -> Head:
+        """The head of the model, or some rows of it; the same for all who want the same."""
+        key = None if rows is None else rows.cpu().numpy().tobytes()
+        if key not in self._heads:
+            self._heads[key] = Head(self.head, rows)
+        return self._heads[key]
 
     @property
     def head(self) -> nn.Linear:

@@ -11,6 +11,7 @@ All of it happens inside recordings alone; outside the model computes as it alwa
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,40 +22,71 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from branchwise.errors import first_line
+from branchwise.target.attention import Window
 from branchwise.target.sheet import Sheet
 
 log = logging.getLogger(__name__)
 
-MOST_OFF = 0.05
-"""how far, relative to what the layer itself finds, rounding may move what its fused form finds"""
+MOST_OFF = 0.2
+"""how far rounding may move what a fused layer adds to its input, relative to that; in bfloat16 the sum is rounded to
+the size of the input, which may be many times what is added"""
+SCALARS = int | float | str | bool | None
 
 
 # Linear maps of one input
 
 
+@dataclass(eq=False)
+class Group:
+    """Linear maps that read the same input, and their weights one behind the other."""
+
+    maps: list[nn.Linear]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Let each map hold its weights as a view of the stack; where one has got others, all are stacked anew."""
+        for name in ("weight", "bias"):
+            parts, whole = [getattr(one, name) for one in self.maps], getattr(self, name)
+            if parts[0] is None:
+                continue
+            sizes = [len(part) for part in parts]
+            if whole is None or any(
+                part.data_ptr() != place.data_ptr() for part, place in zip(parts, whole.split(sizes), strict=True)
+            ):
+                whole = torch.cat([part.detach() for part in parts])
+                setattr(self, name, whole)
+                for part, place in zip(parts, whole.split(sizes), strict=True):
+                    part.data = place
+
+
 @contextmanager
-def joined(groups: list[list[nn.Linear]]) -> Iterator[None]:
-    """Let each group, whose maps read the same input, be computed by the first of them."""
+def joined(groups: list[Group]) -> Iterator[None]:
+    """Let each group be computed by the first of its maps."""
     with ExitStack() as undo:
-        for first, *others in groups:
+        for group in groups:
+            group.refresh()
             found: dict[str, Any] = {}
-            first.__dict__["forward"] = _lead(first, others, found)
-            undo.callback(first.__dict__.pop, "forward")
+            first, *others = group.maps
+            first.__dict__["forward"] = _lead(group, found)
+            undo.callback(first.__dict__.pop, "forward", None)
             for number, other in enumerate(others):
                 other.__dict__["forward"] = _follow(other, number, found)
-                undo.callback(other.__dict__.pop, "forward")
+                undo.callback(other.__dict__.pop, "forward", None)
         yield
 
 
-def _lead(first: nn.Linear, others: list[nn.Linear], found: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    sizes = [one.out_features for one in (first, *others)]
+def _lead(group: Group, found: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    sizes = [one.out_features for one in group.maps]
 
     def forward(given: Tensor) -> Tensor:
-        # What was stacked is a buffer of the module, so that a traced layer takes that of the layer it runs for.
-        whole = nn.functional.linear(given, first.stacked_weight, first.stacked_bias)  # type: ignore[arg-type]
-        parts: tuple[Tensor, ...] = whole.split(sizes, dim=-1)
+        # From the group: a traced layer puts the weights of the layer that it runs for there.
+        assert group.weight is not None, "weights are stacked before they are used"
+        parts = nn.functional.linear(given, group.weight, group.bias).split(sizes, dim=-1)
         found.update(given=given, rest=parts[1:])
-        return parts[0]
+        mine: Tensor = parts[0]
+        return mine
 
     return forward
 
@@ -69,8 +101,8 @@ def _follow(other: nn.Linear, number: int, found: dict[str, Any]) -> Callable[[T
     return forward
 
 
-def same_inputs(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
-    """The linear maps that read the very same tensor in a pass, by sibling modules; their weights are stacked."""
+def same_inputs(model: nn.Module, run: Callable[[], object]) -> list[Group]:
+    """The linear maps of one module that read the very same tensor in a pass."""
     readers: dict[tuple[int, int], list[nn.Linear]] = {}
     kept: list[Tensor] = []  # or another tensor could take the place of one that is gone
     handles = []
@@ -88,35 +120,13 @@ def same_inputs(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Lin
     finally:
         for handle in handles:
             handle.remove()
-    groups = [group for group in readers.values() if len(set(group)) == len(group) > 1 and _alike(group)]
-    for group in groups:
-        stack(group)
-    return groups
+    found = {tuple(map(id, maps)): maps for maps in readers.values()}
+    return [Group(maps) for maps in found.values() if len(set(maps)) == len(maps) > 1 and _alike(maps)]
 
 
-def _alike(group: list[nn.Linear]) -> bool:
-    first = group[0]
-    return all(
-        (one.weight.dtype, one.weight.device, one.bias is None)
-        == (first.weight.dtype, first.weight.device, first.bias is None)
-        for one in group
-    )
-
-
-def stack(group: list[nn.Linear]) -> None:
-    """Put the weights of a group one behind the other in memory; each map keeps its own as a view."""
-    first = group[0]
-    if hasattr(first, "stacked_weight"):
-        return
-    for name in ("weight", "bias"):
-        parts = [getattr(one, name) for one in group]
-        if parts[0] is None:
-            first.register_buffer(f"stacked_{name}", None, persistent=False)
-            continue
-        whole = torch.cat([part.detach() for part in parts])
-        for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.data = place
-        first.register_buffer(f"stacked_{name}", whole, persistent=False)
+def _alike(maps: list[nn.Linear]) -> bool:
+    first, *others = ((one.weight.dtype, one.weight.device, one.bias is None) for one in maps)
+    return all(other == first for other in others)
 
 
 # Layers
@@ -131,7 +141,14 @@ class Here:
     values: Tensor
 
 
-_here: list[Here] = []
+class _Places(threading.local):
+    """Where this thread is."""
+
+    def __init__(self) -> None:
+        self.stack: list[Here] = []
+
+
+_places = _Places()
 
 
 @torch.library.custom_op("branchwise::attend_here", mutates_args=())
@@ -139,7 +156,7 @@ def attend_here(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Write the keys and values of new nodes to the layer at hand, and attend to all that they see."""
-    here = _here[-1]
+    here = _places.stack[-1]
     here.sheet.write(here.keys, here.values, key, value)
     return here.sheet.attend(query, here.keys, here.values, window, scale, softcap)
 
@@ -166,7 +183,7 @@ class Opaque:
 class Fusion:
     """The layers of a model in their fused form, for passes over one store."""
 
-    def __init__(self, model: nn.Module, store: Any, groups: list[list[nn.Linear]], *, compile: bool) -> None:
+    def __init__(self, model: nn.Module, store: Any, groups: list[Group], *, compile: bool) -> None:
         self._store = store
         self._groups = groups
         self._layers = decoder_layers(model, len(store.layers_keys)) if compile else []
@@ -174,7 +191,7 @@ class Fusion:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within, the model computes in its fused form."""
+        """Within, the model computes in its fused form; nobody else may run it meanwhile."""
         with joined(self._groups), ExitStack() as undo:
             for index, layer in enumerate(self._layers):
                 layer.__dict__["forward"] = self._fused(index, layer)
@@ -182,88 +199,105 @@ class Fusion:
             yield
 
     def _fused(self, index: int, layer: nn.Module) -> Callable[..., Any]:
+        inside = set(layer.modules())
+        groups = [group for group in self._groups if group.maps[0] in inside]
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             sheet = self._store.current
             weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+            stacks = [(group.weight, group.bias) for group in groups]
             given, spec = pytree.tree_flatten((args, kwargs))
             places = [place for place, one in enumerate(given) if isinstance(one, Tensor)]
             tensors = [given[place] for place in places]
             constants = [None if isinstance(one, Tensor) else one for one in given]
 
-            def run(weights: dict[str, Tensor], tensors: list[Tensor]) -> Any:
+            def run(weights: dict[str, Tensor], stacks: list[Any], tensors: list[Tensor]) -> Any:
                 whole = list(constants)
                 for place, tensor in zip(places, tensors, strict=True):
                     whole[place] = tensor
                 args, kwargs = pytree.tree_unflatten(whole, spec)
                 patched = layer.__dict__.pop("forward")
+                own = [(group.weight, group.bias) for group in groups]
+                for group, (weight, bias) in zip(groups, stacks, strict=True):
+                    group.weight, group.bias = weight, bias
                 try:
                     return torch.func.functional_call(layer, weights, args, kwargs)
                 finally:
                     layer.__dict__["forward"] = patched
+                    for group, (weight, bias) in zip(groups, own, strict=True):
+                        group.weight, group.bias = weight, bias
 
             key = (
                 type(layer),
                 *((name, weight.shape, weight.dtype) for name, weight in weights.items()),
                 *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors),
-                *(one if isinstance(one, int | float | str | bool | None) else repr(type(one)) for one in constants),
-                *(repr(one) for one in constants if hasattr(one, "size") and not isinstance(one, Tensor)),
+                *(one if isinstance(one, Window | SCALARS) else type(one).__name__ for one in constants),
+                *_settings(layer),
             )
+            inputs = weights, stacks, tensors
             if (key, index) not in self._programs:
-                self._programs[key, index] = self._checked(key, index, run, weights, tensors, sheet)
+                self._programs[key, index] = self._checked(key, index, run, inputs, sheet)
             program = self._programs[key, index]
             if program is None:
-                return run(weights, tensors)
+                return run(*inputs)
             with self._at(index, sheet):
-                return program(weights, tensors)
+                return program(*inputs)
 
         return forward
 
-    def _checked(
-        self, key: Any, index: int, run: Any, weights: dict[str, Tensor], tensors: list[Tensor], sheet: Sheet
-    ) -> Callable[..., Any] | None:
-        """The program of a layer; None where it does not compute what the layer does, as where a layer's number counts.
+    def _checked(self, key: Any, index: int, run: Any, inputs: Any, sheet: Sheet) -> Callable[..., Any] | None:
+        """The program of a layer; None where it does not compute what the layer does.
 
-        The first layer of a kind is traced and compiled, the others are tried with its program.
+        The first layer of a kind is traced and compiled, the others are tried with its program. How far it may be off
+        is a part of what the layer adds to its input.
         """
         try:
             if key not in self._programs:
-                self._programs[key] = compiled(self._traced(run, weights, tensors))
+                self._programs[key] = compiled(self._traced(run, inputs, index))
             program = self._programs[key]
             assert program is not None
-            own = run(weights, tensors)
+            own = run(*inputs)
             with self._at(index, sheet), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # compilers give advice
-                found = program(weights, tensors)
-            off = max(
-                float((one.float() - other.float()).norm() / one.float().norm().clamp_min(1e-9))
-                for one, other in zip(pytree.tree_leaves(own), pytree.tree_leaves(found), strict=True)
-                if isinstance(one, Tensor)
-            )
+                found = program(*inputs)
+            one, other = (pytree.tree_leaves(result)[0].float() for result in (own, found))
+            adds = one - inputs[2][0].float() if one.shape == inputs[2][0].shape else one
+            off = float((one - other).norm() / adds.norm().clamp_min(1e-9))
             if off < MOST_OFF:
                 return program
             reason = f"it is off by {off:.1%}"
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
         log.warning("Layer %d runs uncompiled: %s", index, reason)
         return None
 
-    def _traced(self, run: Any, weights: dict[str, Tensor], tensors: list[Tensor]) -> Any:
+    def _traced(self, run: Any, inputs: Any, index: int) -> Any:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         current, self._store.current = self._store.current, Opaque()
         try:
-            with torch.no_grad(), self._at(0, current):
-                return make_fx(run)(weights, tensors)
+            with torch.no_grad(), self._at(index, current):
+                return make_fx(run)(*inputs)
         finally:
             self._store.current = current
 
     @contextmanager
     def _at(self, index: int, sheet: Sheet) -> Iterator[None]:
-        _here.append(Here(sheet, self._store.layers_keys[index], self._store.layers_values[index]))
+        _places.stack.append(Here(sheet, self._store.layers_keys[index], self._store.layers_values[index]))
         try:
             yield
         finally:
-            _here.pop()
+            _places.stack.pop()
+
+
+def _settings(layer: nn.Module) -> list[tuple[str, str, SCALARS]]:
+    """All that the modules of a layer are told in numbers and words, but which layer they are."""
+    return [
+        (path, name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, SCALARS) and name not in ("layer_idx", "training")
+    ]
 
 
 def compiled(graph: torch.fx.GraphModule) -> Callable[..., Any]:

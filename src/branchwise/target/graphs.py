@@ -1,4 +1,4 @@
-"""Passes of a model as CUDA graphs; the only place that knows of them.
+"""Passes of a model as CUDA graphs; the only place that knows how they are recorded.
 
 A pass over a few nodes is hundreds of small kernels, and launching them one by one takes the host many times as long
 as the device takes to run them. All that differs from pass to pass lies on a sheet at a fixed place, so a pass is
@@ -8,15 +8,17 @@ recorded once for every size of sheet, when that size is first wanted, and repla
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from branchwise.errors import first_line
+from branchwise.progress import showing
 from branchwise.target.sheet import Sheet, Size
 
 MOST = 48
@@ -26,14 +28,49 @@ WARMUPS = 2
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _turn = threading.Lock()  # the device records for one thread at a time
 
-_keepers: dict[torch.device, torch.cuda.CUDAGraph] = {}
-"""All graphs of a device take their memory from one pool, since they never run at the same time. A pool ends with its
-last graph, so one of each device stays."""
+
+class Pool:
+    """The memory of graphs that never run at the same time: those of one target, or those of one verifier."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        """A pool ends with its last graph, so a small one stays."""
+
+    def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of a function, and what it returns: where the graph will write.
+
+        The graph reads what the function read, so whatever holds those tensors has to be kept.
+        """
+        with _turn, on(self._device):
+            here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                for _ in range(WARMUPS):
+                    run()
+            here.wait_stream(side)
+            torch.cuda.synchronize()
+            try:
+                if self._keeper is None:
+                    self._keeper = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(self._keeper, capture_error_mode="thread_local"):
+                        torch.zeros(1, device=self._device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._keeper.pool(), capture_error_mode="thread_local"):
+                    found = run()
+            except BaseException:
+                self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
+                raise
+            return graph, found
 
 
-T = TypeVar("T")
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on this device: graphs and kernels go to the current one, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Found(NamedTuple):
@@ -45,68 +82,6 @@ class Found(NamedTuple):
     """(batch, nodes, 2, k) float32: best tokens and their probabilities, where they are asked for"""
 
 
-class Graphs:
-    """The passes of one model over one store."""
-
-    def __init__(self, name: str, run: Callable[[Sheet], Found], device: torch.device, *, capture: bool = True) -> None:
-        """`run` makes a pass over what a sheet tells and says what it found; without `capture` every time anew."""
-        self._name = name
-        self._run = run
-        self._device = device
-        self._capture = capture and device.type == "cuda"
-        self._ready: OrderedDict[Size, Recorded] = OrderedDict()
-
-    @property
-    def captures(self) -> bool:
-        return self._capture
-
-    def forget(self) -> None:
-        """Drop what is recorded; sizes are recorded again when they are wanted."""
-        self._ready.clear()
-
-    def sheet(self, size: Size) -> Sheet:
-        """The sheet of this size, to be filled before `replay`."""
-        return self._of(size).sheet
-
-    def replay(self, size: Size) -> Found:
-        """What the pass over a whole sheet finds. The next pass of this size overwrites it."""
-        recorded = self._of(size)
-        if recorded.graph is None and not (self._capture and self._record(recorded)):
-            return self._run(recorded.sheet)
-        assert recorded.graph is not None, "a pass was recorded without a graph"
-        assert recorded.found is not None, "a pass was recorded without what it finds"
-        recorded.graph.replay()
-        return recorded.found
-
-    def _of(self, size: Size) -> Recorded:
-        if size in self._ready:
-            self._ready.move_to_end(size)
-        else:
-            self._ready[size] = Recorded(Sheet(size, self._device))
-            if len(self._ready) > MOST:
-                self._ready.popitem(last=False)
-        return self._ready[size]
-
-    def _record(self, recorded: Recorded) -> bool:
-        """Record the pass over a filled sheet; False where this model cannot be recorded, and will not be."""
-        size = recorded.sheet.size
-        if sys.stderr.isatty():
-            print(f"\rRecording a pass over {size.batch} x {size.nodes} nodes …\033[K", end="", file=sys.stderr)
-        try:
-            with _turn:
-                recorded.graph, recorded.found = record(lambda: self._run(recorded.sheet), self._device)
-        except RuntimeError as error:
-            self._capture = False
-            _keepers.pop(self._device, None)  # torch takes nothing more from the pool of a recording that broke off
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            log.warning("%s cannot be captured in a CUDA graph and runs without: %s", self._name, reason)
-            return False
-        finally:
-            if sys.stderr.isatty():
-                print("\r\033[K", end="", file=sys.stderr)
-        return True
-
-
 class Recorded:
     """A sheet, and the graph that reads it, once there is one."""
 
@@ -116,21 +91,55 @@ class Recorded:
         self.found: Found | None = None
 
 
-def record(run: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """The graph of a function, and where it writes what it returns."""
-    here = torch.cuda.current_stream(device)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        for _ in range(WARMUPS):
-            run()
-    here.wait_stream(side)
-    torch.cuda.synchronize(device)
-    if device not in _keepers:
-        _keepers[device] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(_keepers[device]):
-            torch.zeros(1, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_keepers[device].pool()):
-        found = run()
-    return graph, found
+class Graphs:
+    """The passes of one model over one store."""
+
+    def __init__(self, name: str, device: torch.device, *, capture: bool = True) -> None:
+        self._name = name
+        self._device = device
+        self._pool = Pool(device)
+        self._ready: OrderedDict[Size, Recorded] = OrderedDict()
+        self.captures = capture and device.type == "cuda"
+        """Otherwise every pass is launched kernel by kernel."""
+
+    def forget(self) -> None:
+        """Drop what is recorded; sizes are recorded again when they are wanted."""
+        self._ready.clear()
+
+    def ready(self, size: Size) -> Recorded:
+        """A sheet of this size, to be filled and passed over."""
+        if size in self._ready:
+            self._ready.move_to_end(size)
+        else:
+            self._ready[size] = Recorded(Sheet(size, self._device))
+            if len(self._ready) > MOST:
+                self._ready.popitem(last=False)
+        return self._ready[size]
+
+    def run(self, recorded: Recorded, run: Callable[[Sheet], Found]) -> Found:
+        """What the pass over a filled sheet finds, for the whole of it. The next pass of this size overwrites it.
+
+        `run` makes the pass; a recorded one does not need it any more.
+        """
+        with on(self._device):
+            if recorded.graph is None and not (self.captures and self._record(recorded, run)):
+                return run(recorded.sheet)
+            assert recorded.graph is not None, "a pass was recorded without a graph"
+            assert recorded.found is not None, "a pass was recorded without what it finds"
+            recorded.graph.replay()
+            return recorded.found
+
+    def _record(self, recorded: Recorded, run: Callable[[Sheet], Found]) -> bool:
+        """Record the pass over a filled sheet; False where this model cannot be recorded, and will not be."""
+        size = recorded.sheet.size
+        try:
+            with showing() as progress:
+                progress(f"recording a pass over {size.batch} x {size.nodes} nodes", 0, 0)
+                recorded.graph, recorded.found = self._pool.record(lambda: run(recorded.sheet))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.captures = False
+            log.warning("%s cannot be captured in a CUDA graph and runs without: %s", self._name, first_line(error))
+            return False
+        return True

@@ -14,6 +14,7 @@ here is imported where there is no CUDA device, except by tests, which run it in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -40,25 +41,54 @@ class Tiling:
     stages: int
 
 
-def tiling(*, batch: int, heads: int, rows: int, keys: int, width: int, size: int, programs: int = 132) -> Tiling:
+def tiling(
+    *,
+    batch: int,
+    heads: int,
+    rows: int,
+    keys: int,
+    width: int,
+    size: int,
+    programs: int = 132,
+    shared: int = 232_448,
+) -> Tiling:
     """A tiling for `heads` key heads, each with `rows` queries of `width` elements of `size` bytes and up to `keys`.
 
     `keys` is the capacity of the store: the grid of a captured pass cannot follow the length of a text. 132 programs
-    are one for every multiprocessor of an H200; with more of them there is more to merge.
+    are one for every multiprocessor of an H200; with more of them there is more to merge. `shared` is the memory, in
+    bytes, that a program may take on a multiprocessor; an H200's by default.
     """
     if size > 2:  # float32 is for proofs; its products are made without tensor cores, and small to fit registers
         tile, block = 16, 32
     else:
         evenly = triton.cdiv(rows, 64) % 2 == 0 and width <= 128
         tile, block = 128 if evenly else max(16, min(triton.next_power_of_2(rows), 64)), 64
+    stages = 2 if size > 2 or width > 128 else 3
+    while size * (tile * width + 2 * (stages - 1) * block * width + tile * block) > shared:
+        if stages > 2:
+            stages -= 1
+        elif block > 16:
+            block //= 2
+        elif tile > 16:
+            tile //= 2
+        else:
+            break
     parts = min(programs // (batch * heads * triton.cdiv(rows, tile)), keys // (2 * block), 64)
     return Tiling(
         rows=tile,
         keys=block,
         splits=1 << max(parts, 1).bit_length() - 1,
         warps=8 if tile == 128 or (tile == 64 and width > 128) else 4,
-        stages=2 if size > 2 or width > 128 else 3,
+        stages=stages,
     )
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter's
+        return 232_448
+    about = torch.cuda.get_device_properties(device)
+    return int(getattr(about, "shared_memory_per_block_optin", about.shared_memory_per_block))
 
 
 # Attention
@@ -110,6 +140,7 @@ def tree_attention(
         keys=capacity,
         width=max(block_width, block_value),
         size=keys.element_size(),
+        shared=shared_memory(keys.device),
     )
     splits = splits or tiles.splits
     if counters is not None:

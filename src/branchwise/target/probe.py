@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from branchwise.errors import UnsupportedModel
+from branchwise.errors import UnsupportedModel, first_line
 from branchwise.sequence import Sequence
 from branchwise.target.attention import Window
 from branchwise.target.slots import BlankCache, Layout, Pass
@@ -64,7 +64,7 @@ class Probe:
         except UnsupportedModel:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
             raise UnsupportedModel(
                 f"{self.name} cannot be served: its attention is not routed through transformers' "
                 f"AttentionInterface and Cache (the probe pass ended with: {reason})."

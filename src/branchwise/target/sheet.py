@@ -48,6 +48,7 @@ class Sheet:
         cuda = device.type == "cuda"
         self._from = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=cuda)
         self._to = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._to.fill_(-1)  # a sheet that tells nothing names no slot
         self._brought = torch.cuda.Event() if cuda else None
         ends = np.cumsum(sizes)
         told = self._from.numpy()

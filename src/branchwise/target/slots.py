@@ -19,6 +19,7 @@ from transformers import Cache
 
 from branchwise.sequence import Sequence
 from branchwise.target.attention import attend, tree_mask
+from branchwise.target.graphs import on
 from branchwise.target.sheet import Sheet
 from branchwise.tree import Forest
 
@@ -269,10 +270,10 @@ class SlotStore(BlankCache):
             texts, longest = len(paths), max(map(len, paths))
             nodes = [node for path in paths for node in (*path, *[-1] * (longest - len(path)))]
             numbers = torch.tensor([*slots, *lengths, *nodes], dtype=torch.int32).to(device, non_blocking=True)
-            for tensor in self._tensors.values():
-                kernels.keep_rows(
-                    tensor, numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(texts, -1)
-                )
+            where = numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(texts, -1)
+            with on(device):
+                for tensor in self._tensors.values():
+                    kernels.keep_rows(tensor, *where)
             return
         moves = [
             (slot, length + node, length + i)

@@ -31,7 +31,7 @@ from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
 from branchwise.target.attention import Window
-from branchwise.target.fuse import Fusion, same_inputs
+from branchwise.target.fuse import Fusion, Group, same_inputs
 from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.sheet import Sheet, size_for
@@ -107,15 +107,37 @@ class TransformersTarget:
             by_kernels=self.kernels,
         )
         self._route.store = self.store
-        self._graphs = Graphs(self.name, self._run_sheet, self.device, capture=graphs) if self.kernels else None
+        self.graphs = graphs
+        self._graphs = Graphs(self.name, self.device, capture=graphs) if self.kernels else None
         self._fusion: Fusion | None = None
         self._best = 0
+        self._captured: dict[Any, Verifier] = {}
+        groups = self._groups() if self.kernels else []
+        if groups:
+            self._fusion = Fusion(model, self.store, groups, compile=False)
         if model not in _known:
-            check_against_own_forward(self)
+            self._check()
             if slots > 1:  # with one slot nothing was seen of a batch
                 _known[model] = layout
-        if self.kernels:
-            self._fuse()
+        if self.kernels and compile:
+            groups = [] if self._fusion is None else groups
+            self._fusion = Fusion(model, self.store, groups, compile=True)
+            self._forget()
+
+    def _check(self) -> None:
+        """Compare with the model's own forward; where a fused form is to blame, do without it."""
+        try:
+            check_against_own_forward(self)
+        except Exception:
+            if self._fusion is None:
+                raise
+            self._fusion = None
+            self._forget()
+            check_against_own_forward(self)
+
+    def _forget(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
 
     @property
     def vocabulary(self) -> int:
@@ -166,7 +188,10 @@ class TransformersTarget:
             return verifier
         from branchwise.verify.capture import SEEN, Captured
 
-        return Captured(verifier, compile=self.compile, seen=SEEN)  # type: ignore[return-value]
+        kind = type(verifier), repr(vars(verifier))
+        if kind not in self._captured:  # engines that come and go use what the first of them recorded
+            self._captured[kind] = Captured(verifier, compile=self.compile, seen=SEEN)  # type: ignore[assignment]
+        return self._captured[kind]
 
     def room(self, batch: int, nodes: int) -> tuple[int, int]:
         """For how many trees and nodes a pass is made ready where so many are wanted; the host makes no graphs."""
@@ -200,17 +225,16 @@ class TransformersTarget:
         finally:
             self._route.probe = self._route.store = None
 
-    def _fuse(self) -> None:
-        """Record further passes in their fused form; what the check above recorded is of no use any more."""
-        assert self._graphs is not None
+    def _groups(self) -> list[Group]:
+        """Linear maps that read the same input, found by watching a pass."""
         sequence = Sequence([0, 0, 0])
 
         def one_pass() -> None:
             self.open(sequence)
             self.close(sequence)
 
-        self._fusion = Fusion(self.model, self.store, same_inputs(self.model, one_pass), compile=self.compile)
-        self._graphs.forget()
+        with self._attending(self._route.name):  # nobody else's pass
+            return same_inputs(self.model, one_pass)
 
     # For a draft model: text that is followed, and trees that grow level by level
 
@@ -263,8 +287,8 @@ class TransformersTarget:
         texts, before = len(sequences), written.rows if written else [0] * len(sequences)
         size = size_for(batch, nodes, max(before) + nodes)
         slots, lengths = self.store.seat(sequences, before, nodes, size.nodes)
-        sheet = self._graphs.sheet(size)
-        sheet.fill(
+        recorded = self._graphs.ready(size)
+        recorded.sheet.fill(
             slots,
             lengths,
             tokens[:texts],
@@ -273,12 +297,13 @@ class TransformersTarget:
             written.rows if written else None,
             written.depths[:texts] if written else None,
         )
-        logits, best = self._graphs.replay(size)
+        logits, best = self._graphs.run(recorded, self._run_sheet)
         return Found(logits[:batch, :nodes], None if best is None else best[:batch, :nodes])
 
     def _run_sheet(self, sheet: Sheet) -> Found:
-        self.store.current = sheet
-        with self._fusion() if self._fusion is not None else nullcontext():
+        # The model is fused only while no other target of it runs.
+        with self._attending(self._route.name), self._fusion() if self._fusion is not None else nullcontext():
+            self.store.current = sheet
             logits = self._run(sheet.tokens, sheet.positions, self.store)
         return Found(logits, best_of(logits, self._best) if self._best else None)
 
@@ -286,7 +311,7 @@ class TransformersTarget:
         """From now on passes on a device also say which tokens are best, at least so many."""
         if self._graphs is not None and count > self._best:
             self._best = min(count, self.vocabulary)
-            self._graphs.forget()
+            self._forget()
 
     def _run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> Tensor:
         """One forward pass of the model with our attention; `keep` rows of logits from the end, 0 for all."""
@@ -353,8 +378,10 @@ class TransformersTarget:
 
 
 def have_kernels(device: torch.device) -> bool:
-    """Whether trees can be attended to without a mask: where there is CUDA, and Triton to make kernels for it."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    """Whether trees can be attended to without a mask: on CUDA, from Ampere on, with Triton to make kernels for it."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def best_of(logits: Tensor, count: int) -> Tensor:

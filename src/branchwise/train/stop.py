@@ -172,6 +172,8 @@ def collect(
         finally:
             for text in texts:
                 engine.cancel(text)
+        for text in texts:
+            text.check()
         if min(brought) >= part or len(seen) == before:
             break
     if sum(brought) < LEAST:

@@ -84,4 +84,5 @@ def _write(engine: Engine, request: Request) -> Stats:
             engine.step()
     finally:
         engine.cancel(generation)
+    generation.check()
     return generation.stats

@@ -190,6 +190,7 @@ def measure_acceptance(
                 engine.step()
         finally:
             engine.cancel(generation)
+        generation.check()
         if progress:
             progress("counting accepted children", number + 1, len(prompts_ids))
     return Acceptance(tuple(witness.accepted), tuple(witness.tried))

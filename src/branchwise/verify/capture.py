@@ -12,14 +12,16 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from branchwise.chance import SeededChance
+from branchwise.errors import first_line
 from branchwise.laws import ModelLaws
-from branchwise.target.graphs import record
+from branchwise.target.graphs import Pool, on
 from branchwise.tree import LOOKED_UP, NODES, Draw, Forest
 from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.match import Match, leaves_greedy_laws
@@ -28,6 +30,7 @@ TABLES = (*NODES, *LOOKED_UP)
 """what a verifier may read of a forest; one that reads less says so in `reads`"""
 MOST = 64
 """graphs that are kept, those used last"""
+MOST_SHAPES = 4096
 SEEN = 3
 """how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
@@ -47,6 +50,7 @@ class Captured:
         self._compile = compile
         self._seen = seen
         self._times: Counter[Any] = Counter()
+        self._pool: Pool | None = None
         self._graphs: OrderedDict[Any, Recording] = OrderedDict()
 
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
@@ -59,14 +63,18 @@ class Captured:
         numbers, key = numbers_of(forest, chance, reads), key_of(forest, laws, reads)
         if key not in self._graphs:
             self._times[key] += 1
-            if drawn and self._times[key] < self._seen:
+            if not laws.greedy and self._times[key] < self._seen:
                 return self.verifier(forest, laws, chance)
+            if len(self._times) > MOST_SHAPES:
+                self._times.clear()
             laws.bring()
             rows = forest.room.inner or forest.nodes  # whatever will come
             q = forest.q.new_zeros(len(forest), rows, forest.q.shape[2]) if drawn else None  # type: ignore[union-attr]
             # Logits are not copied: those of a recorded pass come to the same place every time.
             places = Places(packed(numbers, device=laws.logits.device), laws.logits, q)
-            self._graphs[key] = Recording(as_program(verifier, forest, laws, reads), places, self._compile and drawn)
+            self._pool = self._pool or Pool(laws.logits.device)
+            program = as_program(verifier, forest, laws, reads)
+            self._graphs[key] = Recording(self._pool, program, places, self._compile and drawn)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -92,18 +100,29 @@ def tables_of(verifier: Verifier) -> tuple[str, ...]:
 def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> Program:
     """A verifier as a function of tensors alone, for all batches of the same shapes."""
     shapes = shapes_of(forest, reads)
+    bare, lawful = shape_of(forest), laws.without_texts()
 
     def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
         batch = len(logits)
         seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
-        same = copy.copy(forest)
+        same = copy.copy(bare)
         tables = {name: part.view(shape) for name, part, shape in zip(reads, parts, shapes, strict=True)}
         if "seen" in tables:
             tables["seen"] = tables["seen"].int()
         same.__dict__.update(tables, q=q)
-        return verifier(same, laws.over(logits, same), SeededChance(seeds, roots)).rows
+        return verifier(same, lawful.over(logits, same), SeededChance(seeds, roots)).rows
 
     return program
+
+
+def shape_of(forest: Forest) -> Forest:
+    """A forest without its numbers: a program is kept for long, and laws over a vocabulary are large."""
+    _ = forest.widths
+    bare = copy.copy(forest)
+    for name in ("q", *(f"told_{name}" for name in NODES), *TABLES):
+        bare.__dict__.pop(name, None)
+    bare.trees = tuple(SimpleNamespace(draw=tree.draw, leaves=tree.leaves) for tree in forest.trees)  # type: ignore[misc]
+    return bare
 
 
 def key_of(forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> tuple[Any, ...]:
@@ -136,7 +155,7 @@ class Places(NamedTuple):
 class Recording:
     """One captured graph with the places that it reads."""
 
-    def __init__(self, program: Program, places: Places, compile: bool) -> None:
+    def __init__(self, pool: Pool, program: Program, places: Places, compile: bool) -> None:
         self.places = places
         # A graph reads tensors that the program holds, such as temperatures, so the program stays.
         self._run: Any = compiled_or_not(trace(program, places), places) if compile else program
@@ -146,7 +165,7 @@ class Recording:
                 found: Tensor = self._run(*places)
                 return found
 
-        self._graph, self._found = record(once, places.logits.device)
+        self._graph, self._found = pool.record(once)
 
     def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor | None) -> Tensor:
         bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
@@ -154,14 +173,16 @@ class Recording:
             rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
             bring(q[:, :rows], self.places.q[:, :rows])
         packed(numbers, self.places.numbers)
-        self._graph.replay()
+        with on(logits.device):
+            self._graph.replay()
         return self._found
 
 
 def bring(values: Tensor, place: Tensor) -> None:
     """Copy values to their place, unless it is there that they were written."""
     if values.data_ptr() != place.data_ptr():
-        place.copy_(values)
+        with torch.inference_mode():  # the place may be what a pass of the model once wrote
+            place.copy_(values)
 
 
 def packed(numbers: list[Tensor], place: Tensor | None = None, device: torch.device | None = None) -> Tensor:
@@ -185,7 +206,7 @@ def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:
     try:
         fused(*places)
     except Exception as error:
-        logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", str(error).splitlines()[0])
+        logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", first_line(error))
         return run
     return fused
 
