@@ -451,7 +451,7 @@ MUTANTS = [
         "model",
         "draft/model.py",
         ("self.temperature or sampling.temperature or FOR_GREEDY", "sampling.temperature or FOR_GREEDY"),
-        ("Head(self.weights.head, None if self.trim is None else self.vocabulary.columns)", "Head(self.weights.head, None)"),
+        ("own_head(None if self.trim is None else self.vocabulary.columns)", "own_head(None)"),
         ("if bias and not self.vocabulary.whole:", "if bias:"),
         ("self._following.close(sequence)", "pass"),
     ),

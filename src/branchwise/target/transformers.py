@@ -45,6 +45,9 @@ SHORTEST_CONTEXT = 8
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
 """models that passed the probe, which is asked once in the life of a model"""
 
+_unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""models whose joined maps did not pass it"""
+
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
 
 _names = (f"branchwise-{number}" for number in itertools.count())
@@ -112,7 +115,7 @@ class TransformersTarget:
         self._fusion: Fusion | None = None
         self._best = 0
         self._captured: dict[Any, Verifier] = {}
-        groups = self._groups() if self.kernels else []
+        groups = self._groups() if self.kernels and model not in _unfusible else []
         if groups:
             self._fusion = Fusion(model, self.store, groups, compile=False)
         if model not in _known:
@@ -120,8 +123,7 @@ class TransformersTarget:
             if slots > 1:  # with one slot nothing was seen of a batch
                 _known[model] = layout
         if self.kernels and compile:
-            groups = [] if self._fusion is None else groups
-            self._fusion = Fusion(model, self.store, groups, compile=True)
+            self._fusion = Fusion(model, self.store, [] if model in _unfusible else groups, compile=True)
             self._forget()
 
     def _check(self) -> None:
@@ -134,6 +136,7 @@ class TransformersTarget:
             self._fusion = None
             self._forget()
             check_against_own_forward(self)
+            _unfusible.add(self.model)
 
     def _forget(self) -> None:
         if self._graphs is not None:
