@@ -36,7 +36,7 @@ from branchwise.draft.growth import Found, Growth
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw, Forest, Room
+from branchwise.tree import LOOKED_UP, DraftTree, Draw, Forest, Room
 from branchwise.verify import VERIFIERS, Verifier
 from branchwise.verify.capture import Captured
 
@@ -131,7 +131,7 @@ def measure(
                 chance = SeededChance(seeds, torch.ones_like(seeds))
                 logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1]))
                 laws = ModelLaws(logits, forest, sequences)
-                for table in ("widths", "q"):
+                for table in ("widths", "q", *LOOKED_UP):
                     getattr(forest, table)  # part of the draft, not of the verdict
                 if number < 0 or turn == 0:
                     verifier(forest, laws, chance)  # tables are looked up, kernels chosen, graphs captured

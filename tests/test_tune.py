@@ -376,6 +376,7 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
         lambda patch: patch.setattr("branchwise.tune.cache._source", lambda: "changed"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
+        lambda patch: patch.setattr(TimedTarget, "compile", True, raising=False),
     ):
         with monkeypatch.context() as patch:
             change(patch)

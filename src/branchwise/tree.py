@@ -45,6 +45,14 @@ def words_for(nodes: int) -> int:
     return -(-nodes // WORD)
 
 
+def bits_of(marks: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """(…, words) from (…, columns): bit j % 32 of word j // 32 is column j."""
+    columns = marks.shape[-1]
+    packed = np.zeros((*marks.shape[:-1], 4 * words_for(columns)), dtype=np.uint8)
+    packed[..., : -(-columns // 8)] = np.packbits(marks, axis=-1, bitorder="little")
+    return packed.view("<i4")
+
+
 class Topology:
     """The shape of a tree without its tokens; shared by every tree of that shape, checked once."""
 
@@ -81,13 +89,8 @@ class Topology:
 
     @cached_property
     def bits(self) -> NDArray[np.int32]:
-        """(nodes, words) int32: the same mask, bit j % 32 of word j // 32 being node j."""
-        masks = [1]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            masks.append(masks[parent] | 1 << node)
-        words = words_for(len(self))
-        packed = b"".join(mask.to_bytes(4 * words, "little") for mask in masks)
-        return np.frombuffer(packed, dtype="<i4").reshape(-1, words)
+        """(nodes, words): the same mask as bits."""
+        return bits_of(self.ancestors.numpy())
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -333,6 +336,7 @@ class Forest:
         self.nodes = max(self.room.nodes, *map(len, trees))
         self.depth = max(tree.depth for tree in trees)
         self._roots = roots
+        self._told: dict[str, Tensor] = {}
         self._source: tuple[Forest, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -454,8 +458,10 @@ class Forest:
         assert self._source is None, "a forest that was taken from another has no tables of its own"
         if name == "tokens" and self.told_tokens is None:
             return self.tokens
-        array = getattr(self, f"told_{name}") if name in NODES else self._array(name)
-        return torch.from_numpy(array)
+        if name not in self._told:  # a recorded verdict asks for shapes and for numbers
+            array = getattr(self, f"told_{name}") if name in NODES else self._array(name)
+            self._told[name] = torch.from_numpy(array)
+        return self._told[name]
 
     @cached_property
     def widths(self) -> list[int]:
@@ -502,7 +508,7 @@ class Forest:
             source, rows = self._source
             table: Tensor = getattr(source, name)[rows]
             return table
-        return torch.from_numpy(self._array(name)).to(self.device)
+        return self.told(name).to(self.device)
 
     def _array(self, name: str) -> NDArray[np.int64]:
         room = self.room

@@ -188,7 +188,7 @@ class Table:
     def __init__(self, vocabulary: int, width: int, device: torch.device | str = "cpu") -> None:
         self.tokens = torch.zeros(vocabulary, width, dtype=torch.int32, device=device)
         self.masses = torch.zeros(vocabulary, width, dtype=torch.float16, device=device)
-        # Arrays over the same memory are read in a third of the time.
+        # Over the same memory: reading a row of an array costs less than a tensor's.
         self._arrays = (self.tokens.numpy(), self.masses.numpy()) if self.tokens.device.type == "cpu" else None
         self._read: dict[int, list[Next]] = {}
         """rows as they were read, until they are written again; trees of one text come back to the same tokens"""

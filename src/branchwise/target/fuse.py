@@ -5,7 +5,7 @@ model by hand. Linear maps that read the same input are one product over their s
 traced and compiled, once for all layers of its kind: weights are inputs of what is compiled, and attention is one
 opaque operation that looks up by itself which layer's keys it works on.
 
-All of it happens inside recordings alone; outside the model computes as it always did.
+All of it happens within passes over a sheet, recorded or not; outside the model computes as it always did.
 """
 
 from __future__ import annotations

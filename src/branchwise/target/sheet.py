@@ -47,8 +47,8 @@ class Sheet:
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
         cuda = device.type == "cuda"
         self._from = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=cuda)
-        self._to = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._to.fill_(-1)  # a sheet that tells nothing names no slot
+        # A sheet that tells nothing names no slot.
+        self._to = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
         self._brought = torch.cuda.Event() if cuda else None
         ends = np.cumsum(sizes)
         told = self._from.numpy()

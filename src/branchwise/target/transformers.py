@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -36,8 +37,10 @@ from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.sheet import Sheet, size_for
 from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
-from branchwise.tree import Forest, words_for
+from branchwise.tree import Forest, bits_of
 from branchwise.verify import Verdict, Verifier
+
+log = logging.getLogger(__name__)
 
 SHORTEST_CONTEXT = 8
 """what the comparison at load needs"""
@@ -110,6 +113,8 @@ class TransformersTarget:
             by_kernels=self.kernels,
         )
         self._route.store = self.store
+        taken = layout.bytes_per_row(self.dtype) * slots * self.store.rows
+        log.info("Keys and values of %d texts of %d tokens take %.2f GiB.", slots, self.context, taken / 2**30)
         self.graphs = graphs
         self._graphs = Graphs(self.name, self.device, capture=graphs) if self.kernels else None
         self._fusion: Fusion | None = None
@@ -396,15 +401,6 @@ def best_of(logits: Tensor, count: int) -> Tensor:
         values, tokens = logits.topk(count, dim=-1)
         masses = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
         return torch.stack([tokens.float(), masses], dim=2)
-
-
-def bits_of(ancestors: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """(batch, nodes, words) from (batch, nodes, columns): bit j % 32 of word j // 32 is column j."""
-    batch, nodes, columns = ancestors.shape
-    words = words_for(columns)
-    bits = np.zeros((batch, nodes, 4 * words), dtype=np.uint8)
-    bits[..., : -(-columns // 8)] = np.packbits(ancestors, axis=-1, bitorder="little")
-    return bits.view("<i4")
 
 
 def _free_memory(device: torch.device) -> int:

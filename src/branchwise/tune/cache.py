@@ -27,8 +27,8 @@ def key_of(target: Target, model: str | None, batch: int, context: int, nodes: t
     from branchwise import __version__
 
     return Key(
-        model=(model or str(getattr(target, "name", type(target).__name__)))
-        + (", compiled" if getattr(target, "compile", False) else ""),
+        model=model or str(getattr(target, "name", type(target).__name__)),
+        compiled=bool(getattr(target, "compile", False)),
         architecture=_architecture(target),
         dtype=str(getattr(target, "dtype", "unknown")).removeprefix("torch."),
         precision=torch.get_float32_matmul_precision(),

@@ -25,6 +25,8 @@ class Key:
     dtype: str
     precision: str
     """of float32 matrix products"""
+    compiled: bool
+    """whether passes were fused; only a GPU does that"""
     device: str
     threads: int
     batch: int

@@ -121,6 +121,7 @@ def shape_of(forest: Forest) -> Forest:
     bare = copy.copy(forest)
     for name in ("q", *(f"told_{name}" for name in NODES), *TABLES):
         bare.__dict__.pop(name, None)
+    bare._told = {}
     bare.trees = tuple(SimpleNamespace(draw=tree.draw, leaves=tree.leaves) for tree in forest.trees)  # type: ignore[misc]
     return bare
 
