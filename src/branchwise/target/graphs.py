@@ -11,8 +11,9 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,6 +72,53 @@ class Pool:
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on this device: graphs and kernels go to the current one, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Replay(Generic[T]):
+    """A function of tensors on a device, recorded for the places it reads from, and replayed from then on.
+
+    Whoever calls it writes new values to the same places. What it returns is overwritten by the next call that finds
+    its values there. On the host, and where nothing can be recorded, it is the function itself.
+    """
+
+    def __init__(self, function: Callable[..., T], device: torch.device, writes: Rows[Tensor] = ()) -> None:
+        """`writes` are tensors of its own that the function changes: recording calls it, and must not count."""
+        self._function = function
+        self._device = device
+        self._writes = writes
+        self._pool = Pool(device)
+        self._recorded: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
+        self.captures = device.type == "cuda"
+
+    def __call__(self, *places: Tensor) -> T:
+        if not self.captures:
+            return self._function(*places)
+        # A graph knows addresses. It is right for whatever tensor lies there in the same shape, so none is kept.
+        key = tuple((place.data_ptr(), place.shape, place.stride(), place.dtype) for place in places)
+        with on(self._device):
+            if key not in self._recorded and not self._record(key, places):
+                return self._function(*places)
+            self._recorded.move_to_end(key)
+            graph, found = self._recorded[key]
+            graph.replay()
+            return found
+
+    def _record(self, key: Any, places: Rows[Tensor]) -> bool:
+        before = [tensor.clone() for tensor in self._writes]
+        try:
+            self._recorded[key] = self._pool.record(lambda: self._function(*places))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.captures = False
+            log.warning("%s runs without a CUDA graph: %s", self._function.__name__, first_line(error))
+            return False
+        finally:
+            for tensor, value in zip(self._writes, before, strict=True):
+                tensor.copy_(value)
+        if len(self._recorded) > MOST:
+            self._recorded.popitem(last=False)
+        return True
 
 
 class Found(NamedTuple):
