@@ -264,7 +264,7 @@ class Engine:
         self, generation: Generation, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, seconds: dict[str, float]
     ) -> None:
         """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
-        accepted = tree.tokens[list(verdict.path[1:])].tolist()
+        accepted = verdict.kept_of(tree)
         tokens = [*accepted, verdict.token]
         emitted = 0
         drafters = [tree.sources[node] if tree.sources else self.drafter.name for node in verdict.path[1:]]

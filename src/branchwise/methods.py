@@ -136,8 +136,7 @@ PRESETS = {
         ),
         Method(
             DEFAULT,
-            "fused:recycle+stand(max=3)+suffix(min=1)",
-            "paced:63",
+            "memories",
             paper="our own; see memory.md",
             about="What we advise without a draft model: remembered laws and repeated text, as many nodes as pay.",
         ),

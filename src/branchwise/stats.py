@@ -97,10 +97,13 @@ class Stopwatch:
         self._device = device
         self._cuda = device is not None and device.type == "cuda"
         self._laps: list[tuple[str, Any, Any]] = []
+        self._spare: list[Any] = []  # events that were looked at, to be used again
         self.start()
 
     def start(self) -> None:
-        if not self._cuda:
+        if self._cuda:
+            self._stream = torch.cuda.current_stream(self._device)
+        else:
             self._laps = []  # of a step that failed half-way
         self._last = self._mark()
 
@@ -117,15 +120,17 @@ class Stopwatch:
         for phase, start, end in self._laps:
             if self._cuda and not end.query():
                 running.append((phase, start, end))
-            else:
-                spent = start.elapsed_time(end) / 1e3 if self._cuda else end - start
-                seconds[phase] = seconds.get(phase, 0.0) + spent
+                continue
+            spent = start.elapsed_time(end) / 1e3 if self._cuda else end - start
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+            if self._cuda:
+                self._spare.append(start)  # the end of one lap is the start of the next
         self._laps = running
         return seconds
 
     def _mark(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
         return event

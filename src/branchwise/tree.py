@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -315,6 +315,30 @@ class Room:
         return cls(count * length + 1, count * (length - 1) + 1, children=count, width=count, forks=count - 1)
 
 
+class Laid(NamedTuple):
+    """How the nodes of a batch of trees lie, padded to one size: all that does not depend on tokens, on the host."""
+
+    depths: NDArray[np.int64]
+    """(batch, nodes): levels below the root"""
+    parents: NDArray[np.int64]
+    """(batch, nodes): -1 for roots and padding, so a search for children never finds padding"""
+    seen: NDArray[np.int32]
+    """(batch, nodes, words): the ancestors of every node, itself included, as bits. Padding has none."""
+
+
+@lru_cache(maxsize=64)
+def laid_out(shapes: tuple[Topology, ...], nodes: int) -> Laid:
+    """Where trees keep their shapes from step to step, this is the same at every step."""
+    depths = np.zeros((len(shapes), nodes), dtype=np.int64)
+    parents = np.full((len(shapes), nodes), -1, dtype=np.int64)
+    seen = np.zeros((len(shapes), nodes, words_for(nodes)), dtype=np.int32)
+    for row, shape in enumerate(shapes):
+        depths[row, : len(shape)] = shape.depths
+        parents[row, : len(shape)] = shape.parents
+        seen[row, : len(shape), : shape.bits.shape[1]] = shape.bits
+    return Laid(depths, parents, seen)
+
+
 class Forest:
     """The trees of a batch, padded to one size: what a pass of the target and a verifier work on.
 
@@ -345,20 +369,9 @@ class Forest:
     # Nodes. On the host they are arrays; on the device they are there when somebody asks.
 
     @cached_property
-    def told_depths(self) -> NDArray[np.int64]:
-        """(batch, nodes): levels below the root, on the host."""
-        depths = np.zeros((len(self.trees), self.nodes), dtype=np.int64)
-        for row, tree in zip(depths, self.trees, strict=True):
-            row[: len(tree)] = tree.topology.depths
-        return depths
-
-    @cached_property
-    def told_parents(self) -> NDArray[np.int64]:
-        """(batch, nodes): -1 for roots and padding, so a search for children never finds padding."""
-        parents = np.full((len(self.trees), self.nodes), -1, dtype=np.int64)
-        for row, tree in zip(parents, self.trees, strict=True):
-            row[: len(tree)] = tree.parents
-        return parents
+    def laid(self) -> Laid:
+        """How the nodes lie, on the host."""
+        return laid_out(tuple(tree.topology for tree in self.trees), self.nodes)
 
     @cached_property
     def told_tokens(self) -> NDArray[np.int64] | None:
@@ -373,23 +386,14 @@ class Forest:
         return tokens
 
     @cached_property
-    def told_seen(self) -> NDArray[np.int32]:
-        """(batch, nodes, words): the ancestors of every node, itself included, as bits. Padding has none."""
-        seen = np.zeros((len(self.trees), self.nodes, words_for(self.nodes)), dtype=np.int32)
-        for row, tree in zip(seen, self.trees, strict=True):
-            bits = tree.topology.bits
-            row[: len(tree), : bits.shape[1]] = bits
-        return seen
-
-    @cached_property
     def depths(self) -> Tensor:
         """(batch, nodes) int64, levels below the root"""
-        return torch.from_numpy(self.told_depths).to(self.device)
+        return torch.from_numpy(self.laid.depths).to(self.device)
 
     @cached_property
     def parents(self) -> Tensor:
         """(batch, nodes) int64; -1 for roots and padding"""
-        return torch.from_numpy(self.told_parents).to(self.device)
+        return torch.from_numpy(self.laid.parents).to(self.device)
 
     @cached_property
     def seen(self) -> Tensor:
@@ -397,19 +401,25 @@ class Forest:
         if self._source is not None:
             source, rows = self._source
             return source.seen[rows]
-        return torch.from_numpy(self.told_seen).to(self.device)
+        return torch.from_numpy(self.laid.seen).to(self.device)
 
     @cached_property
     def tokens(self) -> Tensor:
         """(batch, nodes) int64"""
         if self.told_tokens is not None:
             return torch.from_numpy(self.told_tokens).to(self.device)
-        tokens = torch.zeros(len(self.trees), self.nodes, dtype=torch.int64, device=self.device)
-        for row, tree in zip(tokens, self.trees, strict=True):
-            row[: len(tree)] = tree.tokens
+        tokens = self.drafted
         if self._roots is not None:
             tokens[:, 0] = torch.tensor(self._roots, device=self.device)
         return tokens
+
+    @property
+    def drafted(self) -> Tensor:
+        """(batch, nodes) int64: the tokens as they were drafted on a device; roots are not to be trusted."""
+        rows = [tree.tokens.to(self.device, non_blocking=True) for tree in self.trees]
+        alike = len(set(map(len, rows))) == 1
+        tokens = torch.stack(rows) if alike else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return torch.nn.functional.pad(tokens, (0, self.nodes - tokens.shape[1]))
 
     def children_of(self, nodes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """For each tree the child of nodes[b] that carries tokens[b], and whether there is one; both (batch,)."""
@@ -459,8 +469,8 @@ class Forest:
         if name == "tokens" and self.told_tokens is None:
             return self.tokens
         if name not in self._told:  # a recorded verdict asks for shapes and for numbers
-            array = getattr(self, f"told_{name}") if name in NODES else self._array(name)
-            self._told[name] = torch.from_numpy(array)
+            array = self.told_tokens if name == "tokens" else getattr(self.laid, name, None)
+            self._told[name] = torch.from_numpy(self._array(name) if array is None else array)
         return self._told[name]
 
     @cached_property

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from branchwise.draft import build_drafter
 from branchwise.draft.ranks import Ranks
 from branchwise.draft.recycle import Recycle
 from branchwise.draft.topk import TopK
@@ -52,7 +53,7 @@ def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
     drafter = bound_there(Ranks())
     sequences, trees, scored, verdicts = scene(1)
     scored = Scored(scored.logits.cuda())
-    for checked in (False, True):  # what a shape needs is sent once
+    for checked in (False, False, True):  # what a shape needs is sent once, and the second time it is recorded
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error" if checked else "default")
@@ -62,6 +63,46 @@ def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
             drafter.draft(sequences, [AMPLE] * 2)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any() -> None:
+    """Caught here: recording that counts as learning, and a graph that reads where the last pass has been."""
+    anywhere, recorded = bound_there(Ranks()), bound_there(Ranks())
+    _, trees, scored, _ = scene(0)
+    batch, nodes, _ = scored.logits.shape
+    logits, tokens = scored.logits.cuda(), torch.zeros(batch, nodes, dtype=torch.int32, device="cuda")
+    for seed in range(5):
+        sequences, trees, scored, verdicts = scene(seed)
+        assert scored.logits.shape == logits.shape
+        logits.copy_(scored.logits)
+        tokens.zero_()
+        for row, tree in zip(tokens, trees, strict=True):
+            row[: len(tree)] = tree.tokens
+        for drafter, found in ((anywhere, Scored(logits.clone())), (recorded, Scored(logits, tokens=tokens))):
+            drafter._drafted = trees
+            drafter.learn(sequences, found, verdicts)
+        assert torch.equal(anywhere.table.tokens, recorded.table.tokens)
+        assert torch.equal(anywhere.table.masses, recorded.table.masses)
+    assert recorded._learning._recorded
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_is_recommended_drafts_on_the_device_and_changes_no_text(temperature: float, batch: int) -> None:
+    prompts = [(5, 6, 7), (9,), (30, 31)][:batch]
+    texts = []
+    for draft in ("none", "memories"):
+        target = TransformersTarget(build(served()["llama"], device="cuda"), slots=3)
+        engine = Engine(target, build_drafter(draft), VERIFIERS.build("match"))
+        sampling = SamplingParams(temperature=temperature, seed=4)
+        generations = [engine.submit(Request(p, max_new_tokens=90, sampling=sampling)) for p in prompts]
+        while engine.busy:
+            engine.step()
+        texts.append([generation.token_ids for generation in generations])
+    assert texts[0] == texts[1]
+    stats = [generation.stats for generation in generations]
+    assert all(one.drafted_tokens > 80 for one in stats), "nothing was drafted"
+    assert sum(one.accepted_tokens for one in stats) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -55,6 +55,7 @@ DRAFTERS = Registry(
     {
         "disturbed": "branchwise.draft.disturbed:Disturbed",
         "fused": "branchwise.draft.fused:Fused",
+        "memories": "branchwise.draft.memories:Memories",
         "model": "branchwise.draft.model:ModelDrafter",
         "ngram": "branchwise.draft.ngram:NGram",
         "none": "branchwise.draft.none:Nothing",
@@ -79,6 +80,7 @@ TREES = Registry(
         "threshold": "branchwise.draft.threshold:Threshold",
         "graph": "branchwise.draft.graph:Graph",
         "paced": "branchwise.draft.pace:Paced",
+        "paced-ranks": "branchwise.draft.paced_ranks:PacedRanks",
         "puct": "branchwise.draft.puct:Puct",
         "template": "branchwise.draft.template:Template",
         "topk": "branchwise.draft.topk:TopK",

@@ -53,7 +53,9 @@ class Clock:
     measure, and costs 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settling: int = 1) -> None:
+        """The first passes of a size, `settling` of them, also pay for kernels being chosen and recorded."""
+        self._settling = settling
         self._surprises = {1: 0.0}  # size -> logarithm of its cost over what was guessed
         self._seen: dict[int, int] = {}
         self._before: tuple[int, float] | None = None  # rows and logarithm of the seconds of the last pass
@@ -62,8 +64,8 @@ class Clock:
     def saw(self, rows: int, seconds: float) -> None:
         seen = self._seen.get(rows, 0)
         self._seen[rows] = seen + 1
-        self._since_plain = 0 if rows == 1 and seen else self._since_plain + 1
-        if not seen:  # the first of its size also pays for kernels being chosen
+        self._since_plain = 0 if rows == 1 and seen >= self._settling else self._since_plain + 1
+        if seen < self._settling:
             return
         spent, before = math.log(max(seconds, 1e-9)), self._before
         self._before = rows, spent
@@ -109,6 +111,17 @@ class Clock:
 
 _clocks: WeakKeyDictionary[Target, dict[int, Clock]] = WeakKeyDictionary()
 """what passes of a target cost, by the size of the batch: known to all that draft for it, whatever they remember"""
+RECORDED = 4
+"""passes of a size on a device before its clock runs: by then all that a step does is recorded"""
+
+
+def clock_of(target: Target | None, batch: int) -> Clock:
+    if target is None:
+        return Clock()
+    clocks, (size, _) = _clocks.setdefault(target, {}), target.room(batch, 1)
+    if size not in clocks:
+        clocks[size] = Clock(1 if target.device.type == "cpu" else RECORDED)
+    return clocks[size]
 
 
 class Paced(TopK):
@@ -122,8 +135,7 @@ class Paced(TopK):
 
     def begin(self, batch: int, target: Target | None) -> None:
         self._batch = batch
-        clocks = {} if target is None else _clocks.setdefault(target, {})
-        self._clock = clocks.setdefault(batch, Clock())
+        self._clock = clock_of(target, batch)
 
     def lay(self, root: int, place: Place, after: Look, budget: Budget) -> Sapling:
         nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)

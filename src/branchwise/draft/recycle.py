@@ -12,7 +12,7 @@ The probabilities are those of the model at temperature 1, before any warping.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
 import torch
@@ -27,6 +27,8 @@ from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
+from branchwise.target.graphs import Replay
+from branchwise.target.sheet import Brought
 from branchwise.tree import DraftTree, Draw, Topology
 from branchwise.verify import Verdict
 
@@ -59,7 +61,9 @@ class Recycle(Remembering):
         """learn from all nodes, and look up trees of ranks where the table lies"""
         self._table: Table | None = None
         self._bound_to: tuple[int, int, torch.device] | None = None
-        self._slots: dict[tuple[int, ...], list[Tensor]] = {}  # shape -> slots of its levels, on the device
+        self._lookups: dict[Topology, Replay[Tensor]] = {}
+        self._roots: dict[int, Brought] = {}  # by the number of texts
+        self._marks: dict[tuple[int, int], Brought] = {}  # by the size of a pass
 
     @property
     def table(self) -> Table:
@@ -77,7 +81,9 @@ class Recycle(Remembering):
         wanted = target.vocabulary, min(self.k, target.vocabulary), place
         if self._table is None or self._bound_to != wanted:  # what was learnt stays, where it can
             self._table, self._bound_to = Table(*wanted), wanted
-            self._slots.clear()
+            self._learning = Replay(self._learn_marked, place, writes=(self._table.tokens, self._table.masses))
+            for recorded in (self._lookups, self._roots, self._marks):
+                recorded.clear()
         if not self.on_device and hasattr(target, "tell_best"):
             target.tell_best(2 * self.k)
 
@@ -93,10 +99,11 @@ class Recycle(Remembering):
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         if not self.on_device or not isinstance(self.tree, Ranks):
             return super().draft(sequences, budgets)
-        shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
+        if hasattr(self.tree, "begin"):
+            self.tree.begin(len(sequences), self.target)
         texts: dict[Topology, list[int]] = {}
-        for text, shape in enumerate(shapes):
-            texts.setdefault(shape, []).append(text)
+        for text, budget in enumerate(budgets):
+            texts.setdefault(self.tree.within(budget, self.table.width), []).append(text)
         trees: dict[int, DraftTree] = {}
         for shape, same in texts.items():
             found = self.looked_up(shape, [sequences[text].root for text in same])
@@ -107,25 +114,28 @@ class Recycle(Remembering):
     def looked_up(self, shape: Topology, roots: list[int]) -> Tensor:
         """(roots, nodes): the tokens of trees of one shape, with one look at the table a level and no wait for it.
 
-        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else.
+        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. The next trees
+        of this shape overwrite them.
         """
-        table = self.table.tokens
-        if shape.parents not in self._slots:
-            self._slots[shape.parents] = [_there(level, table) for level in slots(shape, self.table.width)]
-        levels = [_there(roots, table).int()[:, None]]
-        for places in self._slots[shape.parents]:
-            below = table.index_select(0, levels[-1].flatten()).view(len(roots), -1)
-            levels.append(below.index_select(1, places))
-        return torch.cat(levels, dim=1).long()
+        device = self.table.tokens.device
+        if shape not in self._lookups:
+            self._lookups[shape] = Replay(walk(self.table, shape), device)
+        if len(roots) not in self._roots:
+            self._roots[len(roots)] = Brought(len(roots), device)
+        told = self._roots[len(roots)]
+        told.here[:] = roots
+        return self._lookups[shape](told.bring())
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]
         width = self.table.width
         self._learn_in_turn(tokens, peaks(logits, width) if self.on_device else peaks_here(logits, width))
+        if self.on_device:
+            self.table.forget_read()
 
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         if self.on_device:
-            self._learn_all(scored, verdicts)
+            self._learn_there(scored, verdicts)
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         tokens = [token for tree, few in zip(self._drafted, nodes, strict=True) for token in tree.tokens[few].tolist()]
@@ -152,30 +162,58 @@ class Recycle(Remembering):
         for turn in turns.values():
             self.table.mix(_there(turn.values(), found.tokens), found, _there(turn, found.tokens), self.rate)
 
-    def _learn_all(self, scored: Scored, verdicts: Rows[Verdict]) -> None:
-        """From every node at once, where only the device knows the tokens.
+    def _learn_there(self, scored: Scored, verdicts: Rows[Verdict]) -> None:
+        """From every node at once, where only the device knows the tokens."""
+        batch, nodes, _ = scored.logits.shape
+        if (batch, nodes) not in self._marks:
+            self._marks[batch, nodes] = Brought(batch * nodes, self.table.tokens.device)
+        told = self._marks[batch, nodes]
+        marks = told.here.reshape(batch, nodes)
+        marks.fill(PADDING)
+        for row, tree, verdict in zip(marks, self._drafted, verdicts, strict=False):
+            row[: len(tree)] = REJECTED
+            row[list(verdict.path)] = ACCEPTED
+        there = told.bring().view(batch, nodes)
+        if scored.tokens is None:  # a pass that was not recorded, whose logits lie anywhere
+            rows = [tree.tokens.to(there.device, non_blocking=True) for tree in self._drafted]
+            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            tokens = torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1], 0, batch - len(rows)))
+            self._learn_marked(tokens, scored.logits, there)
+        else:
+            self._learning(scored.tokens, scored.logits, there)
+        self.table.forget_read()
 
-        Several nodes may carry one token. All of them write the law of the last one, and accepted nodes come last:
-        so it does not matter who writes first.
+    def _learn_marked(self, tokens: Tensor, logits: Tensor, marks: Tensor) -> None:
+        """From tokens, laws and marks (batch, nodes), in fixed shapes.
+
+        Several nodes may carry one token. All of them write the law of the last one, and accepted nodes count as last:
+        so it does not matter who writes first. Padding writes what the first node of all writes.
         """
-        logits = scored.logits
-        rows: list[int] = []
-        accepted: list[int] = []
-        for text, (tree, verdict) in enumerate(zip(self._drafted, verdicts, strict=True)):
-            first = text * logits.shape[1]
-            rows += [first + node for node in range(len(tree)) if node not in verdict.path]
-            accepted += [first + node for node in verdict.path]
-        order = _there(rows + accepted, logits)
-        tokens = torch.nn.utils.rnn.pad_sequence(
-            [tree.tokens.to(logits.device, non_blocking=True) for tree in self._drafted], batch_first=True
-        )
-        tokens = torch.nn.functional.pad(tokens, (0, logits.shape[1] - tokens.shape[1]))
-        keys = tokens.flatten()[order]
-        turns = torch.arange(len(keys), device=keys.device)
-        last = torch.zeros(len(self.table), dtype=torch.int64, device=keys.device)
+        flat, marks = tokens.flatten().long(), marks.flatten()
+        places = torch.arange(len(flat), device=flat.device)
+        keys = torch.where(marks > PADDING, flat, flat[0])
+        turns = torch.where(marks > PADDING, places + len(flat) * (marks == ACCEPTED), -1)
+        last = torch.zeros(len(self.table), dtype=torch.int64, device=flat.device)
         last.scatter_reduce_(0, keys, turns, "amax")
-        found = peaks(logits.flatten(0, 1).index_select(0, order), self.table.width)
-        self.table.mix(keys, found, last[keys], self.rate)
+        self.table.mix(keys, peaks(logits.flatten(0, 1), self.table.width), last[keys] % len(flat), self.rate)
+
+
+PADDING, REJECTED, ACCEPTED = range(3)
+"""what becomes of a node"""
+
+
+def walk(table: Table, shape: Topology) -> Callable[[Tensor], Tensor]:
+    """From roots (n,) to the tokens (n, nodes) of trees of a shape: one look at the table a level."""
+    places = [_there(level, table.tokens) for level in slots(shape, table.width)]
+
+    def walked(roots: Tensor) -> Tensor:
+        levels = [roots[:, None]]
+        for level in places:
+            below = table.tokens.index_select(0, levels[-1].flatten()).view(len(roots), -1)
+            levels.append(below.index_select(1, level))
+        return torch.cat(levels, dim=1).long()
+
+    return walked
 
 
 class Table:
@@ -234,11 +272,13 @@ class Table:
         masses = (masses * HALF_DOWN).half()
         tokens = torch.where(masses > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int()
         self.tokens[keys], self.masses[keys] = tokens, masses
-        if self._arrays is None:
-            self._read.clear()  # which rows those are only the device knows
-        else:
+        if self._arrays is not None:
             for key in keys.tolist():
                 self._read.pop(key, None)
+
+    def forget_read(self) -> None:
+        """What was read may have changed: which rows did only the device knows."""
+        self._read.clear()
 
     def put(self, tensors: dict[str, Tensor]) -> None:
         """Take over a stored table."""

@@ -38,6 +38,9 @@ class Scored:
     """(batch, nodes, 2, k) float32: the k best tokens behind every node and their probabilities, where a pass on a
     device was asked to tell them: the host reads these in place of whole rows"""
 
+    tokens: Tensor | None = None
+    """(batch, nodes) int32: what was scored, where it lies on a device"""
+
     @cached_property
     def told(self) -> Tensor | None:
         """`best` on the host, read once."""

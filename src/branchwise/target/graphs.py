@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +24,7 @@ from branchwise.target.sheet import Sheet, Size
 
 MOST = 48
 """graphs that are kept, those used last; each holds the logits of its size"""
+MOST_SEEN = 1024
 WARMUPS = 2
 """passes before a recording, in which libraries choose and compile their kernels"""
 
@@ -71,7 +72,8 @@ class Pool:
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on this device: graphs and kernels go to the current one, wherever their tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    here = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
+    return nullcontext() if here else torch.cuda.device(device)
 
 
 class Replay(Generic[T]):
@@ -88,25 +90,36 @@ class Replay(Generic[T]):
         self._writes = writes
         self._pool = Pool(device)
         self._recorded: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
+        self._seen: Counter[Any] = Counter()
         self.captures = device.type == "cuda"
 
     def __call__(self, *places: Tensor) -> T:
         if not self.captures:
             return self._function(*places)
         # A graph knows addresses. It is right for whatever tensor lies there in the same shape, so none is kept.
-        key = tuple((place.data_ptr(), place.shape, place.stride(), place.dtype) for place in places)
+        key = _addresses(places)
         with on(self._device):
-            if key not in self._recorded and not self._record(key, places):
+            if key not in self._recorded and not (self._often(key) and self.record(*places)):
                 return self._function(*places)
             self._recorded.move_to_end(key)
             graph, found = self._recorded[key]
             graph.replay()
             return found
 
-    def _record(self, key: Any, places: Rows[Tensor]) -> bool:
+    def _often(self, key: Any) -> bool:
+        """Whether values came to these places before: what comes anywhere is not worth a recording."""
+        if len(self._seen) > MOST_SEEN:
+            self._seen.clear()
+        self._seen[key] += 1
+        return self._seen[key] > 1
+
+    def record(self, *places: Tensor) -> bool:
+        """Record it with what lies at these places now; False where that cannot be."""
+        if not self.captures:
+            return False
         before = [tensor.clone() for tensor in self._writes]
         try:
-            self._recorded[key] = self._pool.record(lambda: self._function(*places))
+            self._recorded[_addresses(places)] = self._pool.record(lambda: self._function(*places))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -119,6 +132,10 @@ class Replay(Generic[T]):
         if len(self._recorded) > MOST:
             self._recorded.popitem(last=False)
         return True
+
+
+def _addresses(places: Rows[Tensor]) -> tuple[Any, ...]:
+    return tuple((place.data_ptr(), place.shape, place.stride(), place.dtype) for place in places)
 
 
 class Found(NamedTuple):

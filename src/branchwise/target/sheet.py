@@ -8,14 +8,14 @@ nobody looks at what is found for either.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.tree import WORD, words_for
+from branchwise.tree import WORD, Laid, words_for
 
 Numbers = NDArray[np.int32]
 
@@ -27,6 +27,30 @@ class Size(NamedTuple):
     nodes: int
     words: int
     """of 32 rows of the trees, those included that earlier passes wrote"""
+
+
+class Brought:
+    """Numbers that are written on the host and brought to the same place of a device with one copy."""
+
+    def __init__(self, count: int, device: torch.device, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
+        cuda = device.type == "cuda"
+        self._from = torch.zeros(count, dtype=dtype, pin_memory=cuda)
+        self.there = torch.full((count,), fill, dtype=dtype, device=device)
+        self._over = torch.cuda.Event() if cuda else None
+        self._here: NDArray[Any] = self._from.numpy()
+
+    @property
+    def here(self) -> NDArray[Any]:
+        """The numbers on the host, to be written anew; those brought before have arrived."""
+        if self._over is not None:
+            self._over.synchronize()  # long over, unless nobody looked at what came of them
+        return self._here
+
+    def bring(self) -> Tensor:
+        self.there.copy_(self._from, non_blocking=True)
+        if self._over is not None:
+            self._over.record()
+        return self.there
 
 
 class Sheet:
@@ -45,19 +69,15 @@ class Sheet:
             "seen": (batch, nodes, words),
         }
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
-        cuda = device.type == "cuda"
-        self._from = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=cuda)
-        # A sheet that tells nothing names no slot.
-        self._to = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
-        self._brought = torch.cuda.Event() if cuda else None
+        self._numbers = Brought(sum(sizes), device, fill=-1)  # a sheet that tells nothing names no slot
         ends = np.cumsum(sizes)
-        told = self._from.numpy()
         self.told: dict[str, Numbers] = {
-            name: told[end - count : end].reshape(shape)
+            name: self._numbers.here[end - count : end].reshape(shape)
             for (name, shape), count, end in zip(shapes.items(), sizes, ends, strict=True)
         }
         """on the host, as it will be brought over"""
-        parts = dict(zip(shapes, self._to.split(sizes), strict=True))
+        self._laid: Laid | None = None  # what of it was told last
+        parts = dict(zip(shapes, self._numbers.there.split(sizes), strict=True))
         self.tokens, self.positions, self.depths = (
             parts[name].view(batch, nodes) for name in ("tokens", "positions", "depths")
         )
@@ -73,33 +93,40 @@ class Sheet:
         seen: Numbers,
         written: Rows[int] | None = None,
         key_depths: NDArray[np.integer] | None = None,
+        *,
+        roots: Rows[int] | None = None,
+        laid: Laid | None = None,
     ) -> None:
-        """Tell the pass where the texts lie, (batch,), and what their new nodes are, (batch, nodes); `seen` (batch,
+        """Tell the pass where the texts lie, (texts,), and what their new nodes are, (batch, nodes); `seen` (batch,
         nodes, words) are their ancestors. Trees of which rows are `written` already, so many to a text, give the depths
-        of all their rows. Tokens may lie on the device."""
-        if self._brought is not None:
-            self._brought.synchronize()  # the last copy from here is long over, unless somebody never looked
-        batch, nodes = depths.shape
+        of all their rows. Tokens may lie on the device; then `roots` are told from here. Depths and ancestors that were
+        `laid` out for the trees are not told a second time."""
+        _ = self._numbers.here
+        texts, nodes = len(slots), depths.shape[1]
         told = self.told
-        self._from.zero_()
+        if laid is None or laid is not self._laid:
+            for name in ("depths", "key_depths", "seen"):
+                told[name].fill(0)
+            told["depths"][: len(depths), :nodes] = depths
+            rows = depths if key_depths is None else key_depths
+            told["key_depths"][: len(rows), : rows.shape[1]] = rows
+            told["seen"][: len(seen), :nodes, : seen.shape[2]] = seen
+            told["tokens"].fill(0)
+        self._laid = laid
         told["slots"].fill(-1)
-        told["slots"][:batch] = slots
-        told["lengths"][:batch] = told["starts"][:batch] = lengths
-        if written is not None:
-            told["starts"][:batch] += np.asarray(written, dtype=np.int32)
-        told["depths"][:batch, :nodes] = depths
-        told["positions"][:batch, :nodes] = depths
-        told["positions"][:batch] += told["lengths"][:batch, None]
-        rows = depths if key_depths is None else key_depths
-        told["key_depths"][:batch, : rows.shape[1]] = rows
-        told["seen"][:batch, :nodes, : seen.shape[2]] = seen
-        if not isinstance(tokens, Tensor):
-            told["tokens"][:batch, :nodes] = tokens
-        self._to.copy_(self._from, non_blocking=True)
-        if self._brought is not None:
-            self._brought.record()
+        told["slots"][:texts] = slots
+        told["lengths"].fill(0)
+        told["lengths"][:texts] = lengths
+        np.add(told["lengths"], 0 if written is None else _widened(written, told["lengths"]), out=told["starts"])
+        np.add(told["depths"], told["lengths"][:, None], out=told["positions"])
         if isinstance(tokens, Tensor):
-            self.tokens[:batch, :nodes] = tokens
+            assert roots is not None, "roots are known on the host"
+            told["tokens"][:texts, 0] = roots
+        else:
+            told["tokens"][: len(tokens), :nodes] = tokens
+        self._numbers.bring()
+        if isinstance(tokens, Tensor) and nodes > 1:
+            self.tokens[: len(tokens), 1:nodes] = tokens[:, 1:]
 
     # What the store and the attention ask of a pass
 
@@ -135,3 +162,9 @@ def fitting(count: int, sizes: tuple[int, ...]) -> int:
     """The smallest of the sizes that is enough; above the largest, a multiple of it."""
     largest = sizes[-1]
     return next((size for size in sizes if size >= count), -(-count // largest) * largest)
+
+
+def _widened(rows: Rows[int], like: Numbers) -> Numbers:
+    wide = np.zeros_like(like)
+    wide[: len(rows)] = rows
+    return wide

@@ -19,8 +19,8 @@ from transformers import Cache
 
 from branchwise.sequence import Sequence
 from branchwise.target.attention import attend, tree_mask
-from branchwise.target.graphs import on
-from branchwise.target.sheet import Sheet
+from branchwise.target.graphs import Replay
+from branchwise.target.sheet import BATCHES, NODES, Brought, Sheet, fitting
 from branchwise.tree import Forest
 
 Shape = tuple[int, int]
@@ -161,6 +161,7 @@ class SlotStore(BlankCache):
         self._running: list[Sequence] = []
         self._lengths: dict[Sequence, int] = {}
         self._touched = [0] * slots  # rows of each slot that may hold something
+        self._moves: dict[tuple[int, int], Moves] = {}  # by the room for texts and steps
         self.current: Pass | Sheet | None = None
 
     def _place(
@@ -265,15 +266,10 @@ class SlotStore(BlankCache):
         """Row length + path[i] of each slot becomes row length + i."""
         device = self.layers_keys[0].device
         if self.by_kernels:
-            from branchwise.target import kernels
-
-            texts, longest = len(paths), max(map(len, paths))
-            nodes = [node for path in paths for node in (*path, *[-1] * (longest - len(path)))]
-            numbers = torch.tensor([*slots, *lengths, *nodes], dtype=torch.int32).to(device, non_blocking=True)
-            where = numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(texts, -1)
-            with on(device):
-                for tensor in self._tensors.values():
-                    kernels.keep_rows(tensor, *where)
+            size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
+            if size not in self._moves:
+                self._moves[size] = Moves(*size, list(self._tensors.values()))
+            self._moves[size](slots, lengths, paths)
             return
         moves = [
             (slot, length + node, length + i)
@@ -296,6 +292,36 @@ class SlotStore(BlankCache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.rows
+
+
+class Moves:
+    """Accepted rows moved by kernels: what goes where is one copy, and all layers are one launch."""
+
+    def __init__(self, texts: int, steps: int, tensors: list[Tensor]) -> None:
+        self._size = texts, steps
+        self._told = Brought(texts * (2 + steps), tensors[0].device, fill=-1)
+        self._tensors = tensors
+        self._run = Replay(self._move, tensors[0].device)
+        self._run.record(self._told.there)  # nothing is told yet, so nothing moves
+
+    def __call__(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:
+        texts, _ = self._size
+        told = self._told.here
+        told.fill(-1)
+        told[: len(slots)] = slots
+        told[texts : texts + len(lengths)] = lengths
+        steps = told[2 * texts :].reshape(self._size)
+        for row, path in zip(steps, paths, strict=False):
+            row[: len(path)] = path
+        self._run(self._told.bring())
+
+    def _move(self, numbers: Tensor) -> None:
+        from branchwise.target import kernels
+
+        texts, _ = self._size
+        where = numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(self._size)
+        for tensor in self._tensors:
+            kernels.keep_rows(tensor, *where)
 
 
 def forest_ancestors(forest: Forest, device: torch.device) -> Tensor:

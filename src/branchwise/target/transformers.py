@@ -37,7 +37,7 @@ from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.sheet import Sheet, size_for
 from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
-from branchwise.tree import Forest, bits_of
+from branchwise.tree import Forest, Laid, bits_of
 from branchwise.verify import Verdict, Verifier
 
 log = logging.getLogger(__name__)
@@ -181,14 +181,22 @@ class TransformersTarget:
         for sequence in sequences:
             assert self.store.length(sequence) == len(sequence.tokens) - 1, "the cache is out of step with its sequence"
         if self._graphs is not None and not taps:
-            tokens = forest.tokens if forest.told_tokens is None else forest.told_tokens
-            found = self._replay(sequences, tokens, forest.told_depths, forest.told_seen)
-            return Scored(found.logits, best=found.best)
+            return self._score_sheet(sequences, forest)
         current = self.store.begin(sequences, forest.depths, forest_ancestors(forest, self.device))
         hidden: dict[str, Tensor] = {}
         with self._tapped(taps, hidden):
             logits = self._run(forest.tokens, current.lengths[:, None] + forest.depths, self.store)
         return Scored(logits, hidden)
+
+    def _score_sheet(self, sequences: Rows[Sequence], forest: Forest) -> Scored:
+        told = forest.told_tokens
+        tokens, laid = forest.drafted if told is None else told, forest.laid
+        roots = [sequence.root for sequence in sequences]
+        sheet, found = self._replay(sequences, tokens, laid.depths, laid.seen, roots=roots, laid=laid)
+        batch, nodes = laid.depths.shape
+        if told is None:
+            forest.tokens = sheet.tokens[:batch, :nodes]
+        return Scored(found.logits, best=found.best, tokens=sheet.tokens[:batch, :nodes])
 
     def captured(self, verifier: Verifier) -> Verifier:
         """The same verifier, recorded as the passes are."""
@@ -273,7 +281,7 @@ class TransformersTarget:
         tokens. `ancestors` (batch, nodes, columns) marks for each the rows of its tree that it sees, its own included.
         """
         if self._graphs is not None:
-            return self._replay(sequences, tokens, depths, bits_of(ancestors), written).logits
+            return self._replay(sequences, tokens, depths, bits_of(ancestors), written)[1].logits
         places = torch.from_numpy(depths).to(self.device)
         current = self.store.begin(sequences, places, torch.from_numpy(ancestors).to(self.device), written)
         return self._run(torch.from_numpy(tokens).to(self.device), current.lengths[:, None] + places, self.store)
@@ -285,28 +293,33 @@ class TransformersTarget:
         depths: NDArray[np.int64],
         seen: NDArray[np.int32],
         written: Written | None = None,
-    ) -> Found:
-        """A pass by kernels over nodes (batch, nodes), from its graph where there is one.
+        *,
+        roots: Rows[int] | None = None,
+        laid: Laid | None = None,
+    ) -> tuple[Sheet, Found]:
+        """A pass by kernels over nodes (batch, nodes), from its graph where there is one, and what it was told.
 
         There may be fewer sequences than trees; nothing is kept of the trees behind them.
         """
         assert self._graphs is not None
         batch, nodes = depths.shape
-        texts, before = len(sequences), written.rows if written else [0] * len(sequences)
+        before = written.rows if written else [0] * len(sequences)
         size = size_for(batch, nodes, max(before) + nodes)
         slots, lengths = self.store.seat(sequences, before, nodes, size.nodes)
         recorded = self._graphs.ready(size)
         recorded.sheet.fill(
             slots,
             lengths,
-            tokens[:texts],
-            depths[:texts],
-            seen[:texts],
+            tokens,
+            depths,
+            seen,
             written.rows if written else None,
-            written.depths[:texts] if written else None,
+            written.depths if written else None,
+            roots=roots,
+            laid=laid,
         )
         logits, best = self._graphs.run(recorded, self._run_sheet)
-        return Found(logits[:batch, :nodes], None if best is None else best[:batch, :nodes])
+        return recorded.sheet, Found(logits[:batch, :nodes], None if best is None else best[:batch, :nodes])
 
     def _run_sheet(self, sheet: Sheet) -> Found:
         # The model is fused only while no other target of it runs.

@@ -29,7 +29,7 @@ from branchwise.errors import PairingError
 from branchwise.laws import Laws
 from branchwise.registry import Registry
 from branchwise.rows import total
-from branchwise.tree import Draw, Forest
+from branchwise.tree import DraftTree, Draw, Forest
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class Verdict:
     """the accepted nodes, root first: the cache rows to keep"""
     token: int
     """the token after the path: the next root"""
+    spelled: tuple[int, ...] | None = None
+    """the tokens of the path below the root, where only the device knew them"""
+
+    def kept_of(self, tree: DraftTree) -> list[int]:
+        """The tokens of the path below the root."""
+        return tree.tokens[list(self.path[1:])].tolist() if self.spelled is None else list(self.spelled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +58,10 @@ class Verdicts:
     """(batch,) int64"""
 
     @classmethod
-    def written(cls, rows: Tensor) -> Verdicts:
-        """Verdicts that lie side by side already."""
-        verdicts = cls(rows[:, :-1], rows[:, -1])
+    def written(cls, rows: Tensor, *, spelled: bool = False) -> Verdicts:
+        """Verdicts that lie side by side already, with the tokens of their nodes where they are `spelled`."""
+        longest = (rows.shape[1] - 1) // (2 if spelled else 1)
+        verdicts = cls(rows[:, :longest], rows[:, longest])
         verdicts.__dict__["rows"] = rows
         return verdicts
 
@@ -63,9 +70,18 @@ class Verdicts:
         """(batch, depth + 2): both side by side, so that one copy brings them over."""
         return torch.cat([self.paths, self.tokens[:, None]], dim=1)
 
+    def spelled(self, tokens: Tensor) -> Tensor:
+        """The same with the tokens of the nodes, given those of whole trees (batch, nodes)."""
+        return torch.cat([self.rows, tokens.gather(1, self.paths.clamp_min(0))], dim=1)
+
     def read(self) -> list[Verdict]:
         """The verdicts on the host; the one sync of a step."""
-        return [Verdict(tuple(node for node in path if node >= 0), token) for *path, token in self.rows.tolist()]
+        longest, verdicts = self.paths.shape[1], []
+        for row in self.rows.tolist():
+            path = tuple(node for node in row[:longest] if node >= 0)
+            spelled = tuple(row[longest + 2 : longest + 1 + len(path)]) if len(row) > longest + 1 else None
+            verdicts.append(Verdict(path, row[longest], spelled))
+        return verdicts
 
 
 STRIDE = 4096

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Rows
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,8 @@ from branchwise.chance import SeededChance
 from branchwise.errors import first_line
 from branchwise.laws import ModelLaws
 from branchwise.target.graphs import Pool, on
-from branchwise.tree import LOOKED_UP, NODES, Draw, Forest
+from branchwise.target.sheet import Brought
+from branchwise.tree import LOOKED_UP, NODES, Draw, Forest, Laid
 from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.match import Match, leaves_greedy_laws
 
@@ -60,7 +62,7 @@ class Captured:
         if not laws.capturable or (drawn and forest.q is None):
             return self.verifier(forest, laws, chance)
         reads = tables_of(verifier)
-        numbers, key = numbers_of(forest, chance, reads), key_of(forest, laws, reads)
+        key = key_of(forest, laws, reads)
         if key not in self._graphs:
             self._times[key] += 1
             if not laws.greedy and self._times[key] < self._seen:
@@ -71,14 +73,15 @@ class Captured:
             rows = forest.room.inner or forest.nodes  # whatever will come
             q = forest.q.new_zeros(len(forest), rows, forest.q.shape[2]) if drawn else None  # type: ignore[union-attr]
             # Logits are not copied: those of a recorded pass come to the same place every time.
-            places = Places(packed(numbers, device=laws.logits.device), laws.logits, q)
             self._pool = self._pool or Pool(laws.logits.device)
+            numbers = Numbers(forest, chance, reads, laws.logits.device)
             program = as_program(verifier, forest, laws, reads)
-            self._graphs[key] = Recording(self._pool, program, places, self._compile and drawn)
+            self._graphs[key] = Recording(self._pool, program, numbers, laws.logits, q, self._compile and drawn)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        return Verdicts.written(self._graphs[key](numbers, laws.logits, forest.q if drawn else None))
+        found = self._graphs[key](forest, chance, laws.logits, forest.q if drawn else None)
+        return Verdicts.written(found, spelled=forest.told_tokens is None)
 
     def places(self, forest: Forest, laws: ModelLaws) -> Places:
         """Where the graph that a batch of this shape was captured in reads.
@@ -99,7 +102,7 @@ def tables_of(verifier: Verifier) -> tuple[str, ...]:
 
 def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> Program:
     """A verifier as a function of tensors alone, for all batches of the same shapes."""
-    shapes = shapes_of(forest, reads)
+    shapes, spelled = shapes_of(forest, reads), forest.told_tokens is None
     bare, lawful = shape_of(forest), laws.without_texts()
 
     def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
@@ -110,7 +113,8 @@ def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws, reads: Rows[
         if "seen" in tables:
             tables["seen"] = tables["seen"].int()
         same.__dict__.update(tables, q=q)
-        return verifier(same, lawful.over(logits, same), SeededChance(seeds, roots)).rows
+        found = verifier(same, lawful.over(logits, same), SeededChance(seeds, roots))
+        return found.spelled(same.tokens) if spelled else found.rows
 
     return program
 
@@ -119,7 +123,7 @@ def shape_of(forest: Forest) -> Forest:
     """A forest without its numbers: a program is kept for long, and laws over a vocabulary are large."""
     _ = forest.widths
     bare = copy.copy(forest)
-    for name in ("q", *(f"told_{name}" for name in NODES), *TABLES):
+    for name in ("q", "laid", "told_tokens", *TABLES):
         bare.__dict__.pop(name, None)
     bare._told = {}
     bare.trees = tuple(SimpleNamespace(draw=tree.draw, leaves=tree.leaves) for tree in forest.trees)  # type: ignore[misc]
@@ -128,7 +132,7 @@ def shape_of(forest: Forest) -> Forest:
 
 def key_of(forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> tuple[Any, ...]:
     """What two batches must agree in for one graph to serve both."""
-    about = shapes_of(forest, reads), laws.logits.shape, laws.logits.dtype, laws.shape
+    about = shapes_of(forest, reads), laws.logits.shape, laws.logits.dtype, laws.shape, forest.told_tokens is None
     if not set(reads) & set(LOOKED_UP):
         return about
     assert forest.q is not None
@@ -153,11 +157,48 @@ class Places(NamedTuple):
     q: Tensor | None
 
 
+class Numbers:
+    """The numbers of a program, written on the host and brought to their place before every replay.
+
+    How the nodes lie is written only where that changes; tokens that were drafted on a device are copied there.
+    """
+
+    def __init__(self, forest: Forest, chance: SeededChance, reads: Rows[str], device: torch.device) -> None:
+        tables = self._tables(forest, chance, reads)
+        ends = np.cumsum([table.numel() for table in tables.values()]).tolist()
+        self._reads = reads
+        self._spans = {name: slice(end - tables[name].numel(), end) for name, end in zip(tables, ends, strict=True)}
+        self._laid: Laid | None = None
+        self._brought = Brought(ends[-1], device, torch.int64)
+        self.there = self.bring(forest, chance)
+
+    def bring(self, forest: Forest, chance: SeededChance) -> Tensor:
+        here, drafted = self._brought.here, None
+        for name, table in self._tables(forest, chance, self._reads).items():
+            if table.device.type != "cpu":
+                drafted = table
+            elif self._laid is not forest.laid or name not in Laid._fields:
+                here[self._spans[name]] = table.numpy().reshape(-1)
+        self._laid = forest.laid
+        there = self._brought.bring()
+        if drafted is not None:
+            there[self._spans["tokens"]].view(drafted.shape).copy_(drafted)
+        return there
+
+    @staticmethod
+    def _tables(forest: Forest, chance: SeededChance, reads: Rows[str]) -> dict[str, Tensor]:
+        seeds, roots = chance.told
+        return {"seeds": seeds, "roots": roots, **{name: forest.told(name) for name in reads}}
+
+
 class Recording:
     """One captured graph with the places that it reads."""
 
-    def __init__(self, pool: Pool, program: Program, places: Places, compile: bool) -> None:
-        self.places = places
+    def __init__(
+        self, pool: Pool, program: Program, numbers: Numbers, logits: Tensor, q: Tensor | None, compile: bool
+    ) -> None:
+        self.places = places = Places(numbers.there, logits, q)
+        self._numbers = numbers
         # A graph reads tensors that the program holds, such as temperatures, so the program stays.
         self._run: Any = compiled_or_not(trace(program, places), places) if compile else program
 
@@ -168,12 +209,12 @@ class Recording:
 
         self._graph, self._found = pool.record(once)
 
-    def __call__(self, numbers: list[Tensor], logits: Tensor, q: Tensor | None) -> Tensor:
+    def __call__(self, forest: Forest, chance: SeededChance, logits: Tensor, q: Tensor | None) -> Tensor:
         bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
         if q is not None and self.places.q is not None:
             rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
             bring(q[:, :rows], self.places.q[:, :rows])
-        packed(numbers, self.places.numbers)
+        self._numbers.bring(forest, chance)
         with on(logits.device):
             self._graph.replay()
         return self._found
@@ -186,15 +227,9 @@ def bring(values: Tensor, place: Tensor) -> None:
             place.copy_(values)
 
 
-def packed(numbers: list[Tensor], place: Tensor | None = None, device: torch.device | None = None) -> Tensor:
-    """All tables as one flat tensor of int64, in its place or on a device; one copy, where all come from the host."""
-    where = place.device if place is not None else device
-    if where is not None and any(table.device.type != "cpu" for table in numbers):
-        numbers = [table.to(where) for table in numbers]
-    flat = torch.cat([table.reshape(-1).long() for table in numbers])
-    if place is None:
-        return flat if device is None else flat.to(device)
-    return place.copy_(flat, non_blocking=True)
+def packed(numbers: list[Tensor]) -> Tensor:
+    """All tables as one flat tensor of int64."""
+    return torch.cat([table.reshape(-1).long() for table in numbers])
 
 
 def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:

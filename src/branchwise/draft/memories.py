@@ -1,0 +1,66 @@
+"""What is recommended without a draft model: all that can be remembered, in the way that suits the machine.
+
+On a host a pass is long and its rows cost, so several memories share a small tree, each believed as far as it has
+earned. On a GPU a pass over a hundred nodes costs little more than over one, and less than the host would take to lay
+so many: there the table of successors drafts alone, a wide tree of ranks that is looked up on the device, and the step
+waits for nobody. What was learned in one place is saved and taken up in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from torch import Tensor
+
+from branchwise.draft import Budget
+from branchwise.draft.fused import Fused
+from branchwise.draft.growth import Growth
+from branchwise.draft.memory import Remembering
+from branchwise.draft.paced_ranks import PacedRanks
+from branchwise.draft.recycle import Recycle
+from branchwise.sequence import Sequence
+from branchwise.target import Scored, Target
+from branchwise.tree import DraftTree
+from branchwise.verify import Verdict
+
+MEMBERS = "recycle+stand(max=3)+suffix(min=1)"
+
+
+class Memories(Fused):
+    """`memories`: a fusion of recycle, stand and suffix on a host, and recycle alone on a GPU."""
+
+    name = "memories"
+
+    def __init__(self, tree: Growth | None = None) -> None:
+        super().__init__(MEMBERS, tree)
+        self._alone: Recycle | None = None
+
+    def bind(self, target: Target) -> None:
+        recycle = self.members[0]
+        assert isinstance(recycle, Recycle)
+        if target.device.type == "cpu":
+            self._alone = None
+            super().bind(target)
+            self.wants_prefill = max(member.wants_prefill for member in self.members)
+            return
+        if self._alone is None:
+            recycle.tree = PacedRanks()
+        self._alone, self.wants_prefill = recycle, recycle.wants_prefill
+        for one in (self, *self.members):
+            Remembering.bind(one, target)  # those that only keep what they know ask for nothing
+        recycle.bind(target)
+
+    def begin(self, sequence: Sequence, logits: Tensor) -> None:
+        if self._alone is None:
+            super().begin(sequence, logits)
+        else:
+            self._alone.begin(sequence, logits)
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        return super().draft(sequences, budgets) if self._alone is None else self._alone.draft(sequences, budgets)
+
+    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        if self._alone is None:
+            super().observe(sequences, scored, verdicts)
+        else:
+            self._alone.observe(sequences, scored, verdicts)

@@ -1,0 +1,88 @@
+"""As much of a tree of ranks as pays, where no probabilities are at hand to tell.
+
+A tree of ranks is laid without a look at what is believed of its tokens: on a device nobody reads that back. What is
+known is how often each place of the shape was accepted so far. That, and what passes are seen to cost, say how many of
+the most promising places are worth their rows; where none is, nothing is drafted. A batch has one size, because its
+trees are padded to the largest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Rows
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchwise.draft import Budget
+from branchwise.draft.pace import WORTH, Clock, clock_of
+from branchwise.draft.ranks import RECYCLING, Ranks
+from branchwise.sequence import Sequence
+from branchwise.target import Scored, Target
+from branchwise.tree import DraftTree, Topology
+from branchwise.verify import Verdict
+
+SIZES = (0, 7, 15, 31, 63, 95, 127)
+"""nodes below the root that a tree may have, besides all of them: with the root they fill the sizes of passes"""
+PRIOR = 8.0
+"""how many tries the promise of a place counts for, before it has a record"""
+FADING = 0.995
+"""of what was seen is left a step later"""
+EVERY = 8
+"""steps after which the size is thought anew"""
+
+
+class PacedRanks(Ranks):
+    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many of the most promising nodes of that shape as pay."""
+
+    def __init__(self, shape: str = RECYCLING) -> None:
+        super().__init__(shape)
+        self._places = np.array(self._promising)
+        self._promise = self._chances()
+        self._tries, self._hits = np.zeros(len(self.shape)), np.zeros(len(self.shape))
+        self._kept: dict[Topology, list[int]] = {}  # shape of a tree -> its nodes in the whole shape
+        self._clock, self._wanted, self._turn = Clock(), len(self.shape) - 1, 0
+        self._ended = 0.0
+
+    def _chances(self) -> NDArray[np.float64]:
+        """What is taken to be accepted of every node before anything was seen: Zipf's law below each."""
+        chances = np.ones(len(self.shape))
+        for node, children in enumerate(self.shape.children):
+            shares = 1 / np.arange(1, len(children) + 1)
+            chances[list(children)] = 0.6 * chances[node] * shares / max(shares.sum(), 1)
+        return chances
+
+    def begin(self, batch: int, target: Target | None) -> None:
+        self._clock = clock_of(target, batch)
+        if self._turn % EVERY == 0:
+            self._wanted = self._size()
+        self._turn += 1
+
+    def fit(self, budget: Budget, width: int = 1 << 30) -> tuple[list[int], Topology]:
+        wanted = self._wanted if self._clock.knows else 0  # once in a while a plain step must be clocked
+        kept, shape = super().fit(Budget(min(budget.nodes, 1 + wanted), budget.depth), width)
+        self._kept[shape] = kept
+        self._ended = time.perf_counter()
+        return kept, shape
+
+    def observe(
+        self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
+    ) -> None:
+        self._clock.saw(max(map(len, trees)), time.perf_counter() - self._ended)
+        self._tries *= FADING
+        self._hits *= FADING
+        for tree, verdict in zip(trees, verdicts, strict=True):
+            kept = self._kept[tree.topology]
+            self._tries[kept] += 1
+            self._hits[[kept[node] for node in verdict.path]] += 1
+
+    def _size(self) -> int:
+        """How many nodes below the root give most tokens a second."""
+        accepted = (PRIOR * self._promise + self._hits) / (PRIOR + self._tries)
+        tokens = 1 + np.cumsum(accepted[self._places[1:]])  # by how many nodes there are below the root, from 1
+        largest = len(self.shape) - 1
+        sizes = [*(size for size in SIZES if size < largest), largest]
+        plain, *costs = self._clock.costs([1 + size for size in sizes])
+        gains = [tokens[size - 1] * plain / cost for size, cost in zip(sizes[1:], costs, strict=True)]
+        best = int(np.argmax(gains))
+        return sizes[1 + best] if gains[best] > WORTH else 0
