@@ -33,6 +33,8 @@ SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
 tiles of 16 rows, which is how matrix products are cut on most machines: the row behind a full one costs a new tile."""
 SLOPE = 1 / 96
 """what a row more is taken to cost, in passes over one row, before anything is known"""
+DEVICE_SLOPE = 1 / 256
+"""the same on a device, which waits for its memory and not for the products"""
 SLOWLY = 0.05
 """the least share of a surprise by which a size is thought anew"""
 FEW, OUTLIER = 3, math.log(1.5)
@@ -53,9 +55,9 @@ class Clock:
     measure, and costs 1.
     """
 
-    def __init__(self, settling: int = 1) -> None:
+    def __init__(self, settling: int = 1, slope: float = SLOPE) -> None:
         """The first passes of a size, `settling` of them, also pay for kernels being chosen and recorded."""
-        self._settling = settling
+        self._settling, self._slope = settling, slope
         self._surprises = {1: 0.0}  # size -> logarithm of its cost over what was guessed
         self._seen: dict[int, int] = {}
         self._before: tuple[int, float] | None = None  # rows and logarithm of the seconds of the last pass
@@ -97,7 +99,7 @@ class Clock:
         return [mean for mean, _, count in blocks for _ in range(count)]
 
     def _cost(self, rows: int) -> float:
-        return math.log((1 + rows * SLOPE) / (1 + SLOPE)) + self._surprise(rows)
+        return math.log((1 + rows * self._slope) / (1 + self._slope)) + self._surprise(rows)
 
     def _surprise(self, rows: int) -> float:
         """That of the size, or what lies between those of the sizes around it; behind the largest, as there."""
@@ -120,7 +122,7 @@ def clock_of(target: Target | None, batch: int) -> Clock:
         return Clock()
     clocks, (size, _) = _clocks.setdefault(target, {}), target.room(batch, 1)
     if size not in clocks:
-        clocks[size] = Clock(1 if target.device.type == "cpu" else RECORDED)
+        clocks[size] = Clock() if target.device.type == "cpu" else Clock(RECORDED, DEVICE_SLOPE)
     return clocks[size]
 
 

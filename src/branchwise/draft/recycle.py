@@ -81,7 +81,9 @@ class Recycle(Remembering):
         wanted = target.vocabulary, min(self.k, target.vocabulary), place
         if self._table is None or self._bound_to != wanted:  # what was learnt stays, where it can
             self._table, self._bound_to = Table(*wanted), wanted
-            self._learning = Replay(self._learn_marked, place, writes=(self._table.tokens, self._table.masses))
+            written = self._table.tokens, self._table.masses
+            self._compiles = bool(getattr(target, "compile", False))
+            self._learning = Replay(self._learn_marked, place, written, compile=self._compiles)
             for recorded in (self._lookups, self._roots, self._marks):
                 recorded.clear()
         if not self.on_device and hasattr(target, "tell_best"):
@@ -119,7 +121,7 @@ class Recycle(Remembering):
         """
         device = self.table.tokens.device
         if shape not in self._lookups:
-            self._lookups[shape] = Replay(walk(self.table, shape), device)
+            self._lookups[shape] = Replay(walk(self.table, shape), device, compile=self._compiles)
         if len(roots) not in self._roots:
             self._roots[len(roots)] = Brought(len(roots), device)
         told = self._roots[len(roots)]
@@ -128,10 +130,12 @@ class Recycle(Remembering):
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]
-        width = self.table.width
-        self._learn_in_turn(tokens, peaks(logits, width) if self.on_device else peaks_here(logits, width))
         if self.on_device:
+            there = _there(tokens, logits)[None]
+            self._learn_marked(there, logits[None], torch.full_like(there, ACCEPTED))
             self.table.forget_read()
+        else:
+            self._learn_in_turn(tokens, peaks_here(logits, self.table.width))
 
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         if self.on_device:

@@ -83,9 +83,13 @@ class Replay(Generic[T]):
     its values there. On the host, and where nothing can be recorded, it is the function itself.
     """
 
-    def __init__(self, function: Callable[..., T], device: torch.device, writes: Rows[Tensor] = ()) -> None:
-        """`writes` are tensors of its own that the function changes: recording calls it, and must not count."""
+    def __init__(
+        self, function: Callable[..., T], device: torch.device, writes: Rows[Tensor] = (), *, compile: bool = False
+    ) -> None:
+        """`writes` are tensors of its own that the function changes: recording calls it, and must not count. What is
+        recorded may be compiled before."""
         self._function = function
+        self._compile = compile
         self._device = device
         self._writes = writes
         self._pool = Pool(device)
@@ -119,7 +123,8 @@ class Replay(Generic[T]):
             return False
         before = [tensor.clone() for tensor in self._writes]
         try:
-            self._recorded[_addresses(places)] = self._pool.record(lambda: self._function(*places))
+            run = self._compiled(places) if self._compile else self._function
+            self._recorded[_addresses(places)] = self._pool.record(lambda: run(*places))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -132,6 +137,17 @@ class Replay(Generic[T]):
         if len(self._recorded) > MOST:
             self._recorded.popitem(last=False)
         return True
+
+    def _compiled(self, places: Rows[Tensor]) -> Callable[..., T]:
+        """The function as the compiler makes it; as it is where that fails, which is slower and no less right."""
+        run: Callable[..., T] = torch.compile(self._function, fullgraph=True, dynamic=False)
+        try:
+            run(*places)
+        except Exception as error:
+            self._compile = False
+            log.warning("%s is recorded uncompiled: %s", self._function.__name__, first_line(error))
+            return self._function
+        return run
 
 
 def _addresses(places: Rows[Tensor]) -> tuple[Any, ...]:

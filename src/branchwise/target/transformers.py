@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -37,11 +38,13 @@ from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.sheet import Sheet, size_for
 from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
-from branchwise.tree import Forest, Laid, bits_of
+from branchwise.tree import Forest, Laid, bits_of, chain_topology, laid_out
 from branchwise.verify import Verdict, Verifier
 
 log = logging.getLogger(__name__)
 
+LAUNCHED = 2048
+"""a longer text is written by launching one kernel after the other, in larger chunks: there the launches are hidden"""
 SHORTEST_CONTEXT = 8
 """what the comparison at load needs"""
 
@@ -116,11 +119,13 @@ class TransformersTarget:
         taken = layout.bytes_per_row(self.dtype) * slots * self.store.rows
         log.info("Keys and values of %d texts of %d tokens take %.2f GiB.", slots, self.context, taken / 2**30)
         self.graphs = graphs
-        self._graphs = Graphs(self.name, self.device, capture=graphs) if self.kernels else None
+        self._graphs: Graphs | None = None
         self._fusion: Fusion | None = None
         self._best = 0
         self._captured: dict[Any, Verifier] = {}
         groups = self._groups() if self.kernels and model not in _unfusible else []
+        if self.kernels:
+            self._graphs = Graphs(self.name, self.device, capture=graphs)
         if groups:
             self._fusion = Fusion(model, self.store, groups, compile=False)
         if model not in _known:
@@ -256,16 +261,33 @@ class TransformersTarget:
 
     def follow(self, sequence: Sequence, tokens: Rows[int], tell: int = 0) -> Tensor:
         """Write keys and values of further tokens; (at most `tell`, vocabulary): what follows the last of them."""
+        recorded = self._graphs is not None and self._graphs.captures and len(tokens) <= LAUNCHED
+        write = self._write_recorded if recorded else self._write_launched
+        size = self.max_nodes if recorded else self.prefill_chunk
         told, left = [], len(tokens)
-        for chunk in torch.tensor(tokens, device=self.device).split(self.prefill_chunk) if tokens else ():
-            steps = torch.arange(len(chunk), device=self.device)[None]
-            current = self.store.begin([sequence], steps, None)
+        for first in range(0, len(tokens), size):
+            chunk = tokens[first : first + size]
             left -= len(chunk)
-            wanted = min(max(tell - left, 0), len(chunk))  # the head over a whole prompt is not cheap
-            logits = self._run(chunk[None], current.lengths[:, None] + steps, self.store, keep=max(wanted, 1))[0]
-            told.append(logits[len(logits) - wanted :])
+            told.append(write(sequence, chunk, min(max(tell - left, 0), len(chunk))))
             self.store.advance(sequence, len(chunk))
         return torch.cat(told) if told else torch.zeros(0, self.vocabulary, device=self.device)
+
+    def _write_launched(self, sequence: Sequence, tokens: Rows[int], tell: int) -> Tensor:
+        steps = torch.arange(len(tokens), device=self.device)[None]
+        current = self.store.begin([sequence], steps, None)
+        ids = torch.tensor(tokens, device=self.device)[None]
+        with without_plans(self.device):
+            # The head over a whole prompt is not cheap.
+            logits = self._run(ids, current.lengths[:, None] + steps, self.store, keep=max(tell, 1))[0]
+        return logits[len(logits) - tell :]
+
+    def _write_recorded(self, sequence: Sequence, tokens: Rows[int], tell: int) -> Tensor:
+        """A chain in the pass of the largest trees: less is launched, and nothing anew for another length."""
+        laid = laid_out((chain_topology(len(tokens)),), self.max_nodes)
+        padded = np.zeros((1, self.max_nodes), dtype=np.int64)
+        padded[0, : len(tokens)] = tokens
+        _, found = self._replay([sequence], padded, laid.depths, laid.seen, laid=laid)
+        return found.logits[0, len(tokens) - tell : len(tokens)].clone()  # the next chunk overwrites it
 
     def sprout(
         self,
@@ -396,6 +418,14 @@ class TransformersTarget:
                 f"{free / 2**30:.1f} GiB are free; ask for a context of at most {max(room, 0)} or for fewer slots."
             )
         return room
+
+
+def without_plans(device: torch.device) -> AbstractContextManager[None]:
+    """Attention without cuDNN, which makes a new plan, for longer than the pass takes, for every length of a prompt."""
+    if device.type != "cuda":
+        return nullcontext()
+    ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(ways)
 
 
 def have_kernels(device: torch.device) -> bool:
