@@ -48,6 +48,7 @@ SMALL = {
     "graph": "graph:5,width=2,depth=3,repeat=0",
     "puct": "puct:4,simulations=20,length=2",
     "ranks": "ranks:mcsd",
+    "paced-ranks": "paced-ranks:mcsd",
     "template": "template:sequoia-24",
     "fork-lossy": f"fork-lossy:{FORK[0]}x{FORK[1]}",
 }

@@ -8,6 +8,7 @@ trees are padded to the largest.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence as Rows
 
@@ -30,18 +31,23 @@ FADING = 0.995
 """of what was seen is left a step later"""
 EVERY = 8
 """steps after which the size is thought anew"""
+MOST_TREES = 256
 
 
 class PacedRanks(Ranks):
-    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many of the most promising nodes of that shape as pay."""
+    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many of the most promising nodes of that shape as pay.
+
+    Over a draft model it is `ranks`.
+    """
 
     def __init__(self, shape: str = RECYCLING) -> None:
         super().__init__(shape)
-        self._places = np.array(self._promising)
+        self._order = np.array(self._promising[1:])
         self._promise = self._chances()
         self._tries, self._hits = np.zeros(len(self.shape)), np.zeros(len(self.shape))
-        self._kept: dict[Topology, list[int]] = {}  # shape of a tree -> its nodes in the whole shape
-        self._clock, self._wanted, self._turn = Clock(), len(self.shape) - 1, 0
+        self._places: dict[Topology, list[int]] = {}
+        self._clock: Clock | None = None
+        self._wanted, self._turn = len(self.shape) - 1, 0
         self._ended = 0.0
 
     def _chances(self) -> NDArray[np.float64]:
@@ -55,34 +61,46 @@ class PacedRanks(Ranks):
     def begin(self, batch: int, target: Target | None) -> None:
         self._clock = clock_of(target, batch)
         if self._turn % EVERY == 0:
-            self._wanted = self._size()
+            self._wanted = self._size(self._clock)
         self._turn += 1
 
-    def fit(self, budget: Budget, width: int = 1 << 30) -> tuple[list[int], Topology]:
-        wanted = self._wanted if self._clock.knows else 0  # once in a while a plain step must be clocked
-        kept, shape = super().fit(Budget(min(budget.nodes, 1 + wanted), budget.depth), width)
-        self._kept[shape] = kept
+    def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
+        plain = self._clock is not None and not self._clock.knows  # once in a while a plain step must be clocked
+        shape = super().within(Budget(min(budget.nodes, 1 if plain else 1 + self._wanted), budget.depth), width)
         self._ended = time.perf_counter()
-        return kept, shape
+        return shape
 
     def observe(
         self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
     ) -> None:
-        self._clock.saw(max(map(len, trees)), time.perf_counter() - self._ended)
+        if self._clock is not None:
+            self._clock.saw(max(map(len, trees)), time.perf_counter() - self._ended)
         self._tries *= FADING
         self._hits *= FADING
         for tree, verdict in zip(trees, verdicts, strict=True):
-            kept = self._kept[tree.topology]
-            self._tries[kept] += 1
-            self._hits[[kept[node] for node in verdict.path]] += 1
+            places = self._places_of(tree.topology)
+            self._tries[places] += 1
+            self._hits[[places[node] for node in verdict.path]] += 1
 
-    def _size(self) -> int:
+    def _places_of(self, tree: Topology) -> list[int]:
+        """Which node of the whole shape each node of a tree is: the child of the same rank below the same one."""
+        if tree not in self._places:
+            places = [0] * len(tree)
+            for node, children in enumerate(tree.children):
+                for child, place in zip(children, self.shape.children[places[node]], strict=False):
+                    places[child] = place
+            if len(self._places) > MOST_TREES:
+                self._places.clear()
+            self._places[tree] = places
+        return self._places[tree]
+
+    def _size(self, clock: Clock) -> int:
         """How many nodes below the root give most tokens a second."""
         accepted = (PRIOR * self._promise + self._hits) / (PRIOR + self._tries)
-        tokens = 1 + np.cumsum(accepted[self._places[1:]])  # by how many nodes there are below the root, from 1
+        tokens = 1 + np.cumsum(accepted[self._order])  # by how many nodes there are below the root, from 1
         largest = len(self.shape) - 1
         sizes = [*(size for size in SIZES if size < largest), largest]
-        plain, *costs = self._clock.costs([1 + size for size in sizes])
+        plain, *costs = clock.costs([1 + size for size in sizes])
         gains = [tokens[size - 1] * plain / cost for size, cost in zip(sizes[1:], costs, strict=True)]
         best = int(np.argmax(gains))
         return sizes[1 + best] if gains[best] > WORTH else 0

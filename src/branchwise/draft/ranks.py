@@ -40,18 +40,14 @@ class Ranks:
     def __init__(self, shape: str = RECYCLING) -> None:
         self.shape = topology(find_ranked(shape))
         self._promising = promising(self.shape)
-        self._fitting: dict[tuple[int, int, int], tuple[list[int], Topology]] = {}  # budgets of an engine are few
+        self._fitting: dict[tuple[int, int, int], tuple[int, ...]] = {}  # budgets of an engine are few
 
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
         """The shape that is left within a budget, where no node has more than `width` children."""
-        return self.fit(budget, width)[1]
-
-    def fit(self, budget: Budget, width: int = sys.maxsize) -> tuple[list[int], Topology]:
-        """The same, and which nodes of the whole shape those are."""
         limits = min(budget.nodes, len(self.shape)), min(budget.depth, self.shape.depth), width
         if limits not in self._fitting:
             self._fitting[limits] = self._fit(*limits)
-        return self._fitting[limits]
+        return topology(self._fitting[limits])
 
     def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
         shape, tree = self.within(budget), Sapling([root])
@@ -81,7 +77,7 @@ class Ranks:
                         tree.sources[added] = found.source
         return tree
 
-    def _fit(self, nodes: int, depth: int, width: int) -> tuple[list[int], Topology]:
+    def _fit(self, nodes: int, depth: int, width: int) -> tuple[int, ...]:
         kept = {0}
         for node in self._promising[1:]:
             parent = self.shape.parents[node]
@@ -89,7 +85,7 @@ class Ranks:
             if len(kept) < nodes and parent in kept and elder < width and self.shape.depths[node] <= depth:
                 kept.add(node)
         place = {node: i for i, node in enumerate(sorted(kept))}
-        return list(place), topology(tuple(place.get(self.shape.parents[node], -1) for node in place))
+        return tuple(place.get(self.shape.parents[node], -1) for node in place)
 
 
 def find_ranked(name: str) -> tuple[int, ...]:
