@@ -56,11 +56,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-NODES = (1, 8, 16, 32, 64, 128)
+NODES = (1, 8, 16, 32, 64, 96, 128)
 STEPS = {
     "none": ("none", None, "match", 0.0),
     "default": (PRESETS["default"].draft, PRESETS["default"].tree, "match", 0.0),
-    "ranks": ("recycle", "ranks:recycling-80", "match", 0.0),
+    "token-recycling": ("recycle", "ranks:recycling-80", "match", 0.0),
     "block": ("recycle", "chain:6", "block", 1.0),
     "cascade": ("recycle", "paths:4x6", "cascade", 1.0),
 }
@@ -184,7 +184,7 @@ def passes(target: TransformersTarget, arguments: argparse.Namespace) -> Iterato
 
 
 def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
-    """Whole steps of the engine on one text, and how much of each is the pass; a first text is not counted."""
+    """Whole steps of the engine on one text, with the nodes of each; a first text is not counted."""
     rng = random.Random(1)
     words = [rng.randrange(1000, 20000) for _ in range(40)]
     prompt = tuple(rng.choice(words) for _ in range(PROMPT))
@@ -194,15 +194,17 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
             text = engine.submit(Request(prompt, SamplingParams(temperature, seed=1), max_new_tokens=TEXT))
             while engine.busy:
                 progress(f"steps of {name}: {len(text.token_ids)} tokens")
-                before = dict(text.stats.seconds)
+                before, drafted = dict(text.stats.seconds), text.stats.drafted_tokens
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 engine.step()
                 torch.cuda.synchronize()
                 seconds = time.perf_counter() - start
                 phases = {phase: spent - before[phase] for phase, spent in text.stats.seconds.items()}
-                if warm and len(text.pieces) > 1:
-                    yield {"kind": "step", "method": name, "step": text.stats.steps, "seconds": seconds, **phases}
+                nodes = 1 + text.stats.drafted_tokens - drafted
+                if warm and text.stats.steps > 1:  # the first one also writes the prompt
+                    about = {"method": name, "step": text.stats.steps, "nodes": nodes}
+                    yield {"kind": "step", **about, "seconds": seconds, **phases}
 
 
 def tree(nodes: int, rng: random.Random) -> DraftTree:
@@ -227,8 +229,25 @@ def summarise(records: list[dict[str, Any]]) -> None:
     found = [record for record in records if record["kind"] == "step"]
     for mode, method in dict.fromkeys((r["mode"], r["method"]) for r in found):
         these = [r for r in found if (r["mode"], r["method"]) == (mode, method)]
-        whole, outside = ([1e3 * (r["seconds"] - less * r["score"]) for r in these] for less in (0, 1))
+        whole, outside = [1e3 * r["seconds"] for r in these], outside_the_pass(these, records)
         print(f"{mode}, a step of {method}: {interval(whole)} ms, {interval(outside)} of it outside the pass")
+
+
+def outside_the_pass(steps: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[float]:
+    """Milliseconds of each step beyond a pass of its size, as passes were timed behind the first context.
+
+    Between two passes the device also waits for the host, so the time of a pass within a step says too little.
+    """
+    passes: dict[tuple[str, int], list[float]] = {}
+    alone = [r for r in records if r["kind"] == "pass" and r["batch"] == 1]
+    for record in alone:
+        if record["context"] == alone[0]["context"]:
+            passes.setdefault((record["mode"], record["nodes"]), []).append(1e3 * record["seconds"])
+    sizes = sorted({nodes for _, nodes in passes})
+    return [
+        1e3 * step["seconds"] - statistics.median(passes[step["mode"], next(n for n in sizes if n >= step["nodes"])])
+        for step in steps
+    ]
 
 
 if __name__ == "__main__":

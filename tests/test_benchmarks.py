@@ -105,18 +105,20 @@ def test_verdicts_that_matter_most_are_measured_and_written_first(
 
 def test_steps_on_a_gpu_are_told_apart_from_their_passes(capsys: pytest.CaptureFixture[str]) -> None:
     size = {"kind": "pass", "mode": "graph", "context": 1024, "batch": 1, "nodes": 64}
-    step = {"kind": "step", "mode": "graph", "method": "default", "score": 0.001}
+    step = {"kind": "step", "mode": "graph", "method": "default", "nodes": 60, "score": 0.001}
     script("gpu").summarise(
         [
             {"kind": "floor", "bytes": 2e9, "bandwidth": 4e12, "seconds": 5e-4},
             *({**size, "seconds": 0.001 * turn, "call": 0.002 * turn} for turn in (1, 2, 3)),
-            *({**step, "seconds": 0.001 * turn} for turn in (2, 3, 4)),
+            {**size, "context": 4096, "seconds": 0.009, "call": 0.009},
+            *({**step, "seconds": 0.001 * turn} for turn in (4, 5, 6)),
         ]
     )
     assert capsys.readouterr().out.splitlines() == [
         "floor 0.500 ms: 2.00 GB at 4.00 TB/s",
         "graph, context 1024, 1 texts, 64 nodes: 2.000 [1.000, 3.000] ms, as a call 4.000 [2.000, 6.000] ms",
-        "graph, a step of default: 3.000 [2.000, 4.000] ms, 2.000 [1.000, 3.000] of it outside the pass",
+        "graph, context 4096, 1 texts, 64 nodes: 9.000 [9.000, 9.000] ms, as a call 9.000 [9.000, 9.000] ms",
+        "graph, a step of default: 5.000 [4.000, 6.000] ms, 3.000 [2.000, 4.000] of it outside the pass",
     ]
 
 

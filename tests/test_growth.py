@@ -460,6 +460,7 @@ ELSEWHERE = {
     "fork-lossy": "*.py",
     "puct": "test_puct.py",
     "paced": "test_pace.py",
+    "paced-ranks": "test_paced_ranks.py",
 }
 
 
