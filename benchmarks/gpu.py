@@ -65,6 +65,8 @@ STEPS = {
     "cascade": ("recycle", "paths:4x6", "cascade", 1.0),
 }
 """drafter, tree, verifier and temperature of whole steps"""
+TOGETHER = ("none", "default")
+"""of these, with several texts at once"""
 PROMPT, TEXT = 600, 200
 
 
@@ -93,6 +95,7 @@ def main() -> None:
         )
         records += [{**record, "mode": mode} for record in passes(target, arguments)]
         records += [{**record, "mode": mode} for record in steps(target)]
+        records += [{**record, "mode": mode} for record in together(target, arguments)]
         del target
         torch.cuda.empty_cache()
     path = arguments.out
@@ -207,6 +210,33 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
                     yield {"kind": "step", **about, "seconds": seconds, **phases}
 
 
+def together(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Steps of several texts at once, for as long as all of them are being written; the first texts are not counted."""
+    rng = random.Random(2)
+    prompts = [tuple(rng.randrange(1000, 20000) for _ in range(100)) for _ in range(max(arguments.batches))]
+    for batch in arguments.batches:
+        for name in TOGETHER:
+            draft, shape, verifier, _ = STEPS[name]
+            engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))
+            for warm in (False, True):
+                texts = [engine.submit(Request(prompt, max_new_tokens=TEXT)) for prompt in prompts[:batch]]
+                engine.step()
+                while not any(text.finished for text in texts):
+                    progress(f"{batch} texts with {name}: {len(texts[0].token_ids)} tokens")
+                    before = sum(len(text.token_ids) for text in texts)
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    engine.step()
+                    torch.cuda.synchronize()
+                    seconds = time.perf_counter() - start
+                    tokens = sum(len(text.token_ids) for text in texts) - before
+                    if warm:
+                        about = {"kind": "together", "batch": batch, "method": name}
+                        yield {**about, "seconds": seconds, "tokens": tokens}
+                for text in texts:
+                    engine.cancel(text)
+
+
 def tree(nodes: int, rng: random.Random) -> DraftTree:
     """Half a chain, half branches: the shape of a pass does not depend on what it is told."""
     parents = [-1]
@@ -231,6 +261,17 @@ def summarise(records: list[dict[str, Any]]) -> None:
         these = [r for r in found if (r["mode"], r["method"]) == (mode, method)]
         whole, outside = [1e3 * r["seconds"] for r in these], outside_the_pass(these, records)
         print(f"{mode}, a step of {method}: {interval(whole)} ms, {interval(outside)} of it outside the pass")
+    found = [record for record in records if record["kind"] == "together"]
+    speeds: dict[tuple[str, str, int], float] = {}
+    for key in dict.fromkeys((r["mode"], r["method"], r["batch"]) for r in found):
+        these = [r for r in found if (r["mode"], r["method"], r["batch"]) == key]
+        mode, method, batch = key
+        speeds[key] = statistics.mean(r["tokens"] for r in these) / statistics.median(r["seconds"] for r in these)
+        ratio = speeds[key] / speeds.get((mode, method, 1), speeds[key])
+        print(
+            f"{mode}, {batch} texts of {method}: {interval([1e3 * r['seconds'] for r in these])} ms a step, "
+            f"{speeds[key]:.0f} tokens/s, {ratio:.1f} times one"
+        )
 
 
 def outside_the_pass(steps: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[float]:

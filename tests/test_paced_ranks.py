@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from branchwise.draft import Budget, build_drafter, build_growth
-from branchwise.draft.pace import STALE, Clock
+from branchwise.draft.pace import FEW, STALE, Clock
 from branchwise.draft.paced_ranks import EVERY, PacedRanks
 from branchwise.draft.ranks import Ranks
 from branchwise.engine import Engine, Request
@@ -30,6 +30,9 @@ class Machine:
         self.slope = slope
         self.seen: list[int] = []
         self.knows = True
+
+    def has_seen(self, rows: int) -> bool:
+        return True
 
     def costs(self, wanted: list[int]) -> list[float]:
         return [1 + self.slope * rows for rows in wanted]
@@ -87,17 +90,21 @@ def test_what_is_accepted_is_booked_on_its_place_in_the_whole_shape(monkeypatch:
     assert growth._hits[first[2]] == growth._tries[first[2]] > 0
 
 
-def test_once_in_a_while_a_plain_step_is_clocked() -> None:
+def test_every_size_is_tried_at_the_beginning_and_once_in_a_while_a_plain_step_is_clocked() -> None:
     target, growth = ToyTarget(7), PacedRanks()
     drafted = []
-    for _ in range(STALE + 20):
+    for _ in range(2 * STALE):
         growth.begin(1, target)
-        tree = DraftTree(torch.zeros(len(growth.within(AMPLE)), dtype=torch.long), growth.within(AMPLE).parents)
+        shape = growth.within(AMPLE)
+        tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
         drafted.append(len(tree) - 1)
-        time.sleep(0 if len(tree) > 1 else 1e-4)
-        growth.observe([Sequence([0])], [tree], NOTHING, [Verdict((0,), 0)])
-    assert drafted[:2] == [0, 0], "the first of its size does not count"
-    assert 0 in drafted[5:]
+        growth._ended = time.perf_counter() - (1 + len(tree) / 1000)  # as long as if the pass had taken so long
+        path = tuple(shape.path(len(tree) - 1))  # the deepest node of the largest tree is always right
+        growth.observe([Sequence([0])], [tree], NOTHING, [Verdict(path, 0)])
+    few = 1 + FEW
+    assert drafted[: 4 * few] == [0] * few + [7] * few + [31] * few + [80] * few
+    assert drafted[4 * few + EVERY : STALE] == [80] * (STALE - 4 * few - EVERY)
+    assert drafted[STALE:].count(0) == 1
 
 
 def test_a_clock_waits_until_all_is_recorded() -> None:

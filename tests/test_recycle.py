@@ -205,12 +205,14 @@ def test_a_key_that_comes_twice_comes_with_the_same_row(monkeypatch: pytest.Monk
     # Who writes last is chance on a device, so all must write the same; the host would not notice.
     told: list[tuple[int, int]] = []
 
-    def mix(table: Table, keys: Tensor, found: object, rows: Tensor, rate: float) -> None:
-        told.extend(zip(keys.tolist(), rows.tolist(), strict=True))
+    def averaged(tokens: Tensor, masses: Tensor, found: object, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        told.extend(zip(tokens[:, 0].tolist(), rows.tolist(), strict=True))
+        return tokens, masses
 
     drafter = bound()
     drafter.on_device = True
-    monkeypatch.setattr(Table, "mix", mix)
+    drafter.table.tokens[:] = torch.arange(VOCABULARY, dtype=torch.int32)[:, None]  # every row tells its key
+    monkeypatch.setattr("branchwise.draft.recycle.averaged", averaged)
     sequences, drafter._drafted, scored, verdicts = scene(2)
     drafter.learn(sequences, scored, verdicts)
     assert len(set(told)) == len({key for key, _ in told}) < len(told)

@@ -24,7 +24,7 @@ from branchwise.progress import Progress, silent
 
 ORDERS = ("interleaved", "sequential")
 WARM_UP = 16
-"""tokens that everyone writes before the clock"""
+"""tokens that everyone writes before the clock; on a device a whole answer, in which all that it needs is recorded"""
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,11 @@ class Contest:
         items = self.items[: self.rules.batch]
         prompts = [self._encode(item, [{"role": "user", "content": item.turns[0]}]) for item in items]
         asked = self._asked(items, 0, 0)
+        if self.llm.engine.target.device.type == "cpu":
+            asked = dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens))
         for contestant in self.contestants:
             self.progress(f"{contestant.name}: warming up", len(self.ledger.records), 0)
-            contestant.write(prompts, dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens)))
+            contestant.write(prompts, asked)
             contestant.forget()
 
     def _play(self, play: Play) -> None:

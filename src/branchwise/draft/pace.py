@@ -86,6 +86,10 @@ class Clock:
         """Whether a plain step was seen not long ago."""
         return self._since_plain < STALE
 
+    def has_seen(self, rows: int) -> bool:
+        """Whether passes of this size were clocked, a few of them."""
+        return self._seen.get(rows, 0) >= self._settling + FEW
+
     def costs(self, wanted: Rows[int]) -> list[float]:
         """What passes over so many rows cost, in rising order. More rows never cost less: what seems so is noise."""
         blocks: list[tuple[float, float, int]] = []  # (mean cost, how well it is known, sizes)

@@ -2,14 +2,16 @@
 
 A tree of ranks is laid without a look at what is believed of its tokens: on a device nobody reads that back. What is
 known is how often each place of the shape was accepted so far. That, and what passes are seen to cost, say how many of
-the most promising places are worth their rows; where none is, nothing is drafted. A batch has one size, because its
-trees are padded to the largest.
+the most promising places are worth their rows; where none is, nothing is drafted. Sizes are few, and each is tried at
+the beginning: what a device records for it is recorded once and early. A batch has one size, because its trees are
+padded to the largest.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -23,7 +25,7 @@ from branchwise.target import Scored, Target
 from branchwise.tree import DraftTree, Topology
 from branchwise.verify import Verdict
 
-SIZES = (0, 7, 15, 31, 63, 95, 127)
+SIZES = (0, 7, 31)
 """nodes below the root that a tree may have, besides all of them: with the root they fill the sizes of passes"""
 PRIOR = 8.0
 """how many tries the promise of a place counts for, before it has a record"""
@@ -46,8 +48,12 @@ class PacedRanks(Ranks):
         self._promise = self._chances()
         self._tries, self._hits = np.zeros(len(self.shape)), np.zeros(len(self.shape))
         self._places: dict[Topology, list[int]] = {}
+        largest = len(self.shape) - 1
+        self._sizes = [*(size for size in SIZES if size < largest), largest]
+        self._wanted, self._turn = largest, 0
         self._clock: Clock | None = None
-        self._wanted, self._turn = len(self.shape) - 1, 0
+        self._rows: Callable[[int], int] = int
+        """how many rows a pass has for a tree of so many nodes"""
         self._ended = 0.0
 
     def _chances(self) -> NDArray[np.float64]:
@@ -59,9 +65,14 @@ class PacedRanks(Ranks):
         return chances
 
     def begin(self, batch: int, target: Target | None) -> None:
-        self._clock = clock_of(target, batch)
+        self._clock = clock = clock_of(target, batch)
+        self._rows = int if target is None else lambda nodes: target.room(batch, nodes)[1]
+        untried = [size for size in self._sizes if not clock.has_seen(self._rows(1 + size))]
+        if untried:
+            self._wanted, self._turn = untried[0], 0
+            return
         if self._turn % EVERY == 0:
-            self._wanted = self._size(self._clock)
+            self._wanted = self._size(clock)
         self._turn += 1
 
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
@@ -74,7 +85,7 @@ class PacedRanks(Ranks):
         self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
     ) -> None:
         if self._clock is not None:
-            self._clock.saw(max(map(len, trees)), time.perf_counter() - self._ended)
+            self._clock.saw(self._rows(max(map(len, trees))), time.perf_counter() - self._ended)
         self._tries *= FADING
         self._hits *= FADING
         for tree, verdict in zip(trees, verdicts, strict=True):
@@ -98,9 +109,7 @@ class PacedRanks(Ranks):
         """How many nodes below the root give most tokens a second."""
         accepted = (PRIOR * self._promise + self._hits) / (PRIOR + self._tries)
         tokens = 1 + np.cumsum(accepted[self._order])  # by how many nodes there are below the root, from 1
-        largest = len(self.shape) - 1
-        sizes = [*(size for size in SIZES if size < largest), largest]
-        plain, *costs = clock.costs([1 + size for size in sizes])
-        gains = [tokens[size - 1] * plain / cost for size, cost in zip(sizes[1:], costs, strict=True)]
+        plain, *costs = clock.costs([self._rows(1 + size) for size in self._sizes])
+        gains = [tokens[size - 1] * plain / cost for size, cost in zip(self._sizes[1:], costs, strict=True)]
         best = int(np.argmax(gains))
-        return sizes[1 + best] if gains[best] > WORTH else 0
+        return self._sizes[1 + best] if gains[best] > WORTH else 0

@@ -12,7 +12,7 @@ The probabilities are those of the model at temperature 1, before any warping.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
 import torch
@@ -81,9 +81,8 @@ class Recycle(Remembering):
         wanted = target.vocabulary, min(self.k, target.vocabulary), place
         if self._table is None or self._bound_to != wanted:  # what was learnt stays, where it can
             self._table, self._bound_to = Table(*wanted), wanted
-            written = self._table.tokens, self._table.masses
-            self._compiles = bool(getattr(target, "compile", False))
-            self._learning = Replay(self._learn_marked, place, written, compile=self._compiles)
+            table, self._compiles = (self._table.tokens, self._table.masses), bool(getattr(target, "compile", False))
+            self._learning = Replay(learn_marked, place, table, writes=True, compile=self._compiles, rate=self.rate)
             for recorded in (self._lookups, self._roots, self._marks):
                 recorded.clear()
         if not self.on_device and hasattr(target, "tell_best"):
@@ -121,7 +120,8 @@ class Recycle(Remembering):
         """
         device = self.table.tokens.device
         if shape not in self._lookups:
-            self._lookups[shape] = Replay(walk(self.table, shape), device, compile=self._compiles)
+            levels = [_there(level, self.table.tokens) for level in slots(shape, self.table.width)]
+            self._lookups[shape] = Replay(walk, device, (self.table.tokens, *levels), compile=self._compiles)
         if len(roots) not in self._roots:
             self._roots[len(roots)] = Brought(len(roots), device)
         told = self._roots[len(roots)]
@@ -132,8 +132,7 @@ class Recycle(Remembering):
         tokens = sequence.tokens[-1 - len(logits) : -1]
         if self.on_device:
             there = _there(tokens, logits)[None]
-            self._learn_marked(there, logits[None], torch.full_like(there, ACCEPTED))
-            self.table.forget_read()
+            self._learn(there, logits[None], torch.full_like(there, ACCEPTED))
         else:
             self._learn_in_turn(tokens, peaks_here(logits, self.table.width))
 
@@ -182,42 +181,63 @@ class Recycle(Remembering):
             rows = [tree.tokens.to(there.device, non_blocking=True) for tree in self._drafted]
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             tokens = torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1], 0, batch - len(rows)))
-            self._learn_marked(tokens, scored.logits, there)
+            self._learn(tokens, scored.logits, there)
         else:
             self._learning(scored.tokens, scored.logits, there)
+            self.table.forget_read()
+
+    def _learn(self, tokens: Tensor, logits: Tensor, marks: Tensor) -> None:
+        learn_marked(self.table.tokens, self.table.masses, tokens, logits, marks, rate=self.rate)
         self.table.forget_read()
-
-    def _learn_marked(self, tokens: Tensor, logits: Tensor, marks: Tensor) -> None:
-        """From tokens, laws and marks (batch, nodes), in fixed shapes.
-
-        Several nodes may carry one token. All of them write the law of the last one, and accepted nodes count as last:
-        so it does not matter who writes first. Padding writes what the first node of all writes.
-        """
-        flat, marks = tokens.flatten().long(), marks.flatten()
-        places = torch.arange(len(flat), device=flat.device)
-        keys = torch.where(marks > PADDING, flat, flat[0])
-        turns = torch.where(marks > PADDING, places + len(flat) * (marks == ACCEPTED), -1)
-        last = torch.zeros(len(self.table), dtype=torch.int64, device=flat.device)
-        last.scatter_reduce_(0, keys, turns, "amax")
-        self.table.mix(keys, peaks(logits.flatten(0, 1), self.table.width), last[keys] % len(flat), self.rate)
 
 
 PADDING, REJECTED, ACCEPTED = range(3)
 """what becomes of a node"""
 
 
-def walk(table: Table, shape: Topology) -> Callable[[Tensor], Tensor]:
-    """From roots (n,) to the tokens (n, nodes) of trees of a shape: one look at the table a level."""
-    places = [_there(level, table.tokens) for level in slots(shape, table.width)]
+def learn_marked(table: Tensor, masses: Tensor, tokens: Tensor, logits: Tensor, marks: Tensor, *, rate: float) -> None:
+    """Learn from tokens, laws and marks (batch, nodes) in a table, in fixed shapes.
 
-    def walked(roots: Tensor) -> Tensor:
-        levels = [roots[:, None]]
-        for level in places:
-            below = table.tokens.index_select(0, levels[-1].flatten()).view(len(roots), -1)
-            levels.append(below.index_select(1, level))
-        return torch.cat(levels, dim=1).long()
+    Several nodes may carry one token. All of them write the law of the last one, and accepted nodes count as last:
+    so it does not matter who writes first. Padding writes what the first node of all writes.
+    """
+    flat, marks = tokens.flatten().long(), marks.flatten()
+    places = torch.arange(len(flat), device=flat.device)
+    keys = torch.where(marks > PADDING, flat, flat[0])
+    turns = torch.where(marks > PADDING, places + len(flat) * (marks == ACCEPTED), -1)
+    last = torch.zeros(len(table), dtype=torch.int64, device=flat.device)
+    last.scatter_reduce_(0, keys, turns, "amax")
+    found = peaks(logits.flatten(0, 1), table.shape[1])
+    table[keys], masses[keys] = averaged(table[keys], masses[keys], found, last[keys] % len(flat), rate)
 
-    return walked
+
+def walk(*inputs: Tensor) -> Tensor:
+    """From a table, for every level where its nodes lie in the successors of the level above, and roots (n,) to the
+    tokens (n, nodes) of trees: one look at the table a level."""
+    table, *levels, roots = inputs
+    found = [roots[:, None]]
+    for level in levels:
+        below = table.index_select(0, found[-1].flatten()).view(len(roots), -1)
+        found.append(below.index_select(1, level))
+    return torch.cat(found, dim=1).long()
+
+
+def averaged(tokens: Tensor, masses: Tensor, found: Peaks | Told, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """Rows of a table, with row rows[i] of what was found averaged into row i.
+
+    The new law is asked exactly for all tokens that a row holds; a token that is new to the row counts as if it had
+    been impossible so far. The best stay.
+    """
+    old, before = tokens.long(), masses.float()
+    held = before > 0
+    share = torch.where(held.any(dim=1, keepdim=True), rate, 1.0)
+    stay = torch.where(held, (1 - share) * before + share * found.of(rows, old), 0.0)
+    new = found.tokens[rows]
+    known = ((new[:, :, None] == old[:, None, :]) & held[:, None, :]).any(dim=2)
+    join = torch.where(known, 0.0, share * found.masses[rows])
+    best, places = torch.cat([stay, join], dim=1).topk(tokens.shape[1])
+    best = (best * HALF_DOWN).half()
+    return torch.where(best > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int(), best
 
 
 class Table:
@@ -262,20 +282,9 @@ class Table:
     def mix(self, keys: Tensor, found: Peaks | Told, rows: Tensor, rate: float) -> None:
         """Average new laws into the rows of keys (n,): key i gets row rows[i] of what was found.
 
-        A key that comes twice must come with the same row. The new law is asked exactly for all tokens that the row
-        holds; a token that is new to the row counts as if it had been impossible so far. The best stay.
+        A key that comes twice must come with the same row.
         """
-        old, before = self.tokens[keys].long(), self.masses[keys].float()
-        held = before > 0
-        share = torch.where(held.any(dim=1, keepdim=True), rate, 1.0)
-        stay = torch.where(held, (1 - share) * before + share * found.of(rows, old), 0.0)
-        new = found.tokens[rows]
-        known = ((new[:, :, None] == old[:, None, :]) & held[:, None, :]).any(dim=2)
-        join = torch.where(known, 0.0, share * found.masses[rows])
-        masses, places = torch.cat([stay, join], dim=1).topk(self.width)
-        masses = (masses * HALF_DOWN).half()
-        tokens = torch.where(masses > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int()
-        self.tokens[keys], self.masses[keys] = tokens, masses
+        self.tokens[keys], self.masses[keys] = averaged(self.tokens[keys], self.masses[keys], found, rows, rate)
         if self._arrays is not None:
             for key in keys.tolist():
                 self._read.pop(key, None)

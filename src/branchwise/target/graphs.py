@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from branchwise.errors import first_line
 from branchwise.progress import showing
@@ -84,14 +86,23 @@ class Replay(Generic[T]):
     """
 
     def __init__(
-        self, function: Callable[..., T], device: torch.device, writes: Rows[Tensor] = (), *, compile: bool = False
+        self,
+        function: Callable[..., T],
+        device: torch.device,
+        own: Rows[Tensor] = (),
+        *,
+        writes: bool = False,
+        compile: bool = False,
+        **options: Hashable,
     ) -> None:
-        """`writes` are tensors of its own that the function changes: recording calls it, and must not count. What is
-        recorded may be compiled before."""
+        """`own` are tensors that come before all others, always the same; `writes` says that the function changes them:
+        recording calls it, and must not count. What is recorded may be compiled before."""
         self._function = function
-        self._compile = compile
         self._device = device
-        self._writes = writes
+        self._own = own
+        self._options = options
+        self._writes = own if writes else ()
+        self._compile = compile
         self._pool = Pool(device)
         self._recorded: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
         self._seen: Counter[Any] = Counter()
@@ -99,23 +110,16 @@ class Replay(Generic[T]):
 
     def __call__(self, *places: Tensor) -> T:
         if not self.captures:
-            return self._function(*places)
+            return self._run(*places)
         # A graph knows addresses. It is right for whatever tensor lies there in the same shape, so none is kept.
-        key = _addresses(places)
+        key = tuple((place.data_ptr(), _form(place)) for place in places)
         with on(self._device):
             if key not in self._recorded and not (self._often(key) and self.record(*places)):
-                return self._function(*places)
+                return self._run(*places)
             self._recorded.move_to_end(key)
             graph, found = self._recorded[key]
             graph.replay()
             return found
-
-    def _often(self, key: Any) -> bool:
-        """Whether values came to these places before: what comes anywhere is not worth a recording."""
-        if len(self._seen) > MOST_SEEN:
-            self._seen.clear()
-        self._seen[key] += 1
-        return self._seen[key] > 1
 
     def record(self, *places: Tensor) -> bool:
         """Record it with what lies at these places now; False where that cannot be."""
@@ -123,8 +127,9 @@ class Replay(Generic[T]):
             return False
         before = [tensor.clone() for tensor in self._writes]
         try:
-            run = self._compiled(places) if self._compile else self._function
-            self._recorded[_addresses(places)] = self._pool.record(lambda: run(*places))
+            run = self._compiled(places) if self._compile else self._run
+            key = tuple((place.data_ptr(), _form(place)) for place in places)
+            self._recorded[key] = self._pool.record(lambda: run(*places))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -138,20 +143,38 @@ class Replay(Generic[T]):
             self._recorded.popitem(last=False)
         return True
 
+    def _run(self, *places: Tensor) -> T:
+        return self._function(*self._own, *places, **self._options)
+
+    def _often(self, key: Any) -> bool:
+        """Whether values came to these places before: what comes anywhere is not worth a recording."""
+        if len(self._seen) > MOST_SEEN:
+            self._seen.clear()
+        self._seen[key] += 1
+        return self._seen[key] > 1
+
     def _compiled(self, places: Rows[Tensor]) -> Callable[..., T]:
-        """The function as the compiler makes it; as it is where that fails, which is slower and no less right."""
-        run: Callable[..., T] = torch.compile(self._function, fullgraph=True, dynamic=False)
-        try:
-            run(*places)
-        except Exception as error:
-            self._compile = False
-            log.warning("%s is recorded uncompiled: %s", self._function.__name__, first_line(error))
-            return self._function
-        return run
+        """The function as the compiler makes it, once for all that have inputs of the same form; where the compiler
+        fails, the function as it is, which is slower and no less right."""
+        inputs = (*self._own, *places)
+        key = self._function, tuple(sorted(self._options.items())), tuple(map(_form, inputs))
+        if key not in _programs:
+            try:
+                program = make_fx(partial(self._function, **self._options))(*inputs)
+                _programs[key] = torch.compile(program, fullgraph=True, dynamic=False)
+                _programs[key](*inputs)
+            except Exception as error:
+                log.warning("%s is recorded uncompiled: %s", self._function.__name__, first_line(error))
+                _programs[key] = partial(self._function, **self._options)
+        return partial(_programs[key], *self._own)
 
 
-def _addresses(places: Rows[Tensor]) -> tuple[Any, ...]:
-    return tuple((place.data_ptr(), place.shape, place.stride(), place.dtype) for place in places)
+_programs: dict[Any, Callable[..., Any]] = {}
+"""compiled functions, by what they were compiled for"""
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class Found(NamedTuple):

@@ -300,8 +300,7 @@ class Moves:
     def __init__(self, texts: int, steps: int, tensors: list[Tensor]) -> None:
         self._size = texts, steps
         self._told = Brought(texts * (2 + steps), tensors[0].device, fill=-1)
-        self._tensors = tensors
-        self._run = Replay(self._move, tensors[0].device)
+        self._run = Replay(move, tensors[0].device, tensors, texts=texts)
         self._run.record(self._told.there)  # nothing is told yet, so nothing moves
 
     def __call__(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:
@@ -315,13 +314,15 @@ class Moves:
             row[: len(path)] = path
         self._run(self._told.bring())
 
-    def _move(self, numbers: Tensor) -> None:
-        from branchwise.target import kernels
 
-        texts, _ = self._size
-        where = numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(self._size)
-        for tensor in self._tensors:
-            kernels.keep_rows(tensor, *where)
+def move(*inputs: Tensor, texts: int) -> None:
+    """Move rows in all tensors of a store; the last input says which: slots, lengths and paths (texts, steps)."""
+    from branchwise.target import kernels
+
+    *tensors, numbers = inputs
+    where = numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(texts, -1)
+    for tensor in tensors:
+        kernels.keep_rows(tensor, *where)
 
 
 def forest_ancestors(forest: Forest, device: torch.device) -> Tensor:
