@@ -489,6 +489,38 @@ MUTANTS = [
         ("widths[depth] = max(widths[depth], len(below))", "widths[depth] = len(below)"),
         ("for leaf in self.leaves or (0,)]", "for leaf in sorted(self.leaves) or (0,)]"),
     ),
+    *family(
+        "ranks",
+        "draft/recycle.py",
+        ("places + len(flat) * (marks == ACCEPTED), -1)", "places, -1)"),
+        ("keys = torch.where(marks > PADDING, flat, flat[0])", "keys = flat"),
+        ("last[keys] % len(flat), rate)", "torch.arange(len(flat), device=flat.device), rate)"),
+        ("share = torch.where(held.any(dim=1, keepdim=True), rate, 1.0)", "share = torch.full_like(before[:, :1], rate)"),
+        ("join = torch.where(known, 0.0, share * found.masses[rows])", "join = share * found.masses[rows]"),
+        ("best = (best * HALF_DOWN).half()", "best = best.half()"),
+        ("found.append(below.index_select(1, level))", "found.append(below.index_select(1, level.flip(0)))"),
+        ("row[list(verdict.path)] = ACCEPTED", "row[list(verdict.path[1:])] = ACCEPTED"),
+    ),
+    *family(
+        "ranks",
+        "draft/paced_ranks.py",
+        ("self._hits[[places[node] for node in verdict.path]] += 1", "self._hits[list(verdict.path)] += 1"),
+        ("self._tries[places] += 1", "self._tries[: len(places)] += 1"),
+        ("return self._sizes[1 + best] if gains[best] > WORTH else 0", "return self._sizes[1 + best]"),
+        ("gains = [tokens[size - 1] * plain / cost", "gains = [tokens[size - 1] * plain"),
+        ("1 if plain else 1 + self._wanted", "1 + self._wanted"),
+        ("if untried:", "if False:"),
+    ),
+    *family(
+        "sheet",
+        "target/sheet.py",
+        ("if laid is None or laid is not self._laid:", "if self._laid is None:"),
+        ('np.add(told["depths"], told["lengths"][:, None], out=told["positions"])', 'np.copyto(told["positions"], told["depths"])'),
+        ('told["slots"].fill(-1)', 'told["slots"].fill(0)'),
+        ('told["tokens"][:texts, 0] = roots', "pass"),
+        ("self.tokens[: len(tokens), 1:nodes] = tokens[:, 1:]", "self.tokens[: len(tokens), :nodes] = tokens"),
+        ("0 if written is None else _widened(written", "0 if True else _widened(written"),
+    ),
 ]  # fmt: skip
 
 BASE = "tests/conformance/test_verifiers.py"
@@ -517,6 +549,8 @@ TESTS = {
     "model": ["tests/test_model_drafter.py"],
     "longest": ["tests/test_longest.py", "tests/test_fork.py"],
     "tree": ["tests/test_tree.py", BASE],
+    "ranks": ["tests/test_recycle.py", "tests/test_paced_ranks.py"],
+    "sheet": ["tests/test_graphs.py"],
 }
 """what runs for a family, in this order, until the first failure"""
 

@@ -21,7 +21,7 @@ from branchwise.target.fuse import Group, joined
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, ToyTarget
-from branchwise.tree import DraftTree, Forest, Room
+from branchwise.tree import DraftTree, Forest, Room, chain_topology, laid_out
 from branchwise.verify import VERIFIERS, Verdict
 from branchwise.verify.capture import bring
 from tests.conformance.architectures import VOCABULARY, build, served
@@ -146,6 +146,22 @@ def test_a_sheet_forgets_what_it_was_told_before() -> None:
     assert sheet.tokens.tolist() == [[9, 8, 0, 0], [0, 0, 0, 0]]
     assert sheet.positions[0, :2].tolist() == [7, 8]
     assert sheet.seen[..., 0].tolist() == [[1, 3, 0, 0], [0, 0, 0, 0]]
+
+
+def test_tokens_of_a_device_are_copied_there_and_roots_are_told_from_the_host() -> None:
+    """Caught here: a drafter's root in the place of the text's, and shapes that are told once and then forgotten."""
+    sheet = Sheet(Size(2, 4, 1), torch.device("cpu"))
+    laid = laid_out((chain_topology(3), chain_topology(2)), 4)
+    for turn in (1, 2):
+        drafted = torch.tensor([[99, 2, 3, 0], [99, 4, 0, 0]]) * turn
+        sheet.fill([0, 1], [5, 6 * turn], drafted, laid.depths, laid.seen, roots=[7, 8], laid=laid)
+        assert sheet.tokens.tolist() == [[7, 2 * turn, 3 * turn, 0], [8, 4 * turn, 0, 0]]
+        assert sheet.positions[:, :3].tolist() == [[5, 6, 7], [6 * turn, 6 * turn + 1, 6 * turn]]
+        assert sheet.seen[..., 0].tolist() == [[1, 3, 7, 0], [1, 3, 0, 0]]
+    other = laid_out((chain_topology(1), chain_topology(1)), 4)
+    sheet.fill([0], [5], np.array([[7, 0, 0, 0]] * 2), other.depths, other.seen, laid=other)
+    assert sheet.seen[..., 0].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    assert sheet.depths.count_nonzero() == 0
 
 
 def foretelling(rng: random.Random) -> DraftTree:
