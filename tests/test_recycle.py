@@ -108,6 +108,21 @@ def test_the_best_tokens_are_those_of_a_sorted_vocabulary(vocabulary: int, k: in
     assert torch.allclose(found.of(rows, tokens).double(), laws[rows].gather(1, tokens), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_some_rows_are_looked_at_however_large_they_are_and_all_are_left_as_they_were(dtype: torch.dtype) -> None:
+    logits = (1000 * noise(9, 130, seed=3)).to(dtype)  # 2 of 130 tokens are in no stripe
+    logits[4, 129] = 9000
+    before, rows = logits.clone(), torch.tensor([8, 4, 4, 0, 7, 1])
+    some, every = peaks(logits, 5, rows), peaks(logits, 5)
+    assert torch.equal(logits, before)
+    assert torch.equal(some.tokens, every.tokens[rows])
+    assert torch.equal(some.masses, every.masses[rows])
+    assert some.masses[1].tolist() == [1, 0, 0, 0, 0]
+    assert int(some.tokens[1, 0]) == 129
+    line = torch.tensor([[3, 129]])
+    assert torch.equal(some.of(torch.tensor([4]), line), every.of(torch.tensor([7]), line))
+
+
 # The table
 
 
