@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,6 +13,7 @@ from hypothesis import given
 
 from branchwise.draft import DRAFTERS, Budget, build_drafter, build_growth
 from branchwise.draft.ahead import Ahead
+from branchwise.draft.best import best_first
 from branchwise.draft.fused import EDGES, Fused, Junction, Record, split_members
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Place, Remembering
@@ -120,6 +122,61 @@ def test_a_token_is_worth_the_most_favourable_word_on_it(
     assert [word.mass for word in found] == pytest.approx([belief / total for _, (belief, _) in expected])
 
 
+def slow_tree(
+    known: Rows[Table], records: Rows[Record], nodes: int, depth: int
+) -> list[tuple[tuple[int, ...], str, float]]:
+    """The rule of a fusion and of the heap word by word: (path, source, how probable), in the order of joining."""
+
+    def children(path: tuple[int, ...]) -> list[tuple[int, float, str]]:
+        words: dict[int, list[tuple[float, str]]] = {}
+        follows = [all(b in table.get(a, {}) for a, b in pairwise((0, *path))) for table in known]
+        rows = [table.get((0, *path)[-1], {}) if own else {} for table, own in zip(known, follows, strict=True)]
+        for row, record, name in zip(rows, records, ("first", "second", "third"), strict=False):
+            for token, mass in sorted(row.items(), key=lambda item: -item[1]):
+                agreed = sum(token in other for other in rows) > 1
+                words.setdefault(token, []).append((believed(record, mass, agreed=agreed), name))
+        best = {token: max(heard, key=lambda word: word[0]) for token, heard in words.items()}
+        total = max(1.0, sum(belief for belief, _ in best.values()))
+        ranked = sorted(best.items(), key=lambda item: -item[1][0])
+        return [(token, belief / total, name) for token, (belief, name) in ranked]
+
+    reach: dict[tuple[int, ...], float] = {(): 1.0}
+    joined: list[tuple[tuple[int, ...], str, float]] = []
+    while len(joined) < nodes:
+        waiting = [
+            ((*path, token), name, reach[path] * mass)
+            for path in reach  # the oldest first, and of equal paths the first is taken
+            if len(path) < depth
+            for token, mass, name in children(path)
+            if (*path, token) not in reach
+        ]
+        if not waiting:
+            break
+        joined.append(max(waiting, key=lambda node: node[2]))
+        reach[joined[-1][0]] = joined[-1][2]
+    return joined
+
+
+@given(
+    st.lists(tables(), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1), st.booleans(), st.booleans()), max_size=30),
+    st.integers(1, 16),
+    st.integers(1, 4),
+)
+def test_the_tree_is_that_of_the_rule_word_by_word(
+    known: list[Table], seen: list[tuple[int, float, bool, bool]], nodes: int, depth: int
+) -> None:
+    """Whatever is put off, kept or left out for speed, no node, no source and no order is another for it."""
+    fusion = fused(*known)
+    for number, mass, agreed, came in seen:
+        fusion.records[number % len(known)].count(mass, agreed, came)
+    tree, reach = best_first(0, fusion.find(Sequence([0])), fusion.after, nodes=nodes, depth=depth)
+    expected = slow_tree(known, fusion.records, nodes, depth)
+    assert [tuple(tree.path(node)) for node in range(1, len(tree))] == [path for path, _, _ in expected]
+    assert [tree.sources[node] for node in range(1, len(tree))] == [source for _, source, _ in expected]
+    assert reach[1:] == pytest.approx([value for _, _, value in expected])
+
+
 def test_masses_of_several_are_together_at_most_one() -> None:
     fusion = fused({0: {1: 0.9}}, {0: {2: 0.9}}, {0: {3: 0.6}})
     found = fusion.after(Junction((0, 0, 0)))
@@ -132,9 +189,9 @@ def test_masses_of_several_are_together_at_most_one() -> None:
 
 def believed(record: Record, mass: float, *, agreed: bool) -> float:
     """What a token is worth that a memory gives this mass."""
-    [(token, belief)] = record.believe([Next(7, mass, None)], {7} if agreed else ())
-    assert token == 7
-    return belief
+    heard: dict[int, float] = {}
+    record.speak("someone", [Next(7, mass, None)], {7} if agreed else (), heard, {})
+    return heard[7]
 
 
 def test_a_record_believes_a_memory_until_it_has_seen_otherwise() -> None:

@@ -234,6 +234,15 @@ def test_what_was_learnt_can_be_saved_and_restored() -> None:
     assert other.after((1, 1)) == []
 
 
+def test_what_was_said_before_a_state_came_back_is_not_said_again() -> None:
+    drafter, other = bound(), bound()
+    for one, seed in ((drafter, 1), (other, 2)):
+        one.begin(Sequence([1, 1, 0]), noise(2, VOCABULARY, seed=seed))
+    assert drafter.after((1, 1)) != other.after((1, 1))
+    drafter.restore(other.save())
+    assert drafter.after((1, 1)) == other.after((1, 1)) != []
+
+
 def test_a_smaller_memory_takes_over_what_was_met_last() -> None:
     drafter, small = taught(), bound(ngrams=5)
     small.restore(drafter.save())

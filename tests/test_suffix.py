@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -459,3 +461,13 @@ def test_options_out_of_range_are_one_sentence(spec: str) -> None:
 def test_the_text_is_that_of_plain_decoding(draft: str, tree: str, verify: str) -> None:
     make: Callable[[object], Drafter] = lambda truth: build_drafter(draft, tree)  # noqa: E731
     assert_writes_like_plain_decoding(make, VERIFIERS.build(verify))
+
+
+def test_nothing_is_held_of_a_text_that_has_ended() -> None:
+    drafter = Suffix(min=1)
+    sequence = Sequence([1, 2, 1, 2, 1])
+    drafter.draft([sequence], [Budget(9, 9)])
+    text = weakref.ref(drafter._texts[sequence])
+    drafter.close(sequence)
+    gc.collect()
+    assert text() is None

@@ -40,14 +40,16 @@ def falling(
     best of siblings that has not joined waits in the heap: the others cannot come before it. Of equal paths the one
     below the older parent comes first.
     """
-    slots: list[tuple[float, int, int, Rows[Next]]] = []  # (-probability of the path, parent, rank, all siblings)
+    # (-probability of the path, parent, rank, the node, all siblings)
+    slots: list[tuple[float, int, int, Next, Rows[Next]]] = []
     reach = [1.0]
 
     def offer(parent: int, rank: int, siblings: Rows[Next]) -> None:
         if rank < width and rank < len(siblings):
-            value = reach[parent] * min(siblings[rank].mass, 1.0)
+            best = siblings[rank]
+            value = reach[parent] * min(best.mass, 1.0)
             if value >= least:
-                heapq.heappush(slots, (-value, parent, rank, siblings))
+                heapq.heappush(slots, (-value, parent, rank, best, siblings))
 
     newest = 0
     while True:
@@ -55,10 +57,9 @@ def falling(
             offer(newest, 0, after(place))
         if not slots:
             return
-        value, parent, rank, siblings = heapq.heappop(slots)
+        value, parent, rank, (token, _, place, source), siblings = heapq.heappop(slots)
         offer(parent, rank + 1, siblings)
-        _, _, place, source = best = siblings[rank]
-        newest = tree.add(parent, best.token)
+        newest = tree.add(parent, token)
         reach.append(-value)
         if source:
             tree.sources[newest] = source

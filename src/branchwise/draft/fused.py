@@ -48,13 +48,17 @@ class Record:
         cells = 2 * (len(EDGES) + 1)
         self.tries, self.hits = [0.0] * cells, [0.0] * cells
 
-    def believe(self, found: Rows[Next], agreed: Container[int]) -> list[tuple[int, float]]:
-        """How probable each token is that the memory names, if others agree on these: all of a place in one go."""
-        tries, hits = self.tries, self.hits
-        return [
-            (token, (PRIOR * mass + hits[cell := 2 * bisect(EDGES, mass) + (token in agreed)]) / (PRIOR + tries[cell]))
-            for token, mass, _, _ in found
-        ]
+    def speak(
+        self, name: str, found: Rows[Next], agreed: Container[int], believed: dict[int, float], speakers: dict[int, str]
+    ) -> None:
+        """Note how probable each token is that the memory names, if others agree on these, and that it says so, where
+        nobody is believed as much."""
+        tries, hits, heard = self.tries, self.hits, believed.get
+        for token, mass, _, _ in found:
+            cell = 2 * bisect(EDGES, mass) + (token in agreed)
+            belief = (PRIOR * mass + hits[cell]) / (PRIOR + tries[cell])
+            if belief > heard(token, 0.0):
+                believed[token], speakers[token] = belief, name
 
     def count(self, mass: float, agreed: bool, came: bool) -> None:
         cell = 2 * bisect(EDGES, mass) + agreed
@@ -74,6 +78,24 @@ class Junction:
     def __init__(self, places: Rows[Place]) -> None:
         self.places = places
         self.said: list[Rows[Next]] | None = None
+
+
+class Ranking(Rows[Next]):
+    """What may come next at a junction, the best first. It is put in words when asked for: few of many join a tree."""
+
+    __slots__ = ("believed", "here", "speakers", "tokens", "total")
+
+    def __init__(self, here: Junction, believed: dict[int, float], speakers: dict[int, str]) -> None:
+        self.here, self.believed, self.speakers = here, believed, speakers
+        self.total = max(1.0, sum(believed.values()))
+        self.tokens = sorted(believed, key=believed.__getitem__, reverse=True)  # of equals that which was found first
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rank: int) -> Next:  # type: ignore[override]
+        token = self.tokens[rank]
+        return new(Next, (token, self.believed[token] / self.total, (self.here, token), self.speakers[token]))
 
 
 class Fused(Remembering):
@@ -149,12 +171,9 @@ class Fused(Remembering):
         believed: dict[int, float] = {}
         speakers: dict[int, str] = {}
         for member, record, found in zip(self.members, self.records, said, strict=True):
-            for token, belief in record.believe(found, agreed):
-                if token not in believed or belief > believed[token]:
-                    believed[token], speakers[token] = belief, member.name
-        total = max(1.0, sum(believed.values()))
-        ranked = sorted(believed, key=believed.__getitem__, reverse=True)  # of equals that which was found first
-        return [new(Next, (token, believed[token] / total, (here, token), speakers[token])) for token in ranked]
+            if found:
+                record.speak(member.name, found, agreed, believed, speakers)
+        return Ranking(here, believed, speakers)
 
     def step(self, place: Place, token: int) -> Place:
         return self._arrived(place), token

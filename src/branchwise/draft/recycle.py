@@ -20,7 +20,7 @@ from torch import Tensor
 
 from branchwise.draft import Budget
 from branchwise.draft.growth import Growth
-from branchwise.draft.memory import Next, Remembering
+from branchwise.draft.memory import Next, Remembering, new
 from branchwise.draft.peaks import Peaks, Told, peaks, peaks_at, peaks_here
 from branchwise.draft.ranks import Ranks, slots
 from branchwise.draft.topk import TopK
@@ -273,7 +273,7 @@ class Table:
         if row is None:
             tokens, masses = self._arrays or (self.tokens, self.masses)
             stored = zip(tokens[token].tolist(), masses[token].tolist(), strict=True)
-            row = [Next(found, mass, found) for found, mass in stored if mass > 0]
+            row = [new(Next, (found, mass, found, "")) for found, mass in stored if mass > 0]
             if len(self._read) >= MOST_READ:
                 self._read.clear()
             self._read[token] = row

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from branchwise.draft.growth import Growth
-from branchwise.draft.memory import Next, Remembering
+from branchwise.draft.memory import Next, Remembering, new
 from branchwise.draft.peaks import Peaks, Told, peaks_at, peaks_here
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
@@ -31,6 +31,8 @@ from branchwise.verify import Verdict
 
 Gram = tuple[int, ...]
 INT_BYTES = 28
+MOST_READ, WORD_BYTES = 1024, 112
+"""so many lines are at hand as they were read, and a token of one and its mass take so much"""
 
 
 class Stand(Remembering):
@@ -57,16 +59,18 @@ class Stand(Remembering):
         self._tokens = np.zeros((ngrams, k), dtype=np.int32)  # memory that was never written to is not there yet
         self._masses = np.zeros((ngrams, k), dtype=np.float32)
         self._counts = np.zeros(ngrams, dtype=np.int32)
+        self._read: dict[int, list[tuple[int, float]]] = {}
+        """tokens and masses of lines as they were read, until they are written again"""
 
     def __len__(self) -> int:
         return len(self._lines)
 
     @property
     def memory_bytes(self) -> int:
-        """Of the lines in use and of their names; never more than for `ngrams` of the longest."""
+        """Of the lines in use and of their names, never more than for `ngrams` of the longest, and of those read."""
         arrays = len(self) * (self._tokens[:1].nbytes + self._masses[:1].nbytes + self._counts[:1].nbytes)
         names = len(self) * (sys.getsizeof((0,) * self.max) + (self.max + 1) * INT_BYTES)
-        return arrays + names + sys.getsizeof(self._lines)
+        return arrays + names + sys.getsizeof(self._lines) + len(self._read) * self.k * WORD_BYTES
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -80,11 +84,7 @@ class Stand(Remembering):
         if place is None or (line := self._longest(place)) is None:
             return []
         behind = place[1:] if len(place) == self.max else place
-        return [
-            Next(token, mass, (*behind, token))
-            for token, mass in zip(self._tokens[line].tolist(), self._masses[line].tolist(), strict=True)
-            if mass > 0
-        ]
+        return [new(Next, (token, mass, (*behind, token), "")) for token, mass in self._words(line)]
 
     def step(self, place: Gram | None, token: int) -> Gram:
         return (*(place or ()), token)[-self.max :]
@@ -121,9 +121,20 @@ class Stand(Remembering):
         grams = self._checked(tensors)[-self.ngrams :]
         first = len(tensors["grams"]) - len(grams)  # where there are too many, the oldest are left behind
         self._lines = OrderedDict((gram, line) for line, gram in enumerate(grams))
+        self._read.clear()
         self._counts[: len(grams)] = tensors["counts"][first:].numpy()
         self._tokens[: len(grams)] = tensors["tokens"][first:].numpy()
         self._masses[: len(grams)] = tensors["masses"][first:].numpy()
+
+    def _words(self, line: int) -> list[tuple[int, float]]:
+        """What a line knows: tokens and their masses, best first."""
+        words = self._read.get(line)
+        if words is None:
+            stored = zip(self._tokens[line].tolist(), self._masses[line].tolist(), strict=True)
+            if len(self._read) >= MOST_READ:
+                self._read.clear()
+            words = self._read[line] = [word for word in stored if word[1] > 0]
+        return words
 
     def _longest(self, place: Gram) -> int | None:
         for size in range(min(self.max, len(place)), self.min - 1, -1):
@@ -149,16 +160,16 @@ class Stand(Remembering):
         else:
             self._lines.move_to_end(gram)
             count = int(self._counts[line])
-            new = 1 / (count + 1)
-            stored = zip(self._tokens[line].tolist(), self._masses[line].tolist(), strict=True)
-            mixed = {token: mass * count * new for token, mass in stored if mass > 0}
+            weight = 1 / (count + 1)
+            mixed = {token: mass * count * weight for token, mass in self._words(line)}
             for token, mass in law.items():
-                mixed[token] = mixed.get(token, 0.0) + mass * new
+                mixed[token] = mixed.get(token, 0.0) + mass * weight
         best = sorted(mixed.items(), key=lambda pair: (-pair[1], pair[0]))[: self.k]
         best += [(0, 0.0)] * (self.k - len(best))
         self._tokens[line] = [token for token, _ in best]
         self._masses[line] = [mass for _, mass in best]
         self._counts[line] = count + 1
+        self._read.pop(line, None)
 
     def _new_line(self) -> int:
         if len(self._lines) < self.ngrams:

@@ -59,12 +59,15 @@ class Suffix(Remembering):
         self.learns = self.learns or keep > 0
         self._texts: WeakKeyDictionary[Sequence, Automaton] = WeakKeyDictionary()
         self._answers = Answers(keep)
+        self._said: dict[tuple[Matched, ...], Rows[Next]] = {}
+        """what was said in this step; drafts of one text come back to the same matches"""
 
     def find(self, sequence: Sequence) -> Place:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = Automaton()
         text.read(sequence.tokens[len(text) :])
+        self._said.clear()
         recent = sequence.tokens[-REACH:]
         stands = [(text, *text.match), *((answers, *answers.find(recent)) for answers in self._answers.generations)]
         stands = [stand for stand in stands if stand[2] >= self.min]
@@ -74,6 +77,11 @@ class Suffix(Remembering):
         if place is None:
             return []
         stands = _arrived(place)
+        if (said := self._said.get(stands)) is None:
+            said = self._said[stands] = self._weighed(stands)
+        return said
+
+    def _weighed(self, stands: tuple[Matched, ...]) -> Rows[Next]:
         believed: dict[int, float] = {}
         left, waiting = 1.0, list(stands)
         for _ in range(CONTEXTS):
@@ -94,6 +102,7 @@ class Suffix(Remembering):
     def close(self, sequence: Sequence) -> None:
         super().close(sequence)
         self._texts.pop(sequence, None)
+        self._said.clear()
         self._answers.keep(sequence.tokens[max(sequence.prompt_length - LEAD, 0) :])
 
     def save(self) -> dict[str, Tensor]:
