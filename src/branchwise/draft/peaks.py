@@ -114,7 +114,8 @@ def _summed(laws: Tensor, stripes: int) -> tuple[Tensor, Tensor]:
 
 def _best_of(laws: Tensor, stripes: int) -> Tensor:
     """(rows, stripes): the best logit of every stripe."""
-    return laws[:, : stripes * STRIPE].unflatten(1, (STRIPE, stripes)).amax(dim=1)
+    best: Tensor = laws[:, : stripes * STRIPE].unflatten(1, (STRIPE, stripes)).amax(dim=1)
+    return best
 
 
 def _at(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
