@@ -8,6 +8,7 @@ the same code.
 
 from __future__ import annotations
 
+import math
 import zlib
 from functools import cached_property
 from typing import Protocol
@@ -105,14 +106,7 @@ class SeededChance:
         return race(law, self._keys("pick", self.roots, draw))
 
     def order(self, law: Tensor, k: int, draw: int) -> Tensor:
-        keys = self._keys("order", self.roots, draw)
-        left = law.clone()
-        drawn = []
-        for turn in range(k):
-            token = race(left, mix(keys + turn))[:, None]
-            drawn.append(torch.where(left.gather(1, token) > 0, token, -1))
-            left.scatter_(1, token, 0.0)
-        return torch.cat(drawn, dim=1)
+        return race_on(law, self._keys("order", self.roots, draw), k)
 
     def keys(self, purpose: str, draw: int) -> Tensor:
         """(batch,) int64: what the draws of one purpose in this step are made from."""
@@ -134,16 +128,21 @@ class SeededChance:
 
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
         # The seed is mixed before anything joins it: users count seeds up from 0 just as verifiers count draws.
-        stream = zlib.crc32(f"{self.role} {purpose}".encode()) << 31 | draw
+        stream = stream_of(self.role, purpose, draw)
         seeds = self.seeds if positions.ndim == 1 else self.seeds[:, None]
         return mix(mix(mix(seeds) + stream) + positions * GAMMA)
+
+
+def stream_of(role: str, purpose: str, draw: int) -> int:
+    """What tells draws of one seed and one position apart."""
+    return zlib.crc32(f"{role} {purpose}".encode()) << 31 | draw
 
 
 COINS = 64
 BLOCK = 256
 
 
-def race(law: Tensor, keys: Tensor) -> Tensor:
+def race(law: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
     """(batch,) int64: one token from each law (batch, vocabulary), decided by noise that belongs to the tokens.
 
     Every token arrives after an exponential time divided by its mass, and the first one wins: token i with
@@ -153,16 +152,33 @@ def race(law: Tensor, keys: Tensor) -> Tensor:
 
     To spare noise for the whole vocabulary, blocks of tokens race first, each with the mass of its tokens, and then the
     tokens of the winning block.
+
+    Where several draws share a law, `rows` (draws,) says which law (laws, vocabulary) each of the keys (draws,) is for.
     """
     batch, vocabulary = law.shape
     if vocabulary <= BLOCK:
-        return _first(law, keys, torch.arange(vocabulary, device=law.device))
+        return _first(law if rows is None else law[rows], keys, torch.arange(vocabulary, device=law.device))
     law = torch.nn.functional.pad(law, (0, -vocabulary % BLOCK))
     blocks = law.view(batch, -1, BLOCK)
-    winner = _first(blocks.sum(dim=-1), mix(keys), torch.arange(blocks.shape[1], device=law.device))
-    tokens = winner[:, None] * BLOCK + torch.arange(BLOCK, device=law.device)  # (batch, BLOCK)
-    inside = _first(law.gather(1, tokens), keys, tokens)
+    sums = blocks.sum(dim=-1)
+    winner = _first(sums if rows is None else sums[rows], mix(keys), torch.arange(blocks.shape[1], device=law.device))
+    tokens = winner[:, None] * BLOCK + torch.arange(BLOCK, device=law.device)  # (draws, BLOCK)
+    inside = _first(law.gather(1, tokens) if rows is None else blocks[rows, winner], keys, tokens)
     return tokens.gather(1, inside[:, None])[:, 0]
+
+
+def race_on(law: Tensor, keys: Tensor, k: int) -> Tensor:
+    """(batch, k) int64: the first k tokens of each law (batch, vocabulary), each a race of those that are left.
+
+    Where a law carries fewer, the rest of its row is -1.
+    """
+    left = law.clone()
+    drawn = []
+    for turn in range(k):
+        token = race(left, mix(keys + turn))[:, None]
+        drawn.append(torch.where(left.gather(1, token) > 0, token, -1))
+        left.scatter_(1, token, 0.0)
+    return torch.cat(drawn, dim=1)
 
 
 def _first(mass: Tensor, keys: Tensor, names: Tensor) -> Tensor:
@@ -203,3 +219,26 @@ def to_uniform(x: Tensor) -> Tensor:
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# The same for one draw on the host, in whole numbers from 0 to below 2**64: a tensor of one number costs far more.
+
+
+def key_of(role: str, purpose: str, seed: int, position: int, draw: int) -> int:
+    """What one draw is made from: the key of `SeededChance`."""
+    return mix_one(mix_one(mix_one(seed) + stream_of(role, purpose, draw)) + position * GAMMA)
+
+
+def mix_one(x: int) -> int:
+    x &= ALL
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ALL
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & ALL
+    return x ^ x >> 31
+
+
+def wait_of(key: int) -> float:
+    """A standard exponential time, never 0."""
+    return -math.log(((mix_one(key) >> 12) + 0.5) * 2.0**-52)
+
+
+ALL = (1 << 64) - 1

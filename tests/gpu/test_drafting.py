@@ -1,4 +1,4 @@
-"""Drafting on a device: every preset with a draft model writes there what it writes on the host."""
+"""Drafting on a device: what is drawn there is what is drawn on the host, and so are the texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from branchwise.draft import build_growth
+from branchwise.draft import Budget, build_drafter, build_growth
+from branchwise.draft.dice import Races, SeededDice
 from branchwise.draft.model import ModelDrafter
 from branchwise.draft.trim import save_counts
 from branchwise.draft.weights import Weights
@@ -15,6 +16,7 @@ from branchwise.engine import Engine, Request
 from branchwise.methods import PRESETS
 from branchwise.registry import split_spec
 from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
 from branchwise.target.transformers import TransformersTarget
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import VOCABULARY, build, served
@@ -68,3 +70,39 @@ def test_a_preset_writes_on_a_device_what_it_writes_on_the_host(
     assert found == texts(preset, temperature, "cpu")
     if temperature == 0 and PRESETS[preset].lossless:
         assert found == texts(None, temperature, "cuda")
+
+
+def test_the_draws_of_a_level_are_those_of_the_host() -> None:
+    here, there = SeededDice(5, 3), SeededDice(5, 3, Races(torch.device("cuda")))
+    for vocabulary in (200, 1024, 151_936):
+        for count in (3, 1, 4, 2):
+            logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(count))
+            laws = (4 * logits).softmax(dim=-1)
+            draws = [(turn % count, turn) for turn in range(2 * count)]
+            sizes, numbers = [3] * count, range(count)
+            for _ in range(2):  # recorded, then replayed
+                assert there.picks_from(laws.cuda(), draws) == here.picks_from(laws, draws)
+                assert there.orders(laws.cuda(), sizes, numbers) == here.orders(laws, sizes, numbers)
+
+
+@pytest.mark.parametrize("tree", ["chain:6", "paths:4x6", "rsd-c:4,2,1", "rsd-s:3x3", "dynamic:12"])
+def test_a_memory_draws_on_a_device_what_it_draws_on_the_host(tree: str) -> None:
+    config, found = served()["llama"], []
+    for device in ("cuda", "cpu"):
+        drafter = build_drafter("recycle", tree)
+        drafter.bind(TransformersTarget(build(config, device=device), slots=1))  # type: ignore[attr-defined]
+        drafter.restore(table_of_successors(VOCABULARY, 8))  # type: ignore[attr-defined]
+        text = Sequence([4, 9], SamplingParams(temperature=1.0, seed=7))
+        [drawn] = drafter.draft([text], [Budget(32, 8)])
+        assert drawn.tokens.device.type == "cpu"
+        assert drawn.q is not None
+        assert drawn.q.device.type == device
+        found.append((drawn.tokens.tolist(), drawn.parents, drawn.leaves, drawn.q.tolist()))
+    assert found[0] == found[1]
+
+
+def table_of_successors(vocabulary: int, width: int) -> dict[str, torch.Tensor]:
+    """What `recycle` may have learned: some successors of every token, all different."""
+    tokens = (torch.arange(vocabulary)[:, None] * 3 + torch.arange(width) * 5) % vocabulary
+    masses = 2.0 ** -torch.arange(2, width + 2)
+    return {"tokens": tokens.int(), "masses": masses.half().expand(vocabulary, width).contiguous()}

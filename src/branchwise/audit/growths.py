@@ -22,6 +22,7 @@ from torch import Tensor
 from branchwise.draft import Budget
 from branchwise.draft.beam import Beam
 from branchwise.draft.dice import Dice
+from branchwise.draft.few import Law, Level
 from branchwise.draft.growth import Found, Growth, Sapling, grow_with
 from branchwise.tree import DraftTree
 
@@ -82,7 +83,7 @@ def grow(growth: Growth, rule: Rule, budget: Budget, dice: Dice) -> DraftTree:
 
 
 @dataclass
-class ScriptedDice:
+class ScriptedDice(Dice):
     """Fall as the script says, then each time the first way that can be gone."""
 
     script: list[int]
@@ -93,19 +94,16 @@ class ScriptedDice:
     _made: list[int] = field(default_factory=list)
     _asked: set[tuple[str, int]] = field(default_factory=set)
 
-    def picks(self, law: Tensor, draws: Sequence[int]) -> list[int]:
-        masses = law.double().tolist()
-        for draw in draws:
+    def picks_from(self, laws: Level, draws: Sequence[tuple[int, int]]) -> list[int]:
+        masses = [masses_of(law) for law in laws]
+        for _, draw in draws:
             self._ask("pick", draw)
-        return [self._draw(masses) for _ in draws]
+        return [self._draw(masses[row]) for row, _ in draws]
 
-    def order(self, law: Tensor, k: int, draw: int) -> list[int]:
-        self._ask("order", draw)
-        masses, tokens = law.double().tolist(), []
-        for _ in range(min(k, sum(mass > 0 for mass in masses))):
-            tokens.append(self._draw(masses))
-            masses[tokens[-1]] = 0.0
-        return tokens
+    def orders(self, laws: Level, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
+        for draw in draws:
+            self._ask("order", draw)
+        return [self._order(masses_of(law), size) for law, size in zip(laws, sizes, strict=True)]
 
     def wait(self, draw: int) -> float:
         raise NotImplementedError("a wait has too many outcomes to follow; arrange the waits as for `Beam`")
@@ -114,18 +112,32 @@ class ScriptedDice:
         assert (kind, draw) not in self._asked, f"the policy asked twice for {kind} {draw}"
         self._asked.add((kind, draw))
 
-    def _draw(self, masses: Sequence[float]) -> int:
+    def _order(self, masses: dict[int, float], k: int) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(min(k, len(masses))):
+            tokens.append(self._draw(masses))
+            del masses[tokens[-1]]
+        return tokens
+
+    def _draw(self, masses: dict[int, float]) -> int:
         """One token, where tokens have these masses, which need not sum to 1."""
-        ways = [token for token, mass in enumerate(masses) if mass > 0]
+        ways = sorted(masses)
         turn = len(self._made)
         if turn < len(self.script):
             token = self.script[turn]
         else:
             token = ways[0]
             self.others += [[*self._made, other] for other in ways[1:]]
-        self.weight *= masses[token] / math.fsum(masses)
+        self.weight *= masses[token] / math.fsum(masses.values())
         self._made.append(token)
         return token
+
+
+def masses_of(law: Law) -> dict[int, float]:
+    """The tokens of a law that can be drawn, and their masses."""
+    if isinstance(law, Tensor):
+        return {token: mass for token, mass in enumerate(law.double().tolist()) if mass > 0}
+    return dict(law.masses)
 
 
 # Stochastic beam search
@@ -165,7 +177,7 @@ def arrivals(rule: Rule, width: int, levels: int) -> Iterator[tuple[float, list[
     return meet(levels, [])
 
 
-class ArrangedDice:
+class ArrangedDice(Dice):
     """Let a beam search meet prefixes in a given order: the one with the number n arrives at the time n."""
 
     def __init__(self, order: Sequence[Prefix], rule: Rule) -> None:
@@ -177,10 +189,10 @@ class ArrangedDice:
         self._nodes = sorted(self._times, key=lambda prefix: (len(prefix), self._times[prefix]))
         """as they join the tree"""
 
-    def picks(self, law: Tensor, draws: Sequence[int]) -> list[int]:
-        return [self._nodes[draw][-1] for draw in draws]
+    def picks_from(self, laws: Level, draws: Sequence[tuple[int, int]]) -> list[int]:
+        return [self._nodes[draw][-1] for _, draw in draws]
 
-    def order(self, law: Tensor, k: int, draw: int) -> list[int]:
+    def orders(self, laws: Level, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
         raise NotImplementedError("a beam draws one token at a time")
 
     def wait(self, draw: int) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.draft.growth import Growing, Sapling
 from branchwise.draft.urn import Urn
 from branchwise.errors import UsageError
 from branchwise.tree import Draw
@@ -51,9 +51,8 @@ class Beam:
         level = [0]
         for _ in range(self.levels(budget)):
             found = yield tree, level
-            laws = drawable(found.laws)
-            tree.laws.update(zip(level, laws, strict=True))
-            urns = {node: Urn(law) for node, law in zip(level, laws, strict=True)}
+            tree.laws.update(zip(level, found.drawable, strict=True))
+            urns = {node: Urn(tree.laws[node]) for node in level}
             whole = {node: urn.mass for node, urn in urns.items()}
             arrivals = [(time[node], turn, node) for turn, node in enumerate(level)]
             level = []

@@ -4,69 +4,137 @@ A growth policy asks for tokens and arrival times and never touches a random gen
 from the text's seed. A greedy text leaves nothing to chance: there the most probable tokens are "drawn", because the
 target will take its most probable token whatever was drafted. An audit puts an enumerator in their place.
 
-The numbers that tell draws apart are the policy's own; each (kind, draw) is used at most once for one tree.
+The numbers that tell draws apart are the policy's own; each (kind, draw) is used at most once for one tree. All draws
+of a level are best asked for together: a device is then asked once.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from typing import Protocol
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
-from branchwise.chance import SeededChance, race
+from branchwise.chance import key_of, race, race_on, signed, wait_of
+from branchwise.draft.few import Law, Level, alone
+from branchwise.draft.replayed import Replayed
 from branchwise.sequence import Sequence
 
 
-class Dice(Protocol):
-    def picks(self, law: Tensor, draws: Rows[int]) -> list[int]:
-        """Independent tokens from one law (vocabulary,), one for each number in `draws`."""
+class Dice(ABC):
+    @abstractmethod
+    def picks_from(self, laws: Level, draws: Rows[tuple[int, int]]) -> list[int]:
+        """Independent tokens, one for each (which of the laws, number of the draw)."""
 
-    def order(self, law: Tensor, k: int, draw: int) -> list[int]:
-        """k tokens from a law (vocabulary,) without replacement, in draw order; fewer where it carries fewer."""
+    @abstractmethod
+    def orders(self, laws: Level, sizes: Rows[int], draws: Rows[int]) -> list[list[int]]:
+        """From each law so many tokens without replacement, in draw order; fewer where it carries fewer."""
 
+    @abstractmethod
     def wait(self, draw: int) -> float:
         """A standard exponential time."""
 
+    def picks(self, law: Law, draws: Rows[int]) -> list[int]:
+        """Independent tokens from one law, one for each number in `draws`."""
+        return self.picks_from(alone(law), [(0, draw) for draw in draws])
 
-class SeededDice:
-    """Draws that depend on the seed of a text and on where its root stands, and on nothing else."""
-
-    def __init__(self, seed: int, root: int, device: torch.device | str = "cpu") -> None:
-        # The role keeps these draws apart from the verifier's: a draft made with the noise that judges it is no draw.
-        self._chance = SeededChance(
-            torch.tensor([seed], device=device), torch.tensor([root], device=device), role="draft"
-        )
-
-    def picks(self, law: Tensor, draws: Rows[int]) -> list[int]:
-        keys = torch.cat([self._chance.keys("pick", draw) for draw in draws])
-        found: list[int] = race(law.expand(len(draws), -1), keys).tolist()
+    def order(self, law: Law, k: int, draw: int) -> list[int]:
+        """k tokens from one law without replacement."""
+        [found] = self.orders(alone(law), [k], [draw])
         return found
 
-    def order(self, law: Tensor, k: int, draw: int) -> list[int]:
-        return [token for token in self._chance.order(law[None], k, draw)[0].tolist() if token >= 0]
+
+class SeededDice(Dice):
+    """Draws that depend on the seed of a text and on where its root stands, and on nothing else."""
+
+    def __init__(self, seed: int, root: int, races: Races | None = None) -> None:
+        self._seed, self._root = seed, root
+        self._races = races or Races()
+
+    def picks_from(self, laws: Level, draws: Rows[tuple[int, int]]) -> list[int]:
+        keys = [self._key("pick", draw) for _, draw in draws]
+        if isinstance(laws, Tensor):
+            return self._races.picks(laws, keys, [row for row, _ in draws])
+        return [laws[row].race(key) for (row, _), key in zip(draws, keys, strict=True)]
+
+    def orders(self, laws: Level, sizes: Rows[int], draws: Rows[int]) -> list[list[int]]:
+        keys = [self._key("order", draw) for draw in draws]
+        if isinstance(laws, Tensor):
+            found = self._races.orders(laws, keys, max(sizes))
+            return [order[:size] for order, size in zip(found, sizes, strict=True)]
+        return [law.race_on(key, size) for law, key, size in zip(laws, keys, sizes, strict=True)]
 
     def wait(self, draw: int) -> float:
-        return float(self._chance.waits(draw))
+        return wait_of(self._key("wait", draw))
+
+    def _key(self, purpose: str, draw: int) -> int:
+        # The role keeps these draws apart from the verifier's: a draft made with the noise that judges it is no draw.
+        return key_of("draft", purpose, self._seed, self._root, draw)
 
 
-class SureDice:
+class SureDice(Dice):
     """What is most probable comes first, and every wait is as long as waits are in the mean."""
 
-    def picks(self, law: Tensor, draws: Rows[int]) -> list[int]:
-        found = self.order(law, len(draws), 0)
-        return found + found[:1] * (len(draws) - len(found))
+    def picks_from(self, laws: Level, draws: Rows[tuple[int, int]]) -> list[int]:
+        counts = Counter(row for row, _ in draws)
+        best = self.orders(laws, [counts[row] for row in range(len(laws))], [])
+        turns = [chain(order, repeat(order[0]) if order else ()) for order in best]
+        return [next(turns[row]) for row, _ in draws]
 
-    def order(self, law: Tensor, k: int, draw: int) -> list[int]:
-        masses, tokens = law.topk(min(k, len(law)))
-        return [token for token, mass in zip(tokens.tolist(), masses.tolist(), strict=True) if mass > 0]
+    def orders(self, laws: Level, sizes: Rows[int], draws: Rows[int]) -> list[list[int]]:
+        if not isinstance(laws, Tensor):
+            return [law.best(size) for law, size in zip(laws, sizes, strict=True)]
+        masses, tokens = laws.topk(min(max(sizes), laws.shape[1]))
+        # Both in one copy, as float64, which holds tokens exactly.
+        rows = torch.stack([tokens.double(), masses.double()], dim=-1).tolist()
+        return [[int(token) for token, mass in row[:size] if mass > 0] for row, size in zip(rows, sizes, strict=True)]
 
     def wait(self, draw: int) -> float:
         return 1.0
 
 
-def dice_of(sequence: Sequence, device: torch.device | str = "cpu") -> Dice:
+class Races:
+    """Draws from rows over the vocabulary, where those are.
+
+    On a device the draws of a level are one upload of their keys, one replay and one look at what was drawn.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._picks = Replayed(_picks, self._device)
+        self._orders: dict[int, Replayed] = {}
+
+    def picks(self, laws: Tensor, keys: Rows[int], rows: Rows[int]) -> list[int]:
+        """A token for each key, from the law (laws, vocabulary) that `rows` says."""
+        told = torch.tensor([(signed(key), row) for key, row in zip(keys, rows, strict=True)])
+        found: list[int] = self._picks(laws, told).tolist()
+        return found[: len(keys)]
+
+    def orders(self, laws: Tensor, keys: Rows[int], k: int) -> list[list[int]]:
+        """k tokens from each law without replacement; fewer where it carries fewer."""
+        if k not in self._orders:
+            self._orders[k] = Replayed(_orders_of(k), self._device)
+        found: list[list[int]] = self._orders[k](laws, torch.tensor([signed(key) for key in keys])).tolist()
+        return [[token for token in order if token >= 0] for order in found[: len(keys)]]
+
+
+def _picks(laws: Tensor, told: Tensor) -> Tensor:
+    """(draws,): told (draws, 2) are their keys, and the rows of their laws."""
+    return race(laws, told[:, 0], told[:, 1])
+
+
+def _orders_of(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def orders(laws: Tensor, keys: Tensor) -> Tensor:
+        return race_on(laws, keys, k)
+
+    return orders
+
+
+def dice_of(sequence: Sequence, races: Races | None = None) -> Dice:
     if sequence.sampling.temperature == 0:
         return SureDice()
-    return SeededDice(sequence.noise, len(sequence.tokens) - 1, device)
+    return SeededDice(sequence.noise, len(sequence.tokens) - 1, races)

@@ -17,7 +17,7 @@ import heapq
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.draft.growth import Growing, Sapling
 from branchwise.draft.urn import Urn
 from branchwise.errors import UsageError
 from branchwise.tree import Draw
@@ -48,7 +48,7 @@ class Dynamic:
                 # Values only fall: of the slots that there are, no more than the best `room` will ever be drawn in.
                 bare = sorted(node for *_, node in heapq.nsmallest(room, slots) if node not in urns)
                 found = yield tree, bare
-                tree.laws.update(zip(bare, drawable(found.laws), strict=True))
+                tree.laws.update(zip(bare, found.drawable, strict=True))
                 urns.update((node, Urn(tree.laws[node])) for node in bare)
             value, _, parent = heapq.heappop(slots)
             token, share, rest = urns[parent].draw(dice, len(tree))

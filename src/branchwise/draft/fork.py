@@ -16,7 +16,7 @@ from torch import Tensor
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.rows import total
 from branchwise.sampling import Context, adjust, one_hot, warp
@@ -52,16 +52,14 @@ class Fork:
         if depth < 1:
             return self._bare(root, dice, known)
         found = yield tree, [0]  # asked for in any case: a source reads the text up to its root before what is below
-        tree.laws[0] = drawable(found.laws)[0] if known is None else known
+        tree.laws[0] = found.drawable[0] if known is None else known
         level = [tree.add(0, token) for token in dice.order(tree.laws[0], width, 0)]
         for step in range(1, depth):
             found = yield tree, level
-            below = []
-            for branch, (node, law) in enumerate(zip(level, drawable(found.laws), strict=True)):
-                tree.laws[node] = law
-                [token] = dice.picks(law, [step * self.width + branch])
-                below.append(tree.add(node, token))
-            level = below
+            laws = found.drawable
+            tree.laws.update(zip(level, laws, strict=True))
+            tokens = dice.picks_from(laws, [(branch, step * self.width + branch) for branch in range(len(level))])
+            level = [tree.add(node, token) for node, token in zip(level, tokens, strict=True)]
         return replace(tree.finish(self.draw), trusted=known is not None)
 
     def _bare(self, root: int, dice: Dice, known: Tensor | None) -> DraftTree:

@@ -10,10 +10,8 @@ from abc import abstractmethod
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-import torch
-
 from branchwise.draft import Budget
-from branchwise.draft.dice import dice_of
+from branchwise.draft.dice import Races, dice_of
 from branchwise.draft.growth import Found, Growing, Growth, Sapling
 from branchwise.draft.recall import Recall
 from branchwise.sequence import Sequence
@@ -45,9 +43,12 @@ class Grown:
         self.learns = bool(getattr(tree, "learns", False))
         self.passes = 0
         self.target: Target | None = None
+        self._races = Races()
         self._drafted: list[DraftTree] = []
 
     def bind(self, target: Target) -> None:
+        if self.target is None or self.target.device != target.device:
+            self._races = Races(target.device)
         self.target = target
 
     @property
@@ -89,8 +90,7 @@ class Grown:
             self.tree.observe(sequences, self._drafted, scored, verdicts)
 
     def _plant(self, sequence: Sequence, budget: Budget) -> Growing:
-        device = torch.device("cpu") if self.target is None else self.target.device
-        dice = dice_of(sequence, device)
+        dice = dice_of(sequence, self._races)
         if hasattr(self.tree, "plant"):
             growing: Growing = self.tree.plant(sequence, budget, dice)
             return growing

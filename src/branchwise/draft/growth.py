@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
+from branchwise.draft.few import Law, Level, table
 from branchwise.tree import DraftTree, Draw
 
 
@@ -28,8 +30,8 @@ class Sapling:
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
-    laws: dict[int, Tensor] = field(default_factory=dict)
-    """node -> the law (vocabulary,) that its children are drawn from"""
+    laws: dict[int, Law] = field(default_factory=dict)
+    """node -> the law that its children are drawn from"""
     sources: dict[int, str] = field(default_factory=dict)
     """node -> who proposed it, where there are several"""
 
@@ -69,11 +71,9 @@ class Sapling:
         parents = tuple(place.get(self.parents[node], -1) for node in order)
         q = None
         if draw is not Draw.FIXED and len(self) > 1:
-            some = next(iter(self.laws.values()))
-            nothing = torch.zeros_like(some)
-            q = torch.stack([self.laws.get(node, nothing) for node in order[: max(parents) + 1]])
+            q = table([self.laws.get(node) for node in order[: max(parents) + 1]])
         return DraftTree(
-            torch.tensor([self.tokens[node] for node in order], device=None if q is None else q.device),
+            torch.tensor([self.tokens[node] for node in order]),
             parents,
             draw,
             q,
@@ -89,14 +89,23 @@ def drawable(laws: Tensor) -> Tensor:
     return torch.nn.functional.threshold(laws, below, 0.0)
 
 
-@dataclass(frozen=True, eq=False)
 class Found:
     """What a source says of the nodes that a policy asked for."""
 
-    laws: Tensor
-    """(nodes, vocabulary) float32: what could follow each"""
-    hidden: Tensor | None = None
-    """(nodes, width): what the head of a draft model saw, where the policy wants it"""
+    def __init__(self, laws: Level, hidden: Tensor | None = None) -> None:
+        """`hidden` (nodes, width) is what the head of a draft model saw, where the policy wants it."""
+        self._laws = laws
+        self.hidden = hidden
+
+    @cached_property
+    def laws(self) -> Tensor:
+        """(nodes, vocabulary) float32: what could follow each"""
+        return self._laws if isinstance(self._laws, Tensor) else table(self._laws)
+
+    @property
+    def drawable(self) -> Level:
+        """The same to draw from, as the source has them."""
+        return drawable(self._laws) if isinstance(self._laws, Tensor) else self._laws
 
 
 Growing = Generator[tuple[Sapling, list[int]], Found, DraftTree]

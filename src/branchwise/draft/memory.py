@@ -19,12 +19,10 @@ from abc import abstractmethod
 from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from branchwise.draft import Budget
+from branchwise.draft.few import Few
 from branchwise.draft.grown import Grown, Wish
-from branchwise.draft.growth import Found, Growing, Growth, drawable
+from branchwise.draft.growth import Found, Growing, Growth
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
@@ -67,6 +65,8 @@ class Remembering(Grown):
         """how many this memory may have learned from"""
         self._places: dict[Sequence, Place] = {}
         """of the texts that are being drafted for"""
+        self._believed: dict[Sequence, dict[int, tuple[Place, Rows[Next]]]] = {}
+        """text -> node of its tree -> the place there, and what is believed to follow"""
 
     def bind(self, target: Target) -> None:
         if self.learns and self.target is not None and self.target.vocabulary != target.vocabulary:
@@ -103,6 +103,7 @@ class Remembering(Grown):
     def close(self, sequence: Sequence) -> None:
         """A text has ended."""
         self._places.pop(sequence, None)
+        self._believed.pop(sequence, None)
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         self._places = {sequence: self.find(sequence) for sequence in sequences}
@@ -118,8 +119,7 @@ class Remembering(Grown):
 
     def look(self, wishes: Rows[Wish]) -> list[Found]:
         """What is believed of the nodes, as laws. None of this is a pass of a model."""
-        assert self.target is not None
-        return [Found(drawable(torch.stack([self._law(wish, node) for node in wish.nodes]))) for wish in wishes]
+        return [Found([self._law(wish, node) for node in wish.nodes]) for wish in wishes]
 
     def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         super().observe(sequences, scored, verdicts)
@@ -127,25 +127,32 @@ class Remembering(Grown):
             self.learn(sequences, scored, verdicts)
 
     def _plant(self, sequence: Sequence, budget: Budget) -> Growing:
-        if not self.after(self._places[sequence]):
+        place = self._places[sequence]
+        believed = self.after(place)
+        if not believed:
             return _nothing(sequence.root)
+        self._believed[sequence] = {0: (place, believed)}
         return super()._plant(sequence, budget)
 
-    def _law(self, wish: Wish, node: int) -> Tensor:
-        """(vocabulary,): what is believed of a node; where nothing is, of its nearest ancestor.
+    def _law(self, wish: Wish, node: int) -> Few:
+        assert self.target is not None
+        _, believed = self._belief(wish, node)
+        weights = {found.token: found.mass for found in believed}
+        return Few.of(weights, self.target.vocabulary, self.target.device)
+
+    def _belief(self, wish: Wish, node: int) -> tuple[Place, Rows[Next]]:
+        """The place of a node, and what is believed to follow; where nothing is, what was at its nearest ancestor.
 
         Any law will do there, as long as it is the one that is drawn from.
         """
-        assert self.target is not None
-        place = self._places[wish.sequence]
-        believed = self.after(place)
-        for token in wish.tree.path(node):
+        known = self._believed[wish.sequence]
+        if node not in known:
+            token = wish.tree.tokens[node]
+            place, before = self._belief(wish, wish.tree.parents[node])
             expected = next((found.place for found in self.after(place) if found.token == token), None)
             place = self.step(place, token) if expected is None and place is not None else expected
-            believed = self.after(place) or believed
-        law = torch.zeros(self.target.vocabulary)
-        law[[found.token for found in believed]] = torch.tensor([found.mass for found in believed])
-        return (law / law.sum()).to(self.target.device)
+            known[node] = place, self.after(place) or before
+        return known[node]
 
 
 def mixed(seed: int, number: int) -> int:

@@ -11,7 +11,7 @@ import re
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.tree import Draw, Room
 
@@ -45,15 +45,16 @@ class Paths:
         for level in range(length):
             nodes = sorted(set(ends))
             found = yield tree, nodes
-            for node, law in zip(nodes, drawable(found.laws), strict=True):
-                tree.laws[node] = law
-                through = [path for path, end in enumerate(ends) if end == node]
-                children: dict[int, int] = {}
-                drawing = through if level >= self.common else through[:1]
-                tokens = dice.picks(law, [level * self.count + path for path in drawing])
-                tokens *= len(through) // len(drawing)
-                for path, token in zip(through, tokens, strict=True):
-                    if token not in children:
-                        children[token] = tree.add(node, token)
-                    ends[path] = children[token]
+            laws = found.drawable
+            tree.laws.update(zip(nodes, laws, strict=True))
+            paths = sorted(range(self.count), key=ends.__getitem__)
+            drawing = paths if level >= self.common else paths[:1]
+            draws = [(nodes.index(ends[path]), level * self.count + path) for path in drawing]
+            tokens = dice.picks_from(laws, draws) * (self.count // len(drawing))
+            children: dict[tuple[int, int], int] = {}
+            for path, token in zip(paths, tokens, strict=True):
+                step = ends[path], token
+                if step not in children:
+                    children[step] = tree.add(*step)
+                ends[path] = children[step]
         return tree.finish(self.draw, tuple(ends) if self.draw is Draw.PATHS else ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.tree import Draw, branched, plant
 
@@ -31,9 +31,8 @@ class Branching:
             if len(tree) + len(level) * width > budget.nodes:
                 break
             found = yield tree, level
-            below = []
-            for place, (node, law) in enumerate(zip(level, drawable(found.laws), strict=True)):
-                tree.laws[node] = law
-                below += [tree.add(node, token) for token in dice.order(law, width, (depth << 16) + place)]
-            level = below
+            laws = found.drawable
+            tree.laws.update(zip(level, laws, strict=True))
+            orders = dice.orders(laws, [width] * len(level), [(depth << 16) + place for place in range(len(level))])
+            level = [tree.add(node, token) for node, order in zip(level, orders, strict=True) for token in order]
         return tree.finish(self.draw)

@@ -18,7 +18,7 @@ from typing import Any
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
 from branchwise.tree import Draw, branched, plant
@@ -62,10 +62,11 @@ class Template:
             if not nodes:
                 break
             found = yield tree, [places[node] for node in nodes]
-            for node, law in zip(nodes, drawable(found.laws), strict=True):
-                children = self.shape.children[node]
-                tree.laws[places[node]] = law
-                for child, token in zip(children, dice.order(law, len(children), node), strict=False):
+            laws = found.drawable
+            tree.laws.update((places[node], law) for node, law in zip(nodes, laws, strict=True))
+            orders = dice.orders(laws, [len(self.shape.children[node]) for node in nodes], nodes)
+            for node, order in zip(nodes, orders, strict=True):
+                for child, token in zip(self.shape.children[node], order, strict=False):
                     places[child] = tree.add(places[node], token)
         return tree.finish(self.draw)
 

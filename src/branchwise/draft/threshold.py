@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling, drawable
+from branchwise.draft.growth import Growing, Sapling
 from branchwise.draft.urn import Urn
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
@@ -60,7 +60,7 @@ class Threshold:
                 break
             nodes = [node for _, node in layer]
             found = yield tree, nodes
-            tree.laws.update(zip(nodes, drawable(found.laws), strict=True))
+            tree.laws.update(zip(nodes, found.drawable, strict=True))
             urns = {node: Urn(tree.laws[node]) for node in nodes}
             heapq.heapify(layer)
             below = []

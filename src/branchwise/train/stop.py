@@ -26,7 +26,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from branchwise.chance import Chance
 from branchwise.draft import Budget, Drafter
 from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Found, Growing, Sapling, drawable
+from branchwise.draft.growth import Found, Growing, Sapling
 from branchwise.draft.stop import features, network_of, widths_of
 from branchwise.engine import Engine, Request
 from branchwise.errors import PairingError, UsageError
@@ -80,7 +80,7 @@ class Fan:
     def _grow(self, number: int, root: int, budget: Budget, dice: Dice) -> Growing:
         tree, width = Sapling([root]), min(self.width, budget.nodes - 1)
         if budget.depth > 0 and width > 0:
-            law = drawable((yield tree, [0]).laws)[0]
+            law = (yield tree, [0]).drawable[0]
             tree.laws[0] = law
             self.found[number] = yield tree, [tree.add(0, token) for token in dice.order(law, width, 0)]
         return tree.finish(self.draw)
