@@ -486,6 +486,12 @@ MUTANTS = [
         ("self._following.close(sequence)", "pass"),
     ),
     *family(
+        "dice",
+        "draft/model.py",
+        ("laws.clone() if self._replayed.fixed else laws", "laws"),
+        ("None if trimmed or vocabulary.whole else vocabulary.columns", "None"),
+    ),
+    *family(
         "model",
         "draft/vocabulary.py",
         ("index_copy_(1, self.tokens, laws)", "index_copy_(1, self.columns, laws)"),
@@ -577,7 +583,7 @@ TESTS = {
     "audit": ["tests/test_exact_audit.py"],
     "growth": ["tests/test_growth.py", "tests/test_policies.py"],
     "model": ["tests/test_model_drafter.py"],
-    "dice": ["tests/test_dice.py"],
+    "dice": ["tests/test_dice.py", "tests/test_model_drafter_laws.py"],
     "longest": ["tests/test_longest.py", "tests/test_fork.py"],
     "tree": ["tests/test_tree.py", BASE],
     "ranks": ["tests/test_recycle.py", "tests/test_paced_ranks.py"],

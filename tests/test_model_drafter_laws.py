@@ -33,6 +33,7 @@ from branchwise.sequence import Sequence
 from branchwise.target.transformers import TransformersTarget
 from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS
+from tests.test_dice import pretend_a_device
 from tests.test_model_drafter import byte_level, tiny
 
 FALSE_ALARM = 1e-4
@@ -172,3 +173,19 @@ def test_every_law_that_is_said_or_recorded_is_one(variant: str) -> None:
             assert laws.isfinite().all()
             assert (laws >= 0).all()
             assert float((laws.double().sum(dim=1) - 1).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_laws_that_are_read_at_fixed_places_are_the_same(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Catches a law of one level that is overwritten by the next one before it is recorded as q.
+    for tree, verify in ((Paths("3x3"), "cascade"), (Branching(2, 2), "traversal")):
+        texts, laws = [], []
+        for fixed in (False, True):
+            with monkeypatch.context() as patch:
+                if fixed:
+                    pretend_a_device(patch)
+                target, drafter = pair(variant, tree)
+                texts.append([text.token_ids for text in write(target, drafter, verify, texts=4, length=8)])
+                laws.append(torch.cat(drafter.recorded))
+        assert texts[0] == texts[1]
+        assert torch.equal(*laws)

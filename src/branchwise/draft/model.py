@@ -9,6 +9,7 @@ in the texts and says what follows their roots; then every level is one pass ove
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from branchwise.draft.following import Following
 from branchwise.draft.grown import Grown, Wish
 from branchwise.draft.growth import Found, Growth
 from branchwise.draft.recall import Recall
+from branchwise.draft.replayed import Replayed
 from branchwise.draft.trim import frequent_tokens
 from branchwise.draft.vocabulary import Vocabulary, common
 from branchwise.draft.weights import Head, Weights, bytes_read
@@ -37,6 +39,9 @@ from branchwise.tree import DraftTree
 FOR_GREEDY = 0.6
 """The temperature at which laws are read where the text is greedy: that the best token is the target's best one is more
 probable than that it would be drawn. Policies that weigh nodes by their probability (DySpec uses 0.6) need to know."""
+
+MOST_READINGS = 8
+"""ways of sampling for which a reading is kept, those used last"""
 
 
 class ModelDrafter(Grown):
@@ -70,6 +75,7 @@ class ModelDrafter(Grown):
         self.recall = None if recall is None else Recall(recall)
         self.cost: float | None = None
         self._spelled: dict[Sequence, Spelled] = {}
+        self._readings: OrderedDict[object, Reading] = OrderedDict()
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -82,6 +88,7 @@ class ModelDrafter(Grown):
         if not len(self.vocabulary.tokens):
             raise ModelError(f"No token that the target writes often is one of {self.weights.name}; raise trim.")
         self.vocabulary = self.vocabulary.to(target.device)
+        self._readings.clear()
         self._wants_hidden = bool(getattr(self.tree, "wants_hidden", False))
         self._head: Head | None = None
         if self.trim is not None or self._wants_hidden:
@@ -136,11 +143,18 @@ class ModelDrafter(Grown):
 
     def _laws(self, wish: Wish, logits: Tensor) -> Tensor:
         """(nodes, the target's vocabulary): the laws to draw from."""
-        if self.trim is None and not self.vocabulary.whole:
-            logits = logits[:, self.vocabulary.columns]
-        warp = Warp([self._sampling(wish.sequence.sampling)], logits.shape[-1], logits.device)
-        laws = self.vocabulary.spread(sound(warp(logits[None])[0]))
+        laws = self._reading(wish.sequence.sampling)(logits)
         return laws if self.recall is None else self.recall.mix(wish.sequence, wish.tree, wish.nodes, laws)
+
+    def _reading(self, sampling: SamplingParams) -> Reading:
+        bias = tuple(sampling.logit_bias.items())
+        way = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias
+        if way not in self._readings:
+            self._readings[way] = Reading(self._sampling(sampling), self.vocabulary, trimmed=self.trim is not None)
+            if len(self._readings) > MOST_READINGS:
+                self._readings.popitem(last=False)
+        self._readings.move_to_end(way)
+        return self._readings[way]
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
         """How laws are warped: as the text's are, as far as they do not depend on what stands before."""
@@ -204,6 +218,31 @@ class ModelDrafter(Grown):
                 "without a tokenizer of the target they cannot be matched."
             )
         return Vocabulary.shared(target.vocabulary, weights.vocabulary)
+
+
+class Reading:
+    """How the logits of a draft model become laws over the target's vocabulary, for one way of sampling."""
+
+    def __init__(self, sampling: SamplingParams, vocabulary: Vocabulary, *, trimmed: bool) -> None:
+        """A trimmed head has a column for every token that can be proposed, and no other."""
+        device = vocabulary.tokens.device
+        self._vocabulary = vocabulary
+        self._columns = None if trimmed or vocabulary.whole else vocabulary.columns
+        self._warp = Warp([sampling], len(vocabulary.tokens), device)
+        self._warp.bring()
+        self._replayed = Replayed(self._laws, device) if not sampling.logit_bias else None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(nodes, the target's vocabulary), given logits (nodes, columns of the head)."""
+        if self._replayed is None:
+            return self._laws(logits)
+        laws = self._replayed(logits)[: len(logits)]
+        return laws.clone() if self._replayed.fixed else laws
+
+    def _laws(self, logits: Tensor) -> Tensor:
+        if self._columns is not None:
+            logits = logits[:, self._columns]
+        return self._vocabulary.spread(sound(self._warp(logits[None])[0]))
 
 
 def sound(laws: Tensor) -> Tensor:
