@@ -435,7 +435,7 @@ MUTANTS = [
         "growth",
         "draft/urn.py",
         ("left[token] = 0.0", "pass"),
-        ("self.mass / before)", "1 - share)"),
+        ("self.mass / before)", "1 - taken / before)"),
     ),
     *family(
         "dice",
@@ -454,7 +454,7 @@ MUTANTS = [
         "dice",
         "draft/dice.py",
         ("found = self._races.orders(laws, keys, max(sizes))", "found = self._races.orders(laws, keys, min(sizes))"),
-        ("repeat(order[0]) if order else ()", "repeat(order[-1]) if order else ()"),
+        ("repeat(best[row][0])", "repeat(best[row][-1])"),
         ("race(laws, told[:, 0], told[:, 1])", "race(laws, told[:, 0], told[:, 1] * 0)"),
         ("if token >= 0]", "]"),
     ),

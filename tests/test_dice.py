@@ -182,6 +182,12 @@ def test_what_no_verifier_could_divide_by_is_left_out() -> None:
     assert Few.of({1: 1.0, 2: 1e-39, 3: 1.0}, 4, HOST).masses == {1: 0.5, 3: 0.5}
 
 
+def test_a_token_that_the_target_does_not_have_is_refused() -> None:
+    # In a table it would be a token of the next row.
+    with pytest.raises(AssertionError, match="no such token"):
+        Few.of({1: 1.0, 4: 1.0}, 4, HOST)
+
+
 def test_a_table_holds_few_tokens_rows_and_nothing() -> None:
     row, few = rows_of(1, 300, 1)[0], Few.of({7: 1.0, 299: 3.0}, 300, HOST)
     quarter = torch.zeros(300)

@@ -81,20 +81,25 @@ class SureDice(Dice):
 
     def picks_from(self, laws: Level, draws: Rows[tuple[int, int]]) -> list[int]:
         counts = Counter(row for row, _ in draws)
-        best = self.orders(laws, [counts[row] for row in range(len(laws))], [])
-        turns = [chain(order, repeat(order[0]) if order else ()) for order in best]
+        best = _best(laws, [counts[row] for row in range(len(laws))])
+        turns = {row: chain(best[row], repeat(best[row][0])) for row in counts}
         return [next(turns[row]) for row, _ in draws]
 
     def orders(self, laws: Level, sizes: Rows[int], draws: Rows[int]) -> list[list[int]]:
-        if not isinstance(laws, Tensor):
-            return [law.best(size) for law, size in zip(laws, sizes, strict=True)]
-        masses, tokens = laws.topk(min(max(sizes), laws.shape[1]))
-        # Both in one copy, as float64, which holds tokens exactly.
-        rows = torch.stack([tokens.double(), masses.double()], dim=-1).tolist()
-        return [[int(token) for token, mass in row[:size] if mass > 0] for row, size in zip(rows, sizes, strict=True)]
+        return _best(laws, sizes)
 
     def wait(self, draw: int) -> float:
         return 1.0
+
+
+def _best(laws: Level, sizes: Rows[int]) -> list[list[int]]:
+    """Of each law so many most probable tokens, best first; fewer where it carries fewer."""
+    if not isinstance(laws, Tensor):
+        return [law.best(size) for law, size in zip(laws, sizes, strict=True)]
+    masses, tokens = laws.topk(min(max(sizes), laws.shape[1]))
+    # Both in one copy, as float64, which holds tokens exactly.
+    rows = torch.stack([tokens.double(), masses.double()], dim=-1).tolist()
+    return [[int(token) for token, mass in row[:size] if mass > 0] for row, size in zip(rows, sizes, strict=True)]
 
 
 class Races:

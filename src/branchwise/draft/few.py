@@ -1,8 +1,8 @@
 """Laws with few tokens, and tables of laws.
 
-What a memory believes of a place is a dozen tokens at most. Such a law stays on the host as it is: it is drawn from
-there, whatever device the target is on, and becomes a row over the vocabulary when a verifier has to see it as q. Of a
-whole tree only the tokens and their masses travel to the device.
+What a memory believes of a place is a few tokens of the vocabulary. Such a law stays on the host as it is: it is drawn
+from there, whatever device the target is on, and becomes a row over the vocabulary when a verifier has to see it as q.
+Of a whole tree only the tokens and their masses travel to the device.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Few:
     @classmethod
     def of(cls, weights: Mapping[int, float], vocabulary: int, device: torch.device) -> Few:
         """The law that these weights are in proportion to."""
+        assert max(weights) < vocabulary, "the target has no such token"
         whole = math.fsum(weights.values())
         rounded = array("f", [weight / whole for weight in weights.values()])
         masses = {token: mass for token, mass in zip(weights, rounded, strict=True) if mass >= TINY}

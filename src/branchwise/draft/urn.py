@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from branchwise.draft.dice import Dice
@@ -25,24 +26,24 @@ class Urn:
     def __init__(self, law: Law) -> None:
         self._left = law
         self._own = False
-        self.mass = _mass(law)
+        self.mass = float(total(law)) if isinstance(law, Tensor) else law.mass
         """of all tokens that are left: a sum over them, since 1 minus the others would be mostly rounding"""
 
     def draw(self, dice: Dice, number: int) -> Drawn:
         """Take a token out; `number` tells this draw from the others of the tree."""
         [token] = dice.picks(self._left, [number])
-        before, share = self.mass, float(self._left[token]) / self.mass
-        self._left = self._without(token)
-        self.mass = _mass(self._left)
-        return Drawn(token, share, self.mass / before)
+        before = self.mass
+        taken, self.mass = self._take(token)
+        return Drawn(token, taken / before, self.mass / before)
 
-    def _without(self, token: int) -> Law:
+    def _take(self, token: int) -> tuple[float, float]:
+        """The mass of a token that is taken out, and that of all others that are left."""
         if not isinstance(self._left, Tensor):
-            return self._left.without(token)
-        left, self._own = self._left if self._own else self._left.clone(), True
-        left[token] = 0.0
-        return left
-
-
-def _mass(law: Law) -> float:
-    return float(total(law)) if isinstance(law, Tensor) else law.mass
+            taken, self._left = self._left[token], self._left.without(token)
+            return taken, self._left.mass
+        if not self._own:
+            self._left, self._own = self._left.clone(), True
+        mass = self._left[token].to(torch.float64, copy=True)
+        self._left[token] = 0.0
+        one, others = torch.stack([mass, total(self._left)]).tolist()  # one look at a device
+        return one, others
