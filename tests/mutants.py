@@ -444,7 +444,7 @@ MUTANTS = [
         ("if mass >= TINY", "if mass > 0"),
         ("if other != token", "if True"),
         ("mix_one(key + turn)", "key + turn"),
-        ("wait_of(key + name * GAMMA) / runners[name]", "wait_of(key + name * GAMMA) * runners[name]"),
+        ("wait_of(key + name * GAMMA) / mass", "wait_of(key + name * GAMMA) * mass"),
         ("blocks.get(token // BLOCK, 0.0) + mass", "mass"),
         ("if token // BLOCK == winner", "if True"),
         ("reverse=True)[:k]", ")[:k]"),

@@ -78,7 +78,8 @@ def _first(runners: dict[int, float], key: int) -> int:
     """Which of the runners, given with their masses, arrives first."""
     if len(runners) == 1:
         return next(iter(runners))
-    return min(runners, key=lambda name: wait_of(key + name * GAMMA) / runners[name])
+    times = [wait_of(key + name * GAMMA) / mass for name, mass in runners.items()]
+    return min(zip(times, runners, strict=True))[1]
 
 
 Law = Tensor | Few
