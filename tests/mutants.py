@@ -581,7 +581,7 @@ TESTS = {
     "chance": ["tests/test_chance.py", "tests/test_dice.py", "tests/test_growth.py"],
     "enumeration": ["tests/test_enumeration.py"],
     "audit": ["tests/test_exact_audit.py"],
-    "growth": ["tests/test_growth.py", "tests/test_policies.py"],
+    "growth": ["tests/test_dice.py", "tests/test_growth.py", "tests/test_policies.py"],
     "model": ["tests/test_model_drafter.py"],
     "dice": ["tests/test_dice.py", "tests/test_model_drafter_laws.py"],
     "longest": ["tests/test_longest.py", "tests/test_fork.py"],

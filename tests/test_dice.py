@@ -20,12 +20,15 @@ from branchwise.audit.growths import ScriptedDice
 from branchwise.chance import BLOCK, SeededChance, key_of, race, signed, wait_of
 from branchwise.draft import TREES, Budget, build_growth
 from branchwise.draft import replayed as replayed_module
-from branchwise.draft.dice import Dice, Races, SeededDice, SureDice
+from branchwise.draft.dice import Dice, Races, SeededDice, SureDice, dice_of
 from branchwise.draft.few import TINY, Few, scattered, table
 from branchwise.draft.growth import Found, Growth, Sapling, grow_with
+from branchwise.draft.paths import Paths
 from branchwise.draft.replayed import Replayed
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree
-from tests.strategies import Rule
+from tests.strategies import Rule, tokens_to
 
 HOST = torch.device("cpu")
 SIZES = (5, BLOCK, BLOCK + 1, 4 * BLOCK, 5 * BLOCK + 77)
@@ -138,6 +141,13 @@ def test_a_greedy_text_takes_the_best_tokens_and_then_the_best_again() -> None:
     assert SureDice().picks_from([few_of(law) for law in laws], draws) == [1, 3, 2, 1, 3]
 
 
+def test_a_greedy_text_leaves_nothing_to_chance() -> None:
+    law = torch.tensor([0.3, 0.5, 0.2])
+    greedy, sampled = (Sequence([1, 2], SamplingParams(temperature=heat, seed=4)) for heat in (0.0, 0.7))
+    assert dice_of(greedy).picks(law, range(3)) == [1, 0, 2]
+    assert dice_of(sampled).picks(law, range(30)) == SeededDice(4, 1).picks(law, range(30))
+
+
 # Few tokens
 
 
@@ -217,6 +227,24 @@ def grown_from(growth: Growth, law: Callable[[tuple[int, ...]], Tensor | Few], d
         return Found(torch.stack(laws) if isinstance(laws[0], Tensor) else laws)  # type: ignore[arg-type]
 
     return grow_with(growth.grow(3, Budget(99, 5), dice), look)
+
+
+@pytest.mark.parametrize("common", [0, 2])
+def test_every_path_is_the_one_that_its_own_draws_make(common: int) -> None:
+    # Few tokens, so that paths part and meet: two that agree with another between them are still one.
+    count, length = 5, 3
+    for seed in range(20):
+        tree = grown_from(Paths(f"{count}x{length}@{common}"), rule(4), SeededDice(seed, 4))
+        expected: list[tuple[int, ...]] = []
+        for path in range(count):
+            tokens: tuple[int, ...] = ()
+            for level in range(length):
+                number = level * count + (path if level >= common else 0)
+                tokens += (int(race(rule(4)(tokens)[None], chance_of(seed, 4).keys("pick", number))),)
+            expected.append(tokens)
+        drawn = [tuple(tokens_to(tree, node)) for node in range(len(tree))]
+        assert [drawn[leaf] for leaf in tree.leaves] == (expected if common == 0 else [])
+        assert set(drawn) == {path[:level] for path in expected for level in range(length + 1)}
 
 
 DRAWN = [

@@ -21,6 +21,7 @@ from branchwise.audit.growths import ScriptedDice, arrivals, grown_trees
 from branchwise.audit.instances import Drafts, Instance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import Dice, SeededDice, SureDice
+from branchwise.draft.few import Few
 from branchwise.draft.growth import Growing, Growth, Sapling
 from branchwise.draft.threshold import LEAST, MOST, Threshold
 from branchwise.draft.urn import Urn
@@ -543,15 +544,18 @@ def test_one_path_is_a_chain_wherever_it_would_branch() -> None:
 # Urns
 
 
-def test_what_is_left_in_an_urn_is_summed_and_not_subtracted() -> None:
-    law = torch.tensor([1.0, 3e-20, 1e-20])
-    urn = Urn(law)
-    assert urn.draw(SureDice(), 0)[:2] == (0, 1.0)
-    assert urn.mass == pytest.approx(4e-20)
+@pytest.mark.parametrize("few", [False, True])
+def test_what_is_left_in_an_urn_is_summed_and_not_subtracted(few: bool) -> None:
+    masses = {0: 1.0, 1: 3e-20, 2: 1e-20}
+    law = Few(masses, 3, torch.device("cpu")) if few else torch.tensor(list(masses.values()))
+    urn, tiny = Urn(law), pytest.approx(4e-20, rel=1e-6, abs=0)
+    assert urn.draw(SureDice(), 0) == (0, 1.0, tiny)
+    assert urn.mass == tiny
     token, share, rest = urn.draw(SureDice(), 1)
     assert (token, share, rest) == (1, pytest.approx(0.75), pytest.approx(0.25))
     assert urn.draw(SureDice(), 2)[2] == 0.0
-    assert law.tolist() == pytest.approx([1.0, 3e-20, 1e-20], rel=1e-6), "the law itself is the q of the tree"
+    kept = list(law.masses.values()) if isinstance(law, Few) else law.tolist()
+    assert kept == pytest.approx([1.0, 3e-20, 1e-20], rel=1e-6, abs=0), "the law itself is the q of the tree"
 
 
 # Specs
