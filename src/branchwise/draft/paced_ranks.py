@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from branchwise.draft import Budget
 from branchwise.draft.pace import WORTH, Clock, clock_of
-from branchwise.draft.ranks import RECYCLING, Ranks
+from branchwise.draft.ranks import RECYCLING, Ranks, places_in
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
 from branchwise.tree import DraftTree, Topology
@@ -94,15 +94,10 @@ class PacedRanks(Ranks):
             self._hits[[places[node] for node in verdict.path]] += 1
 
     def _places_of(self, tree: Topology) -> list[int]:
-        """Which node of the whole shape each node of a tree is: the child of the same rank below the same one."""
         if tree not in self._places:
-            places = [0] * len(tree)
-            for node, children in enumerate(tree.children):
-                for child, place in zip(children, self.shape.children[places[node]], strict=False):
-                    places[child] = place
             if len(self._places) > MOST_TREES:
                 self._places.clear()
-            self._places[tree] = places
+            self._places[tree] = places_in(self.shape, tree)
         return self._places[tree]
 
     def _size(self, clock: Clock) -> int:

@@ -49,6 +49,10 @@ class Ranks:
             self._fitting[limits] = self._fit(*limits)
         return topology(self._fitting[limits])
 
+    def whole(self, width: int) -> Topology:
+        """All of the shape, where no node has more than `width` children."""
+        return topology(self._fit(len(self.shape), self.shape.depth, width))
+
     def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
         shape, tree = self.within(budget), Sapling([root])
         places = {0: 0}  # node of the shape -> node of the tree
@@ -129,6 +133,15 @@ def promising(shape: Topology) -> list[int]:
     for node, parent in enumerate(shape.parents[1:], start=1):
         against.append(against[parent] * 2 * (1 + shape.children[parent].index(node)))
     return sorted(range(len(shape)), key=lambda node: (against[node], node))
+
+
+def places_in(whole: Topology, part: Topology) -> list[int]:
+    """Which node of the whole each node of a part is: the child of the same rank below the same one."""
+    places = [0] * len(part)
+    for node, children in enumerate(part.children):
+        for child, place in zip(children, whole.children[places[node]], strict=False):
+            places[child] = place
+    return places
 
 
 def slots(shape: Topology, width: int) -> list[list[int]]:

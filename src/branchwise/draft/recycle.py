@@ -22,7 +22,7 @@ from branchwise.draft import Budget
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Remembering, new
 from branchwise.draft.peaks import Peaks, Told, peaks, peaks_at, peaks_here
-from branchwise.draft.ranks import Ranks, slots
+from branchwise.draft.ranks import Ranks, places_in, slots
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
@@ -61,7 +61,9 @@ class Recycle(Remembering):
         """learn from all nodes, and look up trees of ranks where the table lies"""
         self._table: Table | None = None
         self._bound_to: tuple[int, int, torch.device] | None = None
-        self._lookups: dict[Topology, Replay[Tensor]] = {}
+        self._whole: Topology | None = None
+        """the largest tree that is looked up"""
+        self._parts: dict[Topology, Tensor] = {}  # which nodes of the whole tree a smaller one has, on the device
         self._roots: dict[int, Brought] = {}  # by the number of texts
         self._marks: dict[tuple[int, int], Brought] = {}  # by the size of a pass
 
@@ -83,8 +85,9 @@ class Recycle(Remembering):
             self._table, self._bound_to = Table(*wanted), wanted
             table, self._compiles = (self._table.tokens, self._table.masses), bool(getattr(target, "compile", False))
             self._learning = Replay(learn_marked, place, table, writes=True, compile=self._compiles, rate=self.rate)
-            for recorded in (self._lookups, self._roots, self._marks):
-                recorded.clear()
+            for told in (self._parts, self._roots, self._marks):
+                told.clear()
+            self._whole = None
         if not self.on_device and hasattr(target, "tell_best"):
             target.tell_best(2 * self.k)
 
@@ -115,18 +118,29 @@ class Recycle(Remembering):
     def looked_up(self, shape: Topology, roots: list[int]) -> Tensor:
         """(roots, nodes): the tokens of trees of one shape, with one look at the table a level and no wait for it.
 
-        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. The next trees
-        of this shape overwrite them.
+        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. A smaller tree
+        is taken from the whole one, which is looked up in any case: that is recorded once. The next trees overwrite it.
         """
-        device = self.table.tokens.device
-        if shape not in self._lookups:
-            levels = [_there(level, self.table.tokens) for level in slots(shape, self.table.width)]
-            self._lookups[shape] = Replay(walk, device, (self.table.tokens, *levels), compile=self._compiles)
+        if self._whole is None:
+            self._look()
+        assert self._whole is not None, "nothing was made to look up"
         if len(roots) not in self._roots:
-            self._roots[len(roots)] = Brought(len(roots), device)
+            self._roots[len(roots)] = Brought(len(roots), self.table.tokens.device)
         told = self._roots[len(roots)]
         told.here[:] = roots
-        return self._lookups[shape](told.bring())
+        whole = self._lookup(told.bring())
+        if shape is self._whole:
+            return whole
+        if shape not in self._parts:
+            self._parts[shape] = _there(places_in(self._whole, shape), whole)
+        return whole.index_select(1, self._parts[shape])
+
+    def _look(self) -> None:
+        """Make ready to look up the whole tree."""
+        assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
+        table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
+        levels = [_there(level, table) for level in slots(self._whole, self.table.width)]
+        self._lookup = Replay(walk, table.device, (table, *levels), compile=self._compiles)
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]

@@ -76,7 +76,9 @@ class Captured:
             self._pool = self._pool or Pool(laws.logits.device)
             numbers = Numbers(forest, chance, reads, laws.logits.device)
             program = as_program(verifier, forest, laws, reads)
-            self._graphs[key] = Recording(self._pool, program, numbers, laws.logits, q, self._compile)
+            self._graphs[key] = Recording(
+                self._pool, program, numbers, laws.logits, q, self._compile and not laws.greedy
+            )
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
