@@ -94,8 +94,9 @@ def main() -> None:
             compile=mode == "compiled",
         )
         records += [{**record, "mode": mode} for record in passes(target, arguments)]
-        records += [{**record, "mode": mode} for record in steps(target)]
-        records += [{**record, "mode": mode} for record in together(target, arguments)]
+        if not arguments.passes:
+            records += [{**record, "mode": mode} for record in steps(target)]
+            records += [{**record, "mode": mode} for record in together(target, arguments)]
         del target
         torch.cuda.empty_cache()
     path = arguments.out
@@ -114,6 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of each size")
+    parser.add_argument("--passes", action="store_true", help="passes alone, no steps")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "gpu.jsonl")
     return parser.parse_args()

@@ -300,7 +300,7 @@ MUTANTS = [
         (".clamp_min_(0)\n    empty", ".abs_()\n    empty"),
         ("return torch.where(empty[..., None], p, left)", "return left"),
         ("if laws.lazy and not bool(empty.any()):", "if laws.lazy:"),
-        ("tuple(node for node in path if node >= 0)", "tuple(node for node in path if node > 0)"),
+        ("tuple(node for node in row[:longest] if node >= 0)", "tuple(node for node in row[:longest] if node > 0)"),
         ("if draw in verifier.accepts:", "if True:"),
     ),
     *family(

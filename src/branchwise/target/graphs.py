@@ -7,12 +7,13 @@ recorded once for every size of sheet, when that size is first wanted, and repla
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -50,7 +51,7 @@ class Pool:
 
         The graph reads what the function read, so whatever holds those tensors has to be kept.
         """
-        with _turn, on(self._device):
+        with _turn, on(self._device), nothing_collected():
             here, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(here)
             with torch.cuda.stream(side):
@@ -68,8 +69,21 @@ class Pool:
                     found = run()
             except BaseException:
                 self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
+                torch.cuda.set_stream(here)  # where it broke off at its end, torch stays on the stream it recorded
                 raise
             return graph, found
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Without the garbage collector: a graph that ends while another is recorded breaks the recording."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ randomness from a `Chance`. One host sync then serves a whole batch, when the en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -40,7 +40,7 @@ class Verdict:
     """the accepted nodes, root first: the cache rows to keep"""
     token: int
     """the token after the path: the next root"""
-    spelled: tuple[int, ...] | None = None
+    spelled: tuple[int, ...] | None = field(default=None, compare=False)
     """the tokens of the path below the root, where only the device knew them"""
 
     def kept_of(self, tree: DraftTree) -> list[int]:
