@@ -31,6 +31,7 @@ from branchwise.methods import PRESETS
 from branchwise.models import load_model
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
+from branchwise.target.probe import context_limit
 from branchwise.target.transformers import TransformersTarget
 from branchwise.tree import DraftTree, Forest, Room
 from branchwise.verify import VERIFIERS
@@ -78,6 +79,7 @@ def main() -> None:
         if arguments.shape
         else load_model(arguments.model, dtype=torch.bfloat16, device="cuda")[0]
     )
+    arguments.model = Path(arguments.model).name  # whose folder is nobody's business
     about = {"model": arguments.shape or arguments.model, "weights": "random" if arguments.shape else "real"}
     run = {**provenance(device, arguments), "dtype": "bfloat16"}
     run["arguments"].pop("out", None)
@@ -85,6 +87,8 @@ def main() -> None:
     records = [
         {"kind": "floor", "bytes": bytes_read(model), "bandwidth": bandwidth, "seconds": bytes_read(model) / bandwidth}
     ]
+    longest = context_limit(model.config)
+    arguments.contexts = [context for context in arguments.contexts if context <= longest]
     for mode in arguments.modes:
         target = TransformersTarget(
             model,

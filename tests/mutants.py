@@ -544,8 +544,8 @@ MUTANTS = [
         ("self._tries[places] += 1", "self._tries[: len(places)] += 1"),
         ("return self._sizes[1 + best] if gains[best] > WORTH else 0", "return self._sizes[1 + best]"),
         ("gains = [tokens[size - 1] * plain / cost", "gains = [tokens[size - 1] * plain"),
-        ("1 if plain else 1 + self._wanted", "1 + self._wanted"),
-        ("if untried:", "if False:"),
+        ("if untried or not clock.knows:", "if untried:"),
+        ("self._wanted, self._turn = untried[0] if untried else 0, 0", "self._wanted, self._turn = 0, 0"),
     ),
     *family(
         "sheet",

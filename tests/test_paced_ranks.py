@@ -20,7 +20,10 @@ from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict
 
 AMPLE = Budget(128, 32)
-NOTHING = Scored(torch.zeros(1, 1, 1))
+
+
+def scored(tree: DraftTree) -> Scored:
+    return Scored(torch.zeros(1, len(tree), 1))
 
 
 class Machine:
@@ -54,7 +57,7 @@ def step(growth: PacedRanks, deep: int, budget: Budget = AMPLE) -> int:
     path = [0]
     while len(path) <= deep and shape.children[path[-1]]:
         path.append(shape.children[path[-1]][0])
-    growth.observe([Sequence([0])], [tree], NOTHING, [Verdict(tuple(path), 0)])
+    growth.observe([Sequence([0])], [tree], scored(tree), [Verdict(tuple(path), 0)])
     return len(shape) - 1
 
 
@@ -100,7 +103,7 @@ def test_every_size_is_tried_at_the_beginning_and_once_in_a_while_a_plain_step_i
         drafted.append(len(tree) - 1)
         growth._ended = time.perf_counter() - (1 + len(tree) / 1000)  # as long as if the pass had taken so long
         path = tuple(shape.path(len(tree) - 1))  # the deepest node of the largest tree is always right
-        growth.observe([Sequence([0])], [tree], NOTHING, [Verdict(path, 0)])
+        growth.observe([Sequence([0])], [tree], scored(tree), [Verdict(path, 0)])
     few = 1 + FEW
     assert drafted[: 4 * few] == [0] * few + [7] * few + [31] * few + [80] * few
     assert drafted[4 * few + EVERY : STALE] == [80] * (STALE - 4 * few - EVERY)

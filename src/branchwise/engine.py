@@ -249,7 +249,7 @@ class Engine:
                     f"{tree.depth} deep, where {budget.nodes} and {budget.depth} are allowed."
                 )
         room = getattr(self.drafter, "room", None) or Room()
-        batch, nodes = self.target.room(len(trees), max(room.nodes, *map(len, trees)))
+        batch, nodes = self.target.room(len(trees), max(min(room.nodes, self.most.nodes), *map(len, trees)))
         roots = [sequence.root for sequence in sequences] + [0] * (batch - len(trees))
         whole = [*trees, *[DraftTree.root(0)] * (batch - len(trees))]  # trees without a text fill a recorded batch
         return Forest(whole, self.target.device, replace(room, nodes=nodes), roots)

@@ -20,7 +20,7 @@ from branchwise.draft.paced_ranks import PacedRanks
 from branchwise.draft.recycle import Recycle
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
-from branchwise.tree import DraftTree
+from branchwise.tree import DraftTree, Room
 from branchwise.verify import Verdict
 
 MEMBERS = "recycle+stand(max=3)+suffix(min=1)"
@@ -49,6 +49,10 @@ class Memories(Fused):
         for one in (self, *self.members):
             Remembering.bind(one, target)  # those that only keep what they know ask for nothing
         recycle.bind(target)
+
+    @property
+    def room(self) -> Room | None:
+        return super().room if self._alone is None else self._alone.room
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         if self._alone is None:

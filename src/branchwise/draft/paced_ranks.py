@@ -22,7 +22,7 @@ from branchwise.draft.pace import WORTH, Clock, clock_of
 from branchwise.draft.ranks import RECYCLING, Ranks, places_in
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
-from branchwise.tree import DraftTree, Topology
+from branchwise.tree import DraftTree, Room, Topology
 from branchwise.verify import Verdict
 
 SIZES = (0, 7, 31)
@@ -68,16 +68,19 @@ class PacedRanks(Ranks):
         self._clock = clock = clock_of(target, batch)
         self._rows = int if target is None else lambda nodes: target.room(batch, nodes)[1]
         untried = [size for size in self._sizes if not clock.has_seen(self._rows(1 + size))]
-        if untried:
-            self._wanted, self._turn = untried[0], 0
+        if untried or not clock.knows:  # once in a while a plain step must be clocked
+            self._wanted, self._turn = untried[0] if untried else 0, 0
             return
         if self._turn % EVERY == 0:
             self._wanted = self._size(clock)
         self._turn += 1
 
+    @property
+    def room(self) -> Room:
+        return Room(nodes=1 + self._wanted)
+
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
-        plain = self._clock is not None and not self._clock.knows  # once in a while a plain step must be clocked
-        shape = super().within(Budget(min(budget.nodes, 1 if plain else 1 + self._wanted), budget.depth), width)
+        shape = super().within(Budget(min(budget.nodes, 1 + self._wanted), budget.depth), width)
         self._ended = time.perf_counter()
         return shape
 
@@ -85,7 +88,7 @@ class PacedRanks(Ranks):
         self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
     ) -> None:
         if self._clock is not None:
-            self._clock.saw(self._rows(max(map(len, trees))), time.perf_counter() - self._ended)
+            self._clock.saw(scored.logits.shape[1], time.perf_counter() - self._ended)
         self._tries *= FADING
         self._hits *= FADING
         for tree, verdict in zip(trees, verdicts, strict=True):

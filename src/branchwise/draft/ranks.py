@@ -21,7 +21,7 @@ from branchwise.draft.template import SHAPES, find_shape
 from branchwise.draft.topk import likeliest
 from branchwise.errors import UnknownName
 from branchwise.registry import nearest
-from branchwise.tree import Draw, Topology, topology
+from branchwise.tree import Draw, Room, Topology, topology
 
 if TYPE_CHECKING:
     from branchwise.draft.memory import Place
@@ -41,6 +41,11 @@ class Ranks:
         self.shape = topology(find_ranked(shape))
         self._promising = promising(self.shape)
         self._fitting: dict[tuple[int, int, int], tuple[int, ...]] = {}  # budgets of an engine are few
+
+    @property
+    def room(self) -> Room:
+        """A tree that is cut, as at the end of a text, is scored in the pass of a whole one: it is recorded already."""
+        return Room(nodes=len(self.shape))
 
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
         """The shape that is left within a budget, where no node has more than `width` children."""

@@ -175,17 +175,17 @@ class Numbers:
         self.there = self.bring(forest, chance)
 
     def bring(self, forest: Forest, chance: SeededChance) -> Tensor:
-        here, drafted = self._brought.here, None
+        here, there = self._brought.here, {}
         for name, table in self._tables(forest, chance, self._reads).items():
             if table.device.type != "cpu":
-                drafted = table
+                there[name] = table
             elif self._laid is not forest.laid or name not in Laid._fields:
                 here[self._spans[name]] = table.numpy().reshape(-1)
         self._laid = forest.laid
-        there = self._brought.bring()
-        if drafted is not None:
-            there[self._spans["tokens"]].view(drafted.shape).copy_(drafted)
-        return there
+        numbers = self._brought.bring()
+        for name, table in there.items():
+            numbers[self._spans[name]].view(table.shape).copy_(table)
+        return numbers
 
     @staticmethod
     def _tables(forest: Forest, chance: SeededChance, reads: Rows[str]) -> dict[str, Tensor]:
