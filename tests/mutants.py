@@ -554,7 +554,7 @@ MUTANTS = [
         ('np.add(told["depths"], told["lengths"][:, None], out=told["positions"])', 'np.copyto(told["positions"], told["depths"])'),
         ('told["slots"].fill(-1)', 'told["slots"].fill(0)'),
         ('told["tokens"][:texts, 0] = roots', "pass"),
-        ("self.tokens[: len(tokens), 1:nodes] = tokens[:, 1:]", "self.tokens[: len(tokens), :nodes] = tokens"),
+        ("self.tokens[: len(tokens), 1 : tokens.shape[1]] = tokens[:, 1:]", "self.tokens[: len(tokens), : tokens.shape[1]] = tokens"),
         ("0 if written is None else _widened(written", "0 if True else _widened(written"),
     ),
 ]  # fmt: skip

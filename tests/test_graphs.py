@@ -153,7 +153,7 @@ def test_tokens_of_a_device_are_copied_there_and_roots_are_told_from_the_host() 
     sheet = Sheet(Size(2, 4, 1), torch.device("cpu"))
     laid = laid_out((chain_topology(3), chain_topology(2)), 4)
     for turn in (1, 2):
-        drafted = torch.tensor([[99, 2, 3, 0], [99, 4, 0, 0]]) * turn
+        drafted = torch.tensor([[99, 2, 3], [99, 4, 0]]) * turn
         sheet.fill([0, 1], [5, 6 * turn], drafted, laid.depths, laid.seen, roots=[7, 8], laid=laid)
         assert sheet.tokens.tolist() == [[7, 2 * turn, 3 * turn, 0], [8, 4 * turn, 0, 0]]
         assert sheet.positions[:, :3].tolist() == [[5, 6, 7], [6 * turn, 6 * turn + 1, 6 * turn]]

@@ -408,18 +408,20 @@ class Forest:
         """(batch, nodes) int64"""
         if self.told_tokens is not None:
             return torch.from_numpy(self.told_tokens).to(self.device)
-        tokens = self.drafted
+        drafted = self.drafted
+        tokens = torch.nn.functional.pad(drafted, (0, self.nodes - drafted.shape[1]))  # a copy in any case
         if self._roots is not None:
             tokens[:, 0] = torch.tensor(self._roots, device=self.device)
         return tokens
 
     @property
     def drafted(self) -> Tensor:
-        """(batch, nodes) int64: the tokens as they were drafted on a device; roots are not to be trusted."""
+        """(batch, at most nodes) int64: the tokens as they were drafted on a device; roots are not to be trusted."""
         rows = [tree.tokens.to(self.device, non_blocking=True) for tree in self.trees]
+        if len(rows) == 1:
+            return rows[0][None]
         alike = len(set(map(len, rows))) == 1
-        tokens = torch.stack(rows) if alike else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return torch.nn.functional.pad(tokens, (0, self.nodes - tokens.shape[1]))
+        return torch.stack(rows) if alike else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def children_of(self, nodes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """For each tree the child of nodes[b] that carries tokens[b], and whether there is one; both (batch,)."""

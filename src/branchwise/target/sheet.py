@@ -99,8 +99,8 @@ class Sheet:
     ) -> None:
         """Tell the pass where the texts lie, (texts,), and what their new nodes are, (batch, nodes); `seen` (batch,
         nodes, words) are their ancestors. Trees of which rows are `written` already, so many to a text, give the depths
-        of all their rows. Tokens may lie on the device; then `roots` are told from here. Depths and ancestors that were
-        `laid` out for the trees are not told a second time."""
+        of all their rows. Tokens may lie on the device, without padding; then `roots` are told from here. Depths and
+        ancestors that were `laid` out for the trees are not told a second time."""
         _ = self._numbers.here
         texts, nodes = len(slots), depths.shape[1]
         told = self.told
@@ -125,8 +125,8 @@ class Sheet:
         else:
             told["tokens"][: len(tokens), :nodes] = tokens
         self._numbers.bring()
-        if isinstance(tokens, Tensor) and nodes > 1:
-            self.tokens[: len(tokens), 1:nodes] = tokens[:, 1:]
+        if isinstance(tokens, Tensor) and tokens.shape[1] > 1:
+            self.tokens[: len(tokens), 1 : tokens.shape[1]] = tokens[:, 1:]
 
     # What the store and the attention ask of a pass
 
