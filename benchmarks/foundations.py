@@ -24,9 +24,10 @@ from measure import interval, progress, provenance, timed
 
 import branchwise
 from branchwise.bench.own import EDITING, FREE
+from branchwise.forest import Forest
 from branchwise.llm import LLM
 from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 
 PROMPTS = [("free writing", prompt) for prompt in FREE] + [("editing", prompt) for prompt in EDITING]
 BASELINE = "transformers.generate"

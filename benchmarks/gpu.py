@@ -27,13 +27,14 @@ from measure import interval, progress, provenance
 from branchwise.draft import build_drafter
 from branchwise.draft.weights import bytes_read
 from branchwise.engine import Engine, Request
+from branchwise.forest import Forest, Room
 from branchwise.methods import PRESETS
 from branchwise.models import load_model
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.probe import context_limit
 from branchwise.target.transformers import TransformersTarget
-from branchwise.tree import DraftTree, Forest, Room
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -33,10 +33,11 @@ from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import SeededDice
 from branchwise.draft.growth import Found, Growth
+from branchwise.forest import LOOKED_UP, Forest, Room
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.tree import LOOKED_UP, DraftTree, Draw, Forest, Room
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verifier
 from branchwise.verify.capture import Captured
 

@@ -519,11 +519,19 @@ MUTANTS = [
         ("return order[::-1]", "return order"),
         ("sorted(below, key=first.__getitem__)", "below"),
         ("first.setdefault(node, turn)", "first[node] = turn"),
-        ("nodes.clamp(0, self.q.shape[1] - 1)", "nodes.clamp(0, 0)"),
+        ("for leaf in self.leaves or (0,)]", "for leaf in sorted(self.leaves) or (0,)]"),
+    ),
+    *family(
+        "tree",
+        "topology.py",
         ("[node for node, below in enumerate(self.children) if len(below) > 1]", "[node for node, below in enumerate(self.children) if below]",
          "a fork of one way costs a look at its law and decides nothing"),
+    ),
+    *family(
+        "tree",
+        "forest.py",
+        ("nodes.clamp(0, self.q.shape[1] - 1)", "nodes.clamp(0, 0)"),
         ("widths[depth] = max(widths[depth], len(below))", "widths[depth] = len(below)"),
-        ("for leaf in self.leaves or (0,)]", "for leaf in sorted(self.leaves) or (0,)]"),
     ),
     *family(
         "ranks",

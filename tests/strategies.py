@@ -15,7 +15,8 @@ from branchwise.audit.instances import DRAWS, Drafts, Instance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Found, Growth, Sapling, grow_with
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.forest import Forest
+from branchwise.tree import DraftTree, Draw
 from tests import slow_truth
 
 

@@ -17,10 +17,11 @@ from branchwise.draft import TREES, Budget, build_growth
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import BranchwiseError, LossyWarning
+from branchwise.forest import Forest
 from branchwise.laws import Laws
 from branchwise.methods import PRESETS, find_any
 from branchwise.registry import split_spec
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, Verdicts
 from branchwise.verify.token import Token
 

@@ -26,6 +26,7 @@ from branchwise.chance import Chance
 from branchwise.draft import DRAFTERS, Budget, build_drafter
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UnknownName, UsageError
+from branchwise.forest import Forest
 from branchwise.laws import Laws
 from branchwise.llm import LLM
 from branchwise.sampling import SamplingParams
@@ -33,7 +34,7 @@ from branchwise.sequence import Sequence
 from branchwise.target import Scored
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from branchwise.verify.match import Match
 from tests.conformance.architectures import COMMON, build

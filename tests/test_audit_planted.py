@@ -19,8 +19,9 @@ from branchwise.chance import SeededChance
 from branchwise.cli import app as whole
 from branchwise.draft import build_drafter
 from branchwise.errors import UsageError
+from branchwise.forest import Forest
 from branchwise.llm import LLM
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
 from tests.test_audit_model import PROMPTS, llm  # noqa: F401
 from tests.test_audit_server import END, LETTERS, P, Q, Toy, _no_waiting, word_of  # noqa: F401

@@ -18,8 +18,9 @@ from branchwise.audit.exact import TOLERANCE, Audited, audit_instance, emitted, 
 from branchwise.audit.instances import DRAWS, SIMILARITIES, Drafts, Instance, read_cases
 from branchwise.chance import Chance
 from branchwise.errors import UsageError
+from branchwise.forest import Forest
 from branchwise.laws import Laws
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdicts, Verifier, cascade
 from branchwise.verify.block import Kept
 from branchwise.verify.block import Path as OnePath

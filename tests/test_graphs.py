@@ -14,6 +14,7 @@ import torch
 from branchwise.chance import SeededChance
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
+from branchwise.forest import Forest, Room, laid_out
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
@@ -21,7 +22,8 @@ from branchwise.target.fuse import Group, joined
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, ToyTarget
-from branchwise.tree import DraftTree, Forest, Room, chain_topology, laid_out
+from branchwise.topology import chain_topology
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict
 from branchwise.verify.capture import bring
 from tests.conformance.architectures import VOCABULARY, build, served

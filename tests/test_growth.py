@@ -29,10 +29,11 @@ from branchwise.draft.disturbed import Disturbed
 from branchwise.draft.growth import Found, Sapling
 from branchwise.engine import Engine, Request
 from branchwise.errors import PairingError, UsageError
+from branchwise.forest import Forest
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence as Text
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
 from tests.slow_truth import without_replacement
 from tests.strategies import Rule, grown, random_rule, tokens_to

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from branchwise.forest import Forest
 from branchwise.laws import ModelLaws, all_at_once, settled
 from branchwise.sampling import Context, SamplingParams, adjust, warp
 from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 from tests.strategies import trees
 
 VOCABULARY = 4

@@ -20,10 +20,11 @@ from branchwise.chance import SeededChance
 from branchwise.cli import app
 from branchwise.draft import TREES
 from branchwise.errors import UsageError
+from branchwise.forest import Forest
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from branchwise.verify.capture import Places, as_program, numbers_of, packed, trace
 from branchwise.verify.longest import Longest, after_stop

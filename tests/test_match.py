@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.chance import SeededChance
+from branchwise.forest import Forest
 from branchwise.laws import ModelLaws
 from branchwise.sampling import Context, SamplingParams, warp
 from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import Verdict, Verdicts
 from branchwise.verify.match import Match
 from tests.strategies import path_trees, trees

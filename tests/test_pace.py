@@ -10,10 +10,11 @@ from branchwise.draft import Budget, build_growth, pace
 from branchwise.draft.pace import SIZES, STALE, Clock, Paced
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
+from branchwise.forest import Forest
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS
 from tests.test_memory import Given
 

@@ -26,7 +26,8 @@ from branchwise.draft.growth import Growing, Growth, Sapling
 from branchwise.draft.threshold import LEAST, MOST, Threshold
 from branchwise.draft.urn import Urn
 from branchwise.errors import UsageError
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.forest import Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
 from tests import slow_truth
 from tests.strategies import Rule, as_truth, drafts_of, grown, random_rule, tokens_to, world

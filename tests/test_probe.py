@@ -17,11 +17,11 @@ from transformers.masking_utils import (
 )
 
 from branchwise.errors import UnsupportedModel
+from branchwise.forest import Forest
 from branchwise.target.attention import Window
 from branchwise.target.probe import EXACT, MOST_ROUNDED, ROUNDED, Probe, check_against_own_forward, own_rounding
 from branchwise.target.slots import forest_ancestors
 from branchwise.target.transformers import TransformersTarget
-from branchwise.tree import Forest
 from tests.conformance.architectures import build, served
 
 

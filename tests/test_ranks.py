@@ -20,7 +20,8 @@ from branchwise.draft.ranks import LEVELS, Ranks, find_ranked, promising
 from branchwise.draft.template import SHAPES, write_template
 from branchwise.draft.topk import likeliest
 from branchwise.errors import UnknownName, UsageError
-from branchwise.tree import Draw, Topology, topology
+from branchwise.topology import Topology, topology
+from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.strategies import Rule, grown, random_rule
 from tests.test_topk import paths_of

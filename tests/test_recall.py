@@ -28,7 +28,8 @@ from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence as Text
 from branchwise.target import Scored
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree, branched
+from branchwise.topology import branched
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict
 from tests.test_growth import TEXTS, Remembered, assert_law, sampled, target_law
 

@@ -19,7 +19,8 @@ from branchwise.draft import TREES, Budget, build_drafter
 from branchwise.draft.dice import SeededDice, SureDice
 from branchwise.draft.template import SHAPES, as_json, find_shape, read_template, write_template
 from branchwise.errors import BranchwiseError, UnknownName, UsageError
-from branchwise.tree import Draw, Topology, topology
+from branchwise.topology import Topology, topology
+from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 from tests.slow_truth import without_replacement

@@ -11,9 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchwise import tree as trees_module
+from branchwise import topology as shapes_module
 from branchwise.errors import UsageError
-from branchwise.tree import DraftTree, Draw, Forest, Room, Topology, branched, plant, topology
+from branchwise.forest import Forest, Room
+from branchwise.topology import Topology, branched, plant, topology
+from branchwise.tree import DraftTree, Draw
 from tests.strategies import path_trees, topologies, trees
 
 
@@ -159,16 +161,16 @@ def test_a_shape_that_stops_early_finds_its_mask_where_it_was_planted() -> None:
 
 
 def test_shapes_are_kept_as_long_as_they_are_used_and_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees_module, "_shapes", type(trees_module._shapes)())
-    monkeypatch.setattr(trees_module, "MOST_SHAPES", 20)
+    monkeypatch.setattr(shapes_module, "_shapes", type(shapes_module._shapes)())
+    monkeypatch.setattr(shapes_module, "MOST_SHAPES", 20)
     used, forgotten = topology((-1, 0, 0)), topology((-1, 0, 1))
     for width in range(3, 30):
         topology((-1, *[0] * width))
         assert topology((-1, 0, 0)) is used
-    assert len(trees_module._shapes) == 20
+    assert len(shapes_module._shapes) == 20
     assert topology((-1, 0, 1)) is not forgotten
     whole = plant(branched([1] * 40))  # more slices than are kept: the last ones stay, and those before are built anew
-    assert len(trees_module._shapes) == 20
+    assert len(shapes_module._shapes) == 20
     assert topology(branched([1] * 39)).ancestors.data_ptr() == whole.ancestors.data_ptr()
     assert topology(branched([1] * 9)).ancestors.data_ptr() != whole.ancestors.data_ptr()
 

@@ -26,7 +26,7 @@ from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
-from branchwise.tree import topology
+from branchwise.topology import topology
 from branchwise.tune.sequoia import Acceptance, Shapes, Witness, best_shape, best_size, measure_acceptance, shares
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import COMMON, build

@@ -30,12 +30,13 @@ from branchwise.draft import Budget, build_drafter
 from branchwise.draft.ngram import NGram
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
+from branchwise.forest import Forest
 from branchwise.llm import LLM
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
 from branchwise.tune.costs import Key
 from branchwise.tune.curve import CLIFF

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.forest import Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
 from branchwise.verify.auto import Auto, choose
 from tests.test_verify_batches import Batch

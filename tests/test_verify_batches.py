@@ -15,10 +15,11 @@ from branchwise.audit.instances import ExactLaws
 from branchwise.chance import SeededChance
 from branchwise.draft import Budget
 from branchwise.draft.dice import SeededDice
+from branchwise.forest import Forest, Room
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw, Forest, Room
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from branchwise.verify.capture import Places, as_program, numbers_of, packed, trace
 from branchwise.verify.match import Match

@@ -10,7 +10,8 @@ from torch import Tensor
 from branchwise.audit.enumeration import Enumerator, outcomes
 from branchwise.audit.exact import emitted
 from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.forest import Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.conformance.test_verifiers import AWKWARD, PAIRS, WORLDS, verdict_law
 from tests.strategies import as_truth, trees, worlds

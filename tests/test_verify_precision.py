@@ -15,8 +15,9 @@ from branchwise.audit.exact import emitted
 from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
 from branchwise.chance import Chance, SeededChance
 from branchwise.draft.dice import SeededDice
+from branchwise.forest import Forest
 from branchwise.laws import Laws
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict, Verdicts, Verifier
 from tests.conformance.test_verifiers import PAIRS, WORLDS, pairs, random, rows
 from tests.strategies import grown, random_rule, tokens_to, worlds

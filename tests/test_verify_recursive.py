@@ -11,7 +11,8 @@ from torch import Tensor
 
 from branchwise.audit.exact import emitted
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.tree import DraftTree, Forest
+from branchwise.forest import Forest
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS
 from branchwise.verify.recursive import Tried, next_on_paths, reject
 from tests.conformance.test_verifiers import AWKWARD, WORLDS, verdict_law

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchwise.audit.instances import Drafts, ExactLaws, Instance
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.forest import Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify.block import Block
 from branchwise.verify.traversal import Traversal, odds_of_nodes, way_to
 from tests.conformance.test_verifiers import AWKWARD, WORLDS, as_draft, verdict_law

@@ -13,10 +13,10 @@ import branchwise
 from branchwise.audit.enumeration import Enumerator, outcomes
 from branchwise.audit.instances import ExactLaws
 from branchwise.draft import Budget, build_drafter
+from branchwise.forest import Forest
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.tree import Forest
 from branchwise.verify import VERIFIERS
 
 TEXT = "The best thing about the sea is that"

@@ -18,13 +18,14 @@ import torch
 from branchwise.chance import SeededChance
 from branchwise.draft import Budget, Drafter
 from branchwise.errors import ModelError, UsageError
+from branchwise.forest import Forest, Room
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.stats import Stats, Stopwatch
 from branchwise.target import Scored, Target
 from branchwise.text import TextStream
-from branchwise.tree import DraftTree, Forest, Room
+from branchwise.tree import DraftTree
 from branchwise.verify import Verdict, Verifier, check_pairing
 
 

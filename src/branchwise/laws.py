@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from branchwise.forest import Forest
 from branchwise.rows import rows_at
 from branchwise.sampling import Context, Warp
 from branchwise.sequence import Sequence
-from branchwise.tree import Forest
 
 
 class Laws(Protocol):

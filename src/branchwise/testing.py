@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from branchwise.draft import Budget
+from branchwise.forest import Forest
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import Verdict
 
 

@@ -14,13 +14,14 @@ from transformers import AttentionInterface, LlamaConfig, PreTrainedModel, T5Con
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import ModelError, UnsupportedModel, UsageError
+from branchwise.forest import Forest
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target import Target
 from branchwise.target.probe import context_limit
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, ToyTarget
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import COMMON, VOCABULARY, build, refused, served
 

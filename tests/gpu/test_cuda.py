@@ -10,12 +10,12 @@ import torch
 from branchwise.chance import SeededChance
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
+from branchwise.forest import Forest
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, TruthDrafter
-from branchwise.tree import Forest
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
+from branchwise.forest import Forest
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.graphs import Found, Pool
 from branchwise.target.sheet import Sheet
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter
-from branchwise.tree import Forest
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree

@@ -12,10 +12,11 @@ from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import SeededDice
 from branchwise.draft.growth import Found, grow_with
+from branchwise.forest import Forest, Room
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw, Forest, Room
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdicts
 from branchwise.verify.capture import Captured, Places, compiled_or_not, trace
 from branchwise.verify.order import Order

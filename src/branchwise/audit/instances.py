@@ -22,8 +22,9 @@ from branchwise.audit.growths import grown_trees
 from branchwise.draft import Budget
 from branchwise.draft.growth import Growth
 from branchwise.errors import UsageError
+from branchwise.forest import Forest
 from branchwise.rows import rows_at
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 
 Table = NDArray[np.float64]
 SIMILARITIES = {"close": 0.3, "medium": 1.0, "far": 2.0}

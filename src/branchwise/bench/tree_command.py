@@ -176,7 +176,7 @@ def _timed(llm: LLM, source: str, texts: Sequence[Sequence[int]], shapes: Shapes
 
 
 def _print(shape: Shape, acceptance: Acceptance, size: Size | None, out: Path) -> None:
-    from branchwise.tree import topology
+    from branchwise.topology import topology
 
     levels = [len(level) for level in topology(shape.parents).levels[1:]]
     print("accepted where the children before were rejected:")

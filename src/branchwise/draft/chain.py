@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from branchwise.draft.paths import Paths
 from branchwise.errors import UsageError
-from branchwise.tree import branched, plant
+from branchwise.topology import branched, plant
 
 
 class Chain(Paths):

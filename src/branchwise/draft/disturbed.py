@@ -19,9 +19,10 @@ from branchwise.draft.growth import Found, Growth, Sapling
 from branchwise.draft.paths import Paths
 from branchwise.draft.recall import Recall
 from branchwise.errors import UsageError
+from branchwise.forest import Forest
 from branchwise.rows import total
 from branchwise.sequence import Sequence
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 
 
 class Disturbed(Grown):

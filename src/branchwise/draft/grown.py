@@ -14,9 +14,10 @@ from branchwise.draft import Budget
 from branchwise.draft.dice import Races, dice_of
 from branchwise.draft.growth import Found, Growing, Growth, Sapling
 from branchwise.draft.recall import Recall
+from branchwise.forest import Room
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
-from branchwise.tree import DraftTree, Room
+from branchwise.tree import DraftTree
 from branchwise.verify import Verdict
 
 

@@ -18,9 +18,10 @@ from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Remembering
 from branchwise.draft.paced_ranks import PacedRanks
 from branchwise.draft.recycle import Recycle
+from branchwise.forest import Room
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
-from branchwise.tree import DraftTree, Room
+from branchwise.tree import DraftTree
 from branchwise.verify import Verdict
 
 MEMBERS = "recycle+stand(max=3)+suffix(min=1)"

@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from branchwise.draft import Budget
 from branchwise.draft.pace import WORTH, Clock, clock_of
 from branchwise.draft.ranks import RECYCLING, Ranks, places_in
+from branchwise.forest import Room
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
-from branchwise.tree import DraftTree, Room, Topology
+from branchwise.topology import Topology
+from branchwise.tree import DraftTree
 from branchwise.verify import Verdict
 
 SIZES = (0, 7, 31)

@@ -13,7 +13,8 @@ from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
-from branchwise.tree import Draw, Room
+from branchwise.forest import Room
+from branchwise.tree import Draw
 
 
 class Paths:

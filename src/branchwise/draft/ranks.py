@@ -20,8 +20,10 @@ from branchwise.draft.growth import Growing, Sapling
 from branchwise.draft.template import SHAPES, find_shape
 from branchwise.draft.topk import likeliest
 from branchwise.errors import UnknownName
+from branchwise.forest import Room
 from branchwise.registry import nearest
-from branchwise.tree import Draw, Room, Topology, topology
+from branchwise.topology import Topology, topology
+from branchwise.tree import Draw
 
 if TYPE_CHECKING:
     from branchwise.draft.memory import Place

@@ -29,7 +29,8 @@ from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
 from branchwise.target.graphs import Replay
 from branchwise.target.sheet import Brought
-from branchwise.tree import DraftTree, Draw, Topology
+from branchwise.topology import Topology
+from branchwise.tree import DraftTree, Draw
 from branchwise.verify import Verdict
 
 HALF_DOWN = 1 - 2.0**-11

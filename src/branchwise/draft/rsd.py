@@ -10,7 +10,8 @@ from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
-from branchwise.tree import Draw, branched, plant
+from branchwise.topology import branched, plant
+from branchwise.tree import Draw
 
 
 class Branching:

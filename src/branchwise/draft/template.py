@@ -21,7 +21,8 @@ from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
-from branchwise.tree import Draw, branched, plant
+from branchwise.topology import branched, plant
+from branchwise.tree import Draw
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "mcsd": branched([4, 2, 2]),

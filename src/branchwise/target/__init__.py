@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from branchwise.forest import Forest
 from branchwise.sequence import Sequence
-from branchwise.tree import Forest
 from branchwise.verify import Verdict
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
 from branchwise.errors import UnsupportedModel, first_line
+from branchwise.forest import Forest
 from branchwise.sequence import Sequence
 from branchwise.target.attention import Window
 from branchwise.target.slots import BlankCache, Layout, Pass
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 
 if TYPE_CHECKING:
     from branchwise.target.transformers import TransformersTarget

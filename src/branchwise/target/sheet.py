@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.tree import WORD, Laid, words_for
+from branchwise.forest import Laid
+from branchwise.topology import WORD, words_for
 
 Numbers = NDArray[np.int32]
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 
+from branchwise.forest import Forest
 from branchwise.sequence import Sequence
 from branchwise.target.attention import attend, tree_mask
 from branchwise.target.graphs import Replay
 from branchwise.target.sheet import BATCHES, NODES, Brought, Sheet, fitting
-from branchwise.tree import Forest
 
 Shape = tuple[int, int]
 """(heads, width)"""

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from transformers.masking_utils import AttentionMaskInterface
 
 from branchwise.errors import ModelError, UnsupportedModel, UsageError
+from branchwise.forest import Forest, Laid, laid_out
 from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
@@ -38,7 +39,7 @@ from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.sheet import Sheet, size_for
 from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
-from branchwise.tree import Forest, Laid, bits_of, chain_topology, laid_out
+from branchwise.topology import bits_of, chain_topology
 from branchwise.verify import Verdict, Verifier
 
 log = logging.getLogger(__name__)

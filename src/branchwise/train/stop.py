@@ -30,11 +30,12 @@ from branchwise.draft.growth import Found, Growing, Sapling
 from branchwise.draft.stop import features, network_of, widths_of
 from branchwise.engine import Engine, Request
 from branchwise.errors import PairingError, UsageError
+from branchwise.forest import Forest
 from branchwise.laws import Laws
 from branchwise.progress import Progress, silent
 from branchwise.sampling import SamplingParams
 from branchwise.target import Target
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import Verdicts
 from branchwise.verify.match import Match
 

@@ -72,7 +72,7 @@ def _architecture(target: Target) -> str:
 
 def _source() -> str:
     root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for pattern in ("target/*.py", "tree.py", "tune/*.py"):
+    for pattern in ("target/*.py", "topology.py", "tree.py", "forest.py", "tune/*.py"):
         for file in sorted(root.glob(pattern)):
             digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

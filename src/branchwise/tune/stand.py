@@ -9,10 +9,11 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from branchwise.forest import Forest
 from branchwise.progress import Progress
 from branchwise.sequence import Sequence
 from branchwise.target import Target
-from branchwise.tree import DraftTree, Forest
+from branchwise.tree import DraftTree
 from branchwise.tune.curve import Turn
 
 WARM_UPS = 2

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from branchwise.chance import Chance
 from branchwise.errors import PairingError
+from branchwise.forest import Forest
 from branchwise.laws import Laws
 from branchwise.registry import Registry
 from branchwise.rows import total
-from branchwise.tree import DraftTree, Draw, Forest
+from branchwise.tree import DraftTree, Draw
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from branchwise.chance import Chance
+from branchwise.forest import Forest
 from branchwise.laws import Laws
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, Verdicts, Verifier
 
 

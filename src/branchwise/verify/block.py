@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
+from branchwise.forest import Forest
 from branchwise.laws import Laws, settled, where_rows
 from branchwise.rows import rows_at, total
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.match import or_match
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from branchwise.chance import SeededChance
 from branchwise.errors import first_line
+from branchwise.forest import LOOKED_UP, NODES, Forest, Laid
 from branchwise.laws import ModelLaws
 from branchwise.target.graphs import Pool, on
 from branchwise.target.sheet import Brought
-from branchwise.tree import LOOKED_UP, NODES, Draw, Forest, Laid
+from branchwise.tree import Draw
 from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.match import Match, leaves_greedy_laws
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
+from branchwise.forest import Forest
 from branchwise.laws import Laws, all_at_once, settled, where_rows
 from branchwise.rows import rows_at, total
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.block import Kept, Path
 from branchwise.verify.gbv import GRID, Choice, Draws, Paths

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
+from branchwise.forest import Forest
 from branchwise.laws import Laws
 from branchwise.rows import rows_at, total
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import Verdicts
 from branchwise.verify.block import (
     Kept,

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
+from branchwise.forest import Forest
 from branchwise.laws import Laws, settled
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.block import Path
 

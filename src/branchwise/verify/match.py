@@ -14,9 +14,10 @@ from typing import TypeVar
 import torch
 
 from branchwise.chance import Chance, SeededChance
+from branchwise.forest import Forest
 from branchwise.laws import Laws, settled
 from branchwise.rows import pack_bits, unpack_bits
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import Verdicts, Verifier
 
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
+from branchwise.forest import Forest
 from branchwise.laws import Laws, settled
 from branchwise.rows import blank, rows_at, total
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import STRIDE, Verdicts, left_of
 from branchwise.verify.match import or_match
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from branchwise.chance import Chance
+from branchwise.forest import Forest
 from branchwise.laws import Laws, settled, where_rows
-from branchwise.tree import Draw, Forest
+from branchwise.tree import Draw
 from branchwise.verify import Verdicts, left_of
 from branchwise.verify.block import Path
 from branchwise.verify.match import or_match
