@@ -22,7 +22,7 @@ LEVELS = [
     {"errors", "rows", "progress", "options"},
     {"plots"},
     {"registry", "models", "stats", "text"},
-    {"tree", "sampling", "chance"},
+    {"topology", "tree", "forest", "sampling", "chance"},
     {"sequence"},
     {"laws"},
     {"index"},
