@@ -122,9 +122,10 @@ class ModelDrafter(Grown):
         with self.weights.lock, self._headed():
             logits, places = self._roots(wishes) if roots[0] else self._sprouts(wishes)
             hidden = self._head.seen if self._head is not None and self._wants_hidden else None
+        laws = self._laws(wishes, [logits[row, at] for row, at in enumerate(places)])
         return [
-            Found(self._laws(wish, logits[row, at]), None if hidden is None else hidden[row, at])
-            for row, (wish, at) in enumerate(zip(wishes, places, strict=True))
+            Found(own, None if hidden is None else hidden[row, at])
+            for row, (own, at) in enumerate(zip(laws, places, strict=True))
         ]
 
     def _roots(self, wishes: Rows[Wish]) -> tuple[Tensor, list[slice]]:
@@ -141,10 +142,22 @@ class ModelDrafter(Grown):
 
     # Laws
 
-    def _laws(self, wish: Wish, logits: Tensor) -> Tensor:
-        """(nodes, the target's vocabulary): the laws to draw from."""
-        laws = self._reading(wish.sequence.sampling)(logits)
-        return laws if self.recall is None else self.recall.mix(wish.sequence, wish.tree, wish.nodes, laws)
+    def _laws(self, wishes: Rows[Wish], logits: Rows[Tensor]) -> list[Tensor]:
+        """For every wish (nodes, the target's vocabulary): the laws to draw from.
+
+        Texts that are sampled in one way are read together.
+        """
+        ways: dict[Reading, list[int]] = {}
+        for row, wish in enumerate(wishes):
+            ways.setdefault(self._reading(wish.sequence.sampling), []).append(row)
+        found: dict[int, Tensor] = {}
+        for reading, rows in ways.items():
+            parts = [logits[row] for row in rows]
+            laws = reading(torch.cat(parts) if len(parts) > 1 else parts[0])
+            found.update(zip(rows, laws.split([len(part) for part in parts]), strict=True))
+        if self.recall is None:
+            return [found[row] for row in range(len(wishes))]
+        return [self.recall.mix(wish.sequence, wish.tree, wish.nodes, found[row]) for row, wish in enumerate(wishes)]
 
     def _reading(self, sampling: SamplingParams) -> Reading:
         bias = tuple(sampling.logit_bias.items())
