@@ -1,15 +1,12 @@
 """Any decoder of transformers as a target.
 
-The model class stays as it is. Its attention is routed here through `AttentionInterface`, its masks through
-`AttentionMaskInterface`, its keys and values through `Cache`. Each target registers functions of its own, bound to
-its store, because nothing can travel through the forward call: some families drop keywords that they do not know.
-Outside a pass the model is left exactly as it was found.
+The model class stays as it is. Its attention and its masks are routed here (`route.py`), its keys and values through
+`Cache`. Outside a pass the model is left exactly as it was found.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import os
 import threading
@@ -25,18 +22,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from branchwise.errors import ModelError, UnsupportedModel, UsageError
 from branchwise.forest import Forest, Laid, laid_out
 from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
-from branchwise.target.attention import Window
 from branchwise.target.fuse import Fusion, Group, same_inputs
 from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
+from branchwise.target.route import Route
 from branchwise.target.sheet import Sheet, size_for
 from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
 from branchwise.topology import bits_of, chain_topology
@@ -56,8 +52,6 @@ _unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """models whose joined maps did not pass it"""
 
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
-
-_names = (f"branchwise-{number}" for number in itertools.count())
 
 
 class TransformersTarget:
@@ -456,51 +450,3 @@ def _free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (AttributeError, ValueError, OSError):  # not every system tells
         return 1 << 34
-
-
-class Route:
-    """The attention and mask functions of one target, under a name that no other target has."""
-
-    def __init__(self) -> None:
-        self.name = next(_names)
-        self.store: SlotStore | ProbeCache | None = None
-        self.probe: Probe | None = None
-        AttentionInterface.register(self.name, self.attend)
-        AttentionMaskInterface.register(self.name, self.mask)
-
-    def unregister(self) -> None:
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(self.name, None)
-
-    def mask(
-        self,
-        *,
-        mask_function: Callable[..., Tensor],
-        local_size: int | None = None,
-        use_vmap: bool = False,
-        **kwargs: Any,
-    ) -> Window:
-        """What the model passes to each layer as its mask: no tensor, just the layer's window."""
-        if self.probe is not None:
-            self.probe.see_mask(mask_function, local_size, use_vmap)
-        return Window(local_size)
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Window,
-        *,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """Attention of one layer over the rows that the store returned, (batch, heads, rows, width)."""
-        if self.probe is not None:
-            self.probe.see_attention(attention_mask, kwargs)
-        assert self.store is not None
-        assert self.store.current is not None, "a model was routed here outside a pass"
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.store.current.attend(query, key, value, attention_mask.size, scale, softcap), None
