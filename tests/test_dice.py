@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 import pytest
 import torch
@@ -19,14 +20,17 @@ from torch import Tensor
 from branchwise.audit.growths import ScriptedDice
 from branchwise.chance import BLOCK, SeededChance, key_of, race, signed, wait_of
 from branchwise.draft import TREES, Budget, build_growth
+from branchwise.draft import dice as dice_module
 from branchwise.draft import replayed as replayed_module
-from branchwise.draft.dice import Dice, Races, SeededDice, SureDice, dice_of
+from branchwise.draft.dice import Dice, Races, SeededDice, SureDice, Throw, dice_of, thrown
 from branchwise.draft.few import TINY, Few, scattered, table
+from branchwise.draft.grown import Grown, Wish
 from branchwise.draft.growth import Found, Growth, Sapling, grow_with
 from branchwise.draft.paths import Paths
 from branchwise.draft.replayed import Replayed
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
+from branchwise.testing import ToyTarget
 from branchwise.tree import DraftTree
 from tests.strategies import Rule, tokens_to
 
@@ -309,3 +313,67 @@ def test_a_policy_grows_the_same_tree_at_fixed_places(spec: str) -> None:
         assert here.q is not None
         assert plain.q is not None
         assert torch.equal(here.q, plain.q)
+
+
+# Several texts at once
+
+
+@pytest.mark.parametrize("orders", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_what_is_drawn_for_several_texts_in_one_go_is_what_each_draws_alone(
+    orders: bool, greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caught here: keys of one text used for another, and rows of one text taken for those of the next."""
+    monkeypatch.setattr(dice_module, "lies_on_host", lambda laws: False)
+    races, throws = Races(), []
+    for text, count in enumerate((3, 1, 2)):
+        dice = SureDice() if greedy else SeededDice(11 * text, 5 + text, races)
+        laws, numbers = rows_of(count, 700, text), [40 + row for row in range(count)]
+        draws = list(enumerate(numbers)) if orders else [(row % count, 7 * row) for row in range(2 * count)]
+        throws.append(Throw(dice, laws, draws, [2 + row % 2 for row in range(count)] if orders else None))
+    alone = [throw.alone() for throw in throws]
+    asked: list[int] = []
+    own = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: asked.append(1) or own(self))
+    assert thrown(throws) == alone
+    assert len(asked) == 1, "a look at the device for every text"
+
+
+def test_texts_that_draw_in_different_ways_draw_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dice_module, "lies_on_host", lambda laws: False)
+    laws = rows_of(2, 700, 1)
+    throws = [
+        Throw(SeededDice(1, 2), laws, [(0, 1), (1, 2)]),
+        Throw(SureDice(), laws, [(0, 1)]),
+        Throw(SeededDice(1, 2), laws, [(0, 3), (1, 4)], [2, 2]),
+        Throw(SeededDice(3, 2), [Few.of({5: 0.5, 9: 0.5}, 700, laws.device)], [(0, 1)]),
+    ]
+    assert thrown(throws) == [throw.alone() for throw in throws]
+
+
+@pytest.mark.parametrize("spec", ["paths:3x4", "chain:4", "rsd-c:2,2", "template:sequoia-24", "paths:2x3@1"])
+def test_a_batch_draws_the_trees_that_its_texts_draw_alone(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ToyTarget(9)
+    sequences = [Sequence([1 + n, 2, n], SamplingParams(0.9, seed=n)) for n in range(4)]
+
+    def trees(together: bool) -> list[DraftTree]:
+        monkeypatch.setattr(dice_module, "lies_on_host", lambda laws: not together)
+        drafter = Tossing(build_growth(spec))
+        drafter.bind(target)
+        return drafter.draft(sequences, [Budget(40, 6)] * 4)
+
+    for one, other in zip(trees(together=True), trees(together=False), strict=True):
+        assert one.parents == other.parents
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert torch.equal(one.q, other.q)  # type: ignore[arg-type]
+
+
+class Tossing(Grown):
+    """A drafter whose laws are made up from the last token."""
+
+    name = "tossing"
+
+    def look(self, wishes: Rows[Wish]) -> list[Found]:
+        return [
+            Found(torch.stack([rows_of(1, 9, wish.tree.tokens[node])[0] for node in wish.nodes])) for wish in wishes
+        ]

@@ -26,7 +26,7 @@ from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget, Drafter, build_drafter
 from branchwise.draft.dice import SeededDice
 from branchwise.draft.disturbed import Disturbed
-from branchwise.draft.growth import Found, Sapling
+from branchwise.draft.growth import Found, Sapling, grow_with
 from branchwise.engine import Engine, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.forest import Forest
@@ -121,16 +121,13 @@ def test_q_is_the_very_law_that_the_children_of_a_node_were_drawn_from(spec: str
 def test_every_node_is_expanded_once_and_level_by_level(spec: str) -> None:
     rule, growing = random_rule(3, 1), TREES.build(spec).grow(0, Budget(99, 9), chance(1))
     asked: list[int] = []
-    sapling, nodes = next(growing)
-    while True:
-        assert isinstance(sapling, Sapling)
+
+    def look(sapling: Sapling, nodes: list[int]) -> Found:
         assert all(node < len(sapling) for node in nodes)
-        asked += nodes
-        try:
-            sapling, nodes = growing.send(Found(torch.stack([rule(tuple(tokens_to(sapling, node))) for node in nodes])))
-        except StopIteration as end:
-            tree: DraftTree = end.value
-            break
+        asked.extend(nodes)
+        return Found(torch.stack([rule(tuple(tokens_to(sapling, node))) for node in nodes]))
+
+    tree = grow_with(growing, look)
     assert asked == sorted(set(asked))
     assert asked == [node for node, children in enumerate(tree.children) if children]
 

@@ -231,13 +231,15 @@ def test_hidden_states_are_what_the_head_saw_where_a_policy_wants_them() -> None
         found: Found
 
         def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-            growing, found = super().grow(root, budget, dice), None
+            growing, answer = super().grow(root, budget, dice), None
             while True:
                 try:
-                    wish = growing.send(found)  # type: ignore[arg-type]
+                    asked = growing.send(answer)
                 except StopIteration as end:
                     return end.value  # type: ignore[no-any-return]
-                found = self.found = yield wish
+                answer = yield asked
+                if isinstance(answer, Found):
+                    self.found = answer
 
     tree = Curious(2, 1)
     drafter = ModelDrafter(weights(), tree=tree)

@@ -18,7 +18,7 @@ from branchwise.audit.exact import TOLERANCE, emitted
 from branchwise.audit.growths import grow
 from branchwise.audit.instances import Drafts, Instance
 from branchwise.draft import STOPS, TREES, Budget, build_drafter, build_growth
-from branchwise.draft.dice import Dice, SeededDice
+from branchwise.draft.dice import Dice, SeededDice, Throw
 from branchwise.draft.growth import Found, Growing, Growth, Sapling
 from branchwise.draft.stop import (
     FORMAT,
@@ -143,7 +143,7 @@ class Peeking(Stopping):
         growing, found, before = self.growth.grow(root, budget, dice), None, Sapling([root])
         while True:
             try:
-                tree, nodes = growing.send(found)  # type: ignore[arg-type]
+                asked = growing.send(found)
             except StopIteration as end:
                 whole: DraftTree = end.value
                 last = whole.topology.levels[-1]
@@ -152,8 +152,10 @@ class Peeking(Stopping):
                 if whole.depth < 2 or max(drawn) > 0.5:
                     return whole
                 return before.finish(self.draw, (len(before) - 1,) if self.draw is Draw.PATHS else ())
-            before = Sapling(list(tree.tokens), list(tree.parents), list(tree.depths), dict(tree.laws))
-            found = yield tree, nodes
+            if not isinstance(asked, Throw):
+                tree, _ = asked
+                before = Sapling(list(tree.tokens), list(tree.parents), list(tree.depths), dict(tree.laws))
+            found = yield asked
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Rows
 from torch import Tensor
 
 from branchwise.draft import DRAFTERS, Budget
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
 from branchwise.draft.growth import Found, Growing
 from branchwise.draft.memory import Next, Place, Remembering
 from branchwise.draft.topk import TopK
@@ -104,9 +104,12 @@ class Watched:
         found: Found | None = None
         while True:
             try:
-                tree, nodes = growing.send(found)  # type: ignore[arg-type]
+                asked = growing.send(found)
             except StopIteration as end:
                 finished: DraftTree = end.value
                 return finished
-            found = yield tree, nodes
+            found = yield asked
+            if isinstance(asked, Throw):
+                continue
+            tree, nodes = asked
             laws.update((tuple(tree.path(node)), law) for node, law in zip(nodes, found.laws, strict=True))

@@ -5,7 +5,7 @@ from the text's seed. A greedy text leaves nothing to chance: there the most pro
 target will take its most probable token whatever was drafted. An audit puts an enumerator in their place.
 
 The numbers that tell draws apart are the policy's own; each (kind, draw) is used at most once for one tree. All draws
-of a level are best asked for together: a device is then asked once.
+of a level are best asked for together, as a `Throw`: a device is then asked once for all texts of a batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from itertools import chain, repeat
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,47 @@ class Dice(ABC):
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class Throw:
+    """Draws of one text that a policy wants: independent ones, or, given sizes, an order from each of the laws."""
+
+    dice: Dice
+    laws: Level
+    draws: Rows[tuple[int, int]]
+    """(which of the laws, number of the draw)"""
+    sizes: Rows[int] | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for _, number in self.draws]
+
+    def alone(self) -> list[Any]:
+        """What is drawn: tokens, or orders of them."""
+        if self.sizes is None:
+            return self.dice.picks_from(self.laws, self.draws)
+        return self.dice.orders(self.laws, self.sizes, self.numbers)
+
+
+def thrown(throws: Rows[Throw]) -> list[list[Any]]:
+    """What is drawn for several texts: on a device in one go, where all draw in the same way."""
+    laws = [throw.laws for throw in throws if isinstance(throw.laws, Tensor) and not lies_on_host(throw.laws)]
+    kinds = {(type(throw.dice), throw.sizes is None) for throw in throws}
+    if len(throws) == 1 or len(laws) < len(throws) or len(kinds) > 1:
+        return [throw.alone() for throw in throws]
+    starts = accumulate(map(len, laws), initial=0)
+    draws = [(start + row, number) for start, throw in zip(starts, throws, strict=False) for row, number in throw.draws]
+    sizes = None if throws[0].sizes is None else [size for throw in throws for size in throw.sizes or ()]
+    seeded = [throw.dice for throw in throws for _ in throw.draws if isinstance(throw.dice, SeededDice)]
+    dice = Jointly(seeded) if seeded else throws[0].dice
+    found = iter(Throw(dice, torch.cat(laws), draws, sizes).alone())
+    return [list(islice(found, len(throw.draws))) for throw in throws]
+
+
+def lies_on_host(laws: Tensor) -> bool:
+    """There a copy of rows over a vocabulary costs more than another call."""
+    return laws.device.type == "cpu"
+
+
 class SeededDice(Dice):
     """Draws that depend on the seed of a text and on where its root stands, and on nothing else."""
 
@@ -56,24 +99,38 @@ class SeededDice(Dice):
         self._races = races or Races()
 
     def picks_from(self, laws: Level, draws: Rows[tuple[int, int]]) -> list[int]:
-        keys = [self._key("pick", draw) for _, draw in draws]
+        keys = self._keys("pick", [draw for _, draw in draws])
         if isinstance(laws, Tensor):
             return self._races.picks(laws, keys, [row for row, _ in draws])
         return [laws[row].race(key) for (row, _), key in zip(draws, keys, strict=True)]
 
     def orders(self, laws: Level, sizes: Rows[int], draws: Rows[int]) -> list[list[int]]:
-        keys = [self._key("order", draw) for draw in draws]
+        keys = self._keys("order", draws)
         if isinstance(laws, Tensor):
             found = self._races.orders(laws, keys, max(sizes))
             return [order[:size] for order, size in zip(found, sizes, strict=True)]
         return [law.race_on(key, size) for law, key, size in zip(laws, keys, sizes, strict=True)]
 
     def wait(self, draw: int) -> float:
-        return wait_of(self._key("wait", draw))
+        [key] = self._keys("wait", [draw])
+        return wait_of(key)
+
+    def _keys(self, purpose: str, draws: Rows[int]) -> list[int]:
+        return [self._key(purpose, draw) for draw in draws]
 
     def _key(self, purpose: str, draw: int) -> int:
         # The role keeps these draws apart from the verifier's: a draft made with the noise that judges it is no draw.
         return key_of("draft", purpose, self._seed, self._root, draw)
+
+
+class Jointly(SeededDice):
+    """The dice of several texts as one; the n-th draw is made with the n-th of them."""
+
+    def __init__(self, dice: Rows[SeededDice]) -> None:
+        self._dice, self._races = dice, dice[0]._races
+
+    def _keys(self, purpose: str, draws: Rows[int]) -> list[int]:
+        return [dice._key(purpose, draw) for dice, draw in zip(self._dice, draws, strict=True)]
 
 
 class SureDice(Dice):

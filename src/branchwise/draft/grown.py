@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 from branchwise.draft import Budget
-from branchwise.draft.dice import Races, dice_of
+from branchwise.draft.dice import Races, Throw, dice_of, thrown
 from branchwise.draft.growth import Found, Growing, Growth, Sapling
 from branchwise.draft.recall import Recall
 from branchwise.forest import Room
@@ -65,22 +66,29 @@ class Grown:
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         growing = [self._plant(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
         trees: dict[int, DraftTree] = {}
-        waiting: dict[int, Wish] = {}
+        wishes: dict[int, Wish] = {}
+        throws: dict[int, Throw] = {}
 
-        def advance(row: int, found: Found | None) -> None:
-            """Let a tree grow to its next wish, or to its end."""
+        def advance(row: int, answer: Any) -> None:
+            """Let a tree grow to its next wish or throw, or to its end."""
             try:
-                waiting[row] = Wish(sequences[row], *growing[row].send(found))  # type: ignore[arg-type]
+                asked = growing[row].send(answer)
             except StopIteration as end:
                 trees[row] = end.value
+                return
+            if isinstance(asked, Throw):
+                throws[row] = asked
+            else:
+                wishes[row] = Wish(sequences[row], *asked)
 
         for row in range(len(growing)):
             advance(row, None)
-        while waiting:
-            wishes = dict(waiting)
-            waiting.clear()
-            for row, found in zip(wishes, self.look(list(wishes.values())), strict=True):
-                advance(row, found)
+        while wishes or throws:  # all throws first: then the trees of a batch ask for a level together
+            waiting = dict(throws or wishes)
+            answers = thrown(list(throws.values())) if throws else self.look(list(wishes.values()))
+            (throws or wishes).clear()
+            for row, answer in zip(waiting, answers, strict=True):
+                advance(row, answer)
         self._drafted = [trees[row] for row in range(len(growing))]
         return self._drafted
 

@@ -1,7 +1,8 @@
 """Growing trees: a policy decides which nodes to expand, a source says what could follow them.
 
 A policy is a coroutine. It yields the tree so far and the nodes whose laws it wants, receives them, draws, and in the
-end returns the tree. So one pass of a source can serve the wishes of all sequences of a batch.
+end returns the tree. So one pass of a source can serve the wishes of all sequences of a batch; a policy that draws a
+level at once yields that too, and the draws of all sequences are made in one go.
 
 What keeps it exact: a policy may look at nodes that are drawn, never at the token whose admission it is deciding, and
 the q it records is the very law that it drew from.
@@ -12,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from branchwise.draft import Budget
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
 from branchwise.draft.few import Law, Level, table
 from branchwise.tree import DraftTree, Draw
 
@@ -108,19 +109,21 @@ class Found:
         return drawable(self._laws) if isinstance(self._laws, Tensor) else self._laws
 
 
-Growing = Generator[tuple[Sapling, list[int]], Found, DraftTree]
-"""yields (tree so far, nodes to expand), receives what is found there, returns the tree"""
+Growing = Generator[tuple[Sapling, list[int]] | Throw, Any, DraftTree]
+"""yields (tree so far, nodes to expand) and receives what is `Found` there, or yields a throw and receives what is
+drawn; returns the tree"""
 
 
 def grow_with(growing: Growing, look: Callable[[Sapling, list[int]], Found]) -> DraftTree:
     """Grow one tree by itself, from whatever answers its wishes."""
-    found: Found | None = None
+    answer: Any = None
     while True:
         try:
-            found = look(*growing.send(found))  # type: ignore[arg-type]
+            asked = growing.send(answer)
         except StopIteration as end:
             tree: DraftTree = end.value
             return tree
+        answer = asked.alone() if isinstance(asked, Throw) else look(*asked)
 
 
 class Growth(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from branchwise.draft import Budget
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.forest import Room
@@ -51,7 +51,8 @@ class Paths:
             paths = sorted(range(self.count), key=ends.__getitem__)
             drawing = paths if level >= self.common else paths[:1]
             draws = [(nodes.index(ends[path]), level * self.count + path) for path in drawing]
-            tokens = dice.picks_from(laws, draws) * (self.count // len(drawing))
+            drawn = yield Throw(dice, laws, draws)
+            tokens = drawn * (self.count // len(drawing))
             children: dict[tuple[int, int], int] = {}
             for path, token in zip(paths, tokens, strict=True):
                 step = ends[path], token

@@ -7,7 +7,7 @@ Jeon et al., "Recursive Speculative Decoding: Accelerating LLM Inference via Sam
 from __future__ import annotations
 
 from branchwise.draft import Budget
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.topology import branched, plant
@@ -34,6 +34,7 @@ class Branching:
             found = yield tree, level
             laws = found.drawable
             tree.laws.update(zip(level, laws, strict=True))
-            orders = dice.orders(laws, [width] * len(level), [(depth << 16) + place for place in range(len(level))])
+            draws = [(place, (depth << 16) + place) for place in range(len(level))]
+            orders = yield Throw(dice, laws, draws, [width] * len(level))
             level = [tree.add(node, token) for node, order in zip(level, orders, strict=True) for token in order]
         return tree.finish(self.draw)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from branchwise.draft import Budget
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
 from branchwise.draft.growth import Found, Growing, Growth
 from branchwise.errors import ModelError, PairingError, UsageError
 from branchwise.tree import Draw
@@ -61,10 +61,13 @@ class Stopping:
         growing, found = self.growth.grow(root, budget, dice), None
         while True:
             try:
-                tree, nodes = growing.send(found)  # type: ignore[arg-type]
+                asked = growing.send(found)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            found = yield tree, nodes
+            found = yield asked
+            if isinstance(asked, Throw):
+                continue
+            tree, nodes = asked
             depth = tree.depths[nodes[0]]
             if depth > 0 and self.stop.enough(found, depth):
                 return tree.finish(self.draw, tuple(nodes) if self.draw is Draw.PATHS else ())

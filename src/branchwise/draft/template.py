@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from branchwise.draft import Budget
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
@@ -65,7 +65,8 @@ class Template:
             found = yield tree, [places[node] for node in nodes]
             laws = found.drawable
             tree.laws.update((places[node], law) for node, law in zip(nodes, laws, strict=True))
-            orders = dice.orders(laws, [len(self.shape.children[node]) for node in nodes], nodes)
+            sizes = [len(self.shape.children[node]) for node in nodes]
+            orders = yield Throw(dice, laws, list(enumerate(nodes)), sizes)
             for node, order in zip(nodes, orders, strict=True):
                 for child, token in zip(self.shape.children[node], order, strict=False):
                     places[child] = tree.add(places[node], token)
