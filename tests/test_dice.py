@@ -51,7 +51,7 @@ def rows_of(count: int, vocabulary: int, seed: int) -> Tensor:
 class Overwriting:
     """What `Replay` does on a device: whoever asks again finds the answer in the same place."""
 
-    def __init__(self, function: Callable[..., Tensor], device: torch.device) -> None:
+    def __init__(self, function: Callable[..., Tensor], device: torch.device, *, capture: bool = True) -> None:
         self._function = function
         self._found: dict[tuple[int, ...], Tensor] = {}
 
@@ -64,8 +64,8 @@ class Overwriting:
 def pretend_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixed places and answers that are overwritten, on the host."""
 
-    def fixed(self: Replayed, function: Callable[..., Tensor], device: torch.device) -> None:
-        plain(self, function, device)
+    def fixed(self: Replayed, function: Callable[..., Tensor], device: torch.device, *, capture: bool = True) -> None:
+        plain(self, function, device, capture=capture)
         self.fixed = True
 
     plain = Replayed.__init__

@@ -20,9 +20,10 @@ from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.fuse import Group, joined
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
+from branchwise.target.slots import Moves
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, ToyTarget
-from branchwise.topology import chain_topology
+from branchwise.topology import chain_topology, topology
 from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict
 from branchwise.verify.capture import bring
@@ -164,6 +165,25 @@ def test_tokens_of_a_device_are_copied_there_and_roots_are_told_from_the_host() 
     sheet.fill([0], [5], np.array([[7, 0, 0, 0]] * 2), other.depths, other.seen, laid=other)
     assert sheet.seen[..., 0].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
     assert sheet.depths.count_nonzero() == 0
+
+
+def test_a_sheet_that_was_interrupted_is_told_anew() -> None:
+    sheet, tokens = Sheet(Size(1, 4, 1), torch.device("cpu")), np.array([[1, 2, 3, 4]])
+    a, b = (laid_out((shape,), 4) for shape in (topology((-1, 0, 0, 0)), chain_topology(4)))
+    sheet.fill([0], [5], tokens, a.depths, a.seen, laid=a)
+    with pytest.raises(ValueError, match="broadcast"):
+        sheet.fill([0], [5], tokens, b.depths, np.zeros((1, 9, 9), np.int32), laid=b)
+    sheet.fill([0], [5], tokens, a.depths, a.seen, laid=a)
+    assert sheet.depths.tolist() == a.depths.tolist()
+
+
+def test_moves_name_only_the_texts_of_this_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[int]] = []
+    monkeypatch.setattr("branchwise.target.slots.move", lambda *inputs, texts: told.append(inputs[-1].tolist()))
+    moves = Moves(2, 4, [torch.zeros(1, 2, 1, 8, 1)])
+    moves([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
+    moves([1], [9], [(0, 2)])
+    assert told[-1] == [1, -1, 9, -1, 0, 2, -1, -1, -1, -1, -1, -1]
 
 
 def foretelling(rng: random.Random) -> DraftTree:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from branchwise.draft import Budget, build_drafter, build_growth
+from branchwise.draft.memories import Memories
 from branchwise.draft.pace import FEW, STALE, Clock
 from branchwise.draft.paced_ranks import EVERY, PacedRanks
 from branchwise.draft.ranks import Ranks
@@ -136,3 +137,47 @@ def test_no_text_changes(draft: str, temperature: float) -> None:
         texts.append([generation.token_ids for generation in generations])
     assert texts[0] == texts[1]
     assert sum(generation.stats.accepted_tokens for generation in generations) > 0
+
+
+def test_a_budget_below_the_sizes_is_paced_too() -> None:
+    drafter = build_drafter("recycle", "paced-ranks:recycling-80")
+    engine = Engine(ToyTarget(11), drafter, VERIFIERS.build("match"), Budget(16, 64))
+    text = engine.submit(Request((1, 2), max_new_tokens=200))
+    wanted = []
+    while engine.busy:
+        engine.step()
+        wanted.append(drafter.tree._wanted)  # type: ignore[attr-defined]
+    assert set(wanted) <= {0, 7, 15}
+    assert wanted.count(15) < len(wanted) - 20, "sizes that cannot come are waited for"
+    assert text.finished
+
+
+class There(ToyTarget):
+    """A target that seems to lie on a device; tensors of it hold nothing."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.device = torch.device("meta")
+
+
+@pytest.mark.parametrize("tree", [None, "paths:2x3", "topk:5"])
+def test_on_a_device_the_table_drafts_alone_unless_a_tree_is_asked_for(tree: str | None) -> None:
+    drafter = build_drafter("memories", tree)
+    assert isinstance(drafter, Memories)
+    drafter.bind(There(50))
+    assert (drafter._alone is not None) is (tree is None)
+    assert isinstance(drafter.members[0].tree, PacedRanks) is (tree is None)
+    assert drafter.room is None or drafter.room.nodes == (81 if tree is None else drafter.room.nodes)
+
+
+def test_back_on_a_host_the_clock_of_the_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, host, there = Memories(), ToyTarget(11), There(11)
+    drafter.bind(there)
+    drafter.members[0].tree.begin(1, there)
+    clock = drafter.members[0].tree._clock
+    drafter.members[0]._table = None  # what holds nothing cannot be carried over
+    engine = Engine(host, drafter, VERIFIERS.build("match"))
+    engine.submit(Request((1, 2), max_new_tokens=20))
+    while engine.busy:
+        engine.step()
+    assert not clock._seen

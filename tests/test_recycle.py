@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from branchwise.draft import Budget, build_drafter
 from branchwise.draft.peaks import peaks, told
-from branchwise.draft.ranks import Ranks
+from branchwise.draft.ranks import Ranks, places_in
 from branchwise.draft.recycle import MOST_READ, Recycle, Table
 from branchwise.draft.topk import TopK
 from branchwise.engine import Engine, Request
@@ -459,3 +461,46 @@ def test_options_outside_their_range_are_refused() -> None:
         with pytest.raises(UsageError, match="takes k and rows of at least 1"):
             build_drafter(spec)
     assert isinstance(Recycle().tree, TopK)
+
+
+class Overwriting:
+    """What `Replay` does on a device: whoever asks again finds the answer in the same place."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], device: torch.device, own: tuple[Tensor, ...] = (), **ways: Any
+    ):
+        options = {name: value for name, value in ways.items() if name not in ("writes", "capture", "compile")}
+        self._run = lambda *places: function(*own, *places, **options)
+        self._found: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, *places: Tensor) -> Tensor | None:
+        if (found := self._run(*places)) is None:
+            return None
+        key = tuple((place.data_ptr(), place.shape) for place in places)
+        return self._found.setdefault(key, found.clone()).copy_(found)
+
+
+def test_trees_of_two_shapes_do_not_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.draft.recycle.Replay", Overwriting)
+    drafter = bound(tree=Ranks())
+    drafter.on_device = True
+    everything = Sequence([*range(VOCABULARY), 0])
+    drafter.begin(everything, noise(VOCABULARY, VOCABULARY, seed=3))
+    one, other = Sequence([1, 4]), Sequence([1, 9])
+    alone = [drafter.draft([text], [AMPLE])[0].tokens.tolist() for text in (one, other)]
+    found = drafter.draft([one, other, one], [AMPLE, Budget(64, 2), Budget(20, 9)])
+    assert found[0].tokens.tolist() == alone[0]
+    assert found[1].tokens.tolist() == [alone[1][place] for place in places_in(Ranks().shape, found[1].topology)]
+    assert found[2].tokens.tolist() == [alone[0][place] for place in places_in(Ranks().shape, found[2].topology)]
+
+
+def test_what_was_learned_moves_with_the_table() -> None:
+    drafter = bound(k=3)
+    drafter.begin(Sequence([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
+    before = drafter.save()
+    drafter._bound_to = None  # as if it had lain on another device
+    drafter.bind(ToyTarget(VOCABULARY))
+    after = drafter.save()
+    assert torch.equal(before["tokens"], after["tokens"])
+    assert torch.equal(before["masses"], after["masses"])
+    assert drafter.after(1)

@@ -397,3 +397,9 @@ def test_children_of_paths_come_in_the_order_of_the_draws_and_not_of_their_nodes
     assert tree.postorder == [2, 1, 0]
     assert tree.paths == [[0, 2], [0, 1], [0, 2]]
     assert Forest([tree]).children[0, 0].tolist() == [2, 1]
+
+
+def test_what_a_verifier_writes_into_its_forest_is_not_the_next_ones() -> None:
+    trees = [DraftTree(torch.tensor([1, 2, 3]), (-1, 0, 0))]
+    Forest(trees).parents.clamp_min_(0)
+    assert Forest(trees).parents.tolist() == [[-1, 0, 0]]

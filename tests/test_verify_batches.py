@@ -21,7 +21,7 @@ from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from branchwise.verify.capture import Places, as_program, numbers_of, packed, trace
+from branchwise.verify.capture import Numbers, Places, as_program, numbers_of, packed, trace
 from branchwise.verify.match import Match
 from tests.strategies import Rule, grown, random_rule, tokens_to
 
@@ -301,3 +301,27 @@ def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
     targets = [node.target for node in traced.graph.nodes]
     assert targets.count(torch.ops.aten.as_strided.default) == 2
     assert torch.allclose(traced(*places), program(*places))
+
+
+def test_numbers_follow_the_shapes_of_the_trees() -> None:
+    """Caught here: tables of the last forest, left because they were told once."""
+
+    def forest(*shapes: tuple[int, ...]) -> Forest:
+        return Forest([DraftTree(torch.arange(1, 4), shape) for shape in shapes], room=Room(nodes=4))
+
+    chance, reads = SeededChance(torch.tensor([3, 4]), torch.tensor([5, 6])), ("tokens", "parents", "depths", "seen")
+    a, b = forest((-1, 0, 0), (-1, 0, 1)), forest((-1, 0, 1), (-1, 0, 0))
+    numbers = Numbers(a, chance, reads, torch.device("cpu"))
+    for one in (a, b, b, a):
+        assert torch.equal(numbers.bring(one, chance), packed(numbers_of(one, chance, reads)))
+
+
+def test_verdicts_are_spelled() -> None:
+    found = Verdicts(torch.tensor([[0, 2, -1], [0, -1, -1], [0, 1, 3]]), torch.tensor([7, 8, 9]))
+    tokens = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
+    read = Verdicts.written(found.spelled(tokens), spelled=True).read()
+    assert [(one.path, one.spelled, one.token) for one in read] == [
+        ((0, 2), (12,), 7),
+        ((0,), (), 8),
+        ((0, 1, 3), (31, 33), 9),
+    ]

@@ -6,6 +6,7 @@ no batch of one. Plain decoding is this loop with a drafter that proposes nothin
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from branchwise.target import Scored, Target
 from branchwise.text import TextStream
 from branchwise.tree import DraftTree
 from branchwise.verify import Verdict, Verifier, check_pairing
+
+log = logging.getLogger(__name__)
 
 
 class FinishReason(StrEnum):
@@ -185,7 +188,7 @@ class Engine:
                 self._run_out(self._running[-1])
                 continue
             sequences = [generation.sequence for generation in generations]
-            self.drafter.observe(sequences, scored, verdicts)
+            self._tell(sequences, scored, verdicts)
             self.target.commit(sequences, verdicts)
             self._clock.lap("commit")
 
@@ -194,6 +197,13 @@ class Engine:
                 self._emit(generation, forest.trees[row], verdicts[row], scored.logits[row], seconds)
             return generations
         return []
+
+    def _tell(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        """Let the drafter learn; where it has no memory for that, texts go on without."""
+        try:
+            self.drafter.observe(sequences, scored, verdicts)
+        except torch.OutOfMemoryError:
+            log.warning("The device has no memory left for drafter %r to learn from a step.", self.drafter.name)
 
     def _judged(self, generations: list[Generation]) -> tuple[Forest, Scored, list[Verdict]]:
         """Draft for all, score all trees in one pass, and see what each text keeps."""

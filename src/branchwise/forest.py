@@ -110,12 +110,12 @@ class Forest:
     @cached_property
     def depths(self) -> Tensor:
         """(batch, nodes) int64, levels below the root"""
-        return torch.from_numpy(self.laid.depths).to(self.device)
+        return torch.from_numpy(self.laid.depths).to(self.device, copy=True)
 
     @cached_property
     def parents(self) -> Tensor:
         """(batch, nodes) int64; -1 for roots and padding"""
-        return torch.from_numpy(self.laid.parents).to(self.device)
+        return torch.from_numpy(self.laid.parents).to(self.device, copy=True)
 
     @cached_property
     def seen(self) -> Tensor:
@@ -123,7 +123,7 @@ class Forest:
         if self._source is not None:
             source, rows = self._source
             return source.seen[rows]
-        return torch.from_numpy(self.laid.seen).to(self.device)
+        return torch.from_numpy(self.laid.seen).to(self.device, copy=True)
 
     @cached_property
     def tokens(self) -> Tensor:

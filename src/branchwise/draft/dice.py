@@ -165,9 +165,9 @@ class Races:
     On a device the draws of a level are one upload of their keys, one replay and one look at what was drawn.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
-        self._picks = Replayed(_picks, self._device)
+    def __init__(self, device: torch.device | None = None, *, capture: bool = True) -> None:
+        self._device, self._capture = device or torch.device("cpu"), capture
+        self._picks = Replayed(_picks, self._device, capture=capture)
         self._orders: dict[int, Replayed] = {}
 
     def picks(self, laws: Tensor, keys: Rows[int], rows: Rows[int]) -> list[int]:
@@ -179,7 +179,7 @@ class Races:
     def orders(self, laws: Tensor, keys: Rows[int], k: int) -> list[list[int]]:
         """k tokens from each law without replacement; fewer where it carries fewer."""
         if k not in self._orders:
-            self._orders[k] = Replayed(_orders_of(k), self._device)
+            self._orders[k] = Replayed(_orders_of(k), self._device, capture=self._capture)
         found: list[list[int]] = self._orders[k](laws, torch.tensor([signed(key) for key in keys])).tolist()
         return [[token for token in order if token >= 0] for order in found[: len(keys)]]
 

@@ -50,7 +50,7 @@ class Grown:
 
     def bind(self, target: Target) -> None:
         if self.target is None or self.target.device != target.device:
-            self._races = Races(target.device)
+            self._races = Races(target.device, capture=getattr(target, "graphs", True))
         self.target = target
 
     @property

@@ -28,24 +28,27 @@ MEMBERS = "recycle+stand(max=3)+suffix(min=1)"
 
 
 class Memories(Fused):
-    """`memories`: a fusion of recycle, stand and suffix on a host, and recycle alone on a GPU."""
+    """`memories`: a fusion of recycle, stand and suffix on a host; on a GPU recycle alone, unless a tree is given."""
 
     name = "memories"
 
     def __init__(self, tree: Growth | None = None) -> None:
         super().__init__(MEMBERS, tree)
+        self._chosen = tree is not None  # a tree that somebody asks for is laid everywhere
         self._alone: Recycle | None = None
+        self._trees = self.members[0].tree, PacedRanks()
+        """of the table of successors, on a host and on a GPU"""
 
     def bind(self, target: Target) -> None:
         recycle = self.members[0]
         assert isinstance(recycle, Recycle)
-        if target.device.type == "cpu":
+        alone = target.device.type != "cpu" and not self._chosen
+        recycle.tree = self._trees[alone]
+        if not alone:
             self._alone = None
             super().bind(target)
             self.wants_prefill = max(member.wants_prefill for member in self.members)
             return
-        if self._alone is None:
-            recycle.tree = PacedRanks()
         self._alone, self.wants_prefill = recycle, recycle.wants_prefill
         for one in (self, *self.members):
             Remembering.bind(one, target)  # those that only keep what they know ask for nothing

@@ -50,9 +50,10 @@ class PacedRanks(Ranks):
         self._promise = self._chances()
         self._tries, self._hits = np.zeros(len(self.shape)), np.zeros(len(self.shape))
         self._places: dict[Topology, list[int]] = {}
-        largest = len(self.shape) - 1
-        self._sizes = [*(size for size in SIZES if size < largest), largest]
-        self._wanted, self._turn = largest, 0
+        self._sizes: list[int] = []
+        self._wanted, self._turn = len(self.shape) - 1, 0
+        self._most = len(self.shape)
+        """nodes that budgets allowed lately"""
         self._clock: Clock | None = None
         self._rows: Callable[[int], int] = int
         """how many rows a pass has for a tree of so many nodes"""
@@ -69,6 +70,8 @@ class PacedRanks(Ranks):
     def begin(self, batch: int, target: Target | None) -> None:
         self._clock = clock = clock_of(target, batch)
         self._rows = int if target is None else lambda nodes: target.room(batch, nodes)[1]
+        largest = min(len(self.shape), self._most) - 1
+        self._sizes = [*(size for size in SIZES if size < largest), largest]
         untried = [size for size in self._sizes if not clock.has_seen(self._rows(1 + size))]
         if untried or not clock.knows:  # once in a while a plain step must be clocked
             self._wanted, self._turn = untried[0] if untried else 0, 0
@@ -82,6 +85,7 @@ class PacedRanks(Ranks):
         return Room(nodes=1 + self._wanted)
 
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
+        self._most = budget.nodes
         shape = super().within(Budget(min(budget.nodes, 1 + self._wanted), budget.depth), width)
         self._ended = time.perf_counter()
         return shape
@@ -90,7 +94,8 @@ class PacedRanks(Ranks):
         self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
     ) -> None:
         if self._clock is not None:
-            self._clock.saw(scored.logits.shape[1], time.perf_counter() - self._ended)
+            # What is short of a size counts as it: on a device such a tree is scored in the same pass.
+            self._clock.saw(self._rows(1 + self._wanted), time.perf_counter() - self._ended)
         self._tries *= FADING
         self._hits *= FADING
         for tree, verdict in zip(trees, verdicts, strict=True):
@@ -111,5 +116,7 @@ class PacedRanks(Ranks):
         tokens = 1 + np.cumsum(accepted[self._order])  # by how many nodes there are below the root, from 1
         plain, *costs = clock.costs([self._rows(1 + size) for size in self._sizes])
         gains = [tokens[size - 1] * plain / cost for size, cost in zip(self._sizes[1:], costs, strict=True)]
+        if not gains:
+            return 0
         best = int(np.argmax(gains))
         return self._sizes[1 + best] if gains[best] > WORTH else 0

@@ -28,7 +28,7 @@ from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
 from branchwise.target.graphs import Replay
-from branchwise.target.sheet import Brought
+from branchwise.target.sheet import BATCHES, Brought, fitting
 from branchwise.topology import Topology
 from branchwise.tree import DraftTree, Draw
 from branchwise.verify import Verdict
@@ -36,6 +36,7 @@ from branchwise.verify import Verdict
 HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
 MOST_READ = 1024
+MOST_PARTS = 256
 NEXT_BYTES = 144
 
 
@@ -81,16 +82,23 @@ class Recycle(Remembering):
         super().bind(target)
         self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks)
         place = target.device if self.on_device else torch.device("cpu")
+        self._ways = {"capture": getattr(target, "graphs", True), "compile": getattr(target, "compile", False)}
         wanted = target.vocabulary, min(self.k, target.vocabulary), place
-        if self._table is None or self._bound_to != wanted:  # what was learnt stays, where it can
-            self._table, self._bound_to = Table(*wanted), wanted
-            table, self._compiles = (self._table.tokens, self._table.masses), bool(getattr(target, "compile", False))
-            self._learning = Replay(learn_marked, place, table, writes=True, compile=self._compiles, rate=self.rate)
-            for told in (self._parts, self._roots, self._marks):
-                told.clear()
-            self._whole = None
+        if self._table is None or self._bound_to != wanted:
+            self._move_to(*wanted)
         if not self.on_device and hasattr(target, "tell_best"):
             target.tell_best(2 * self.k)
+
+    def _move_to(self, vocabulary: int, width: int, place: torch.device) -> None:
+        """A table there; what was learned stays, where it fits."""
+        known, self._table = self._table, Table(vocabulary, width, place)
+        if known is not None and known.tokens.shape == self._table.tokens.shape:
+            self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
+        self._bound_to, self._whole = (vocabulary, width, place), None
+        table = self._table.tokens, self._table.masses
+        self._learning = Replay(learn_marked, place, table, writes=True, **self._ways, rate=self.rate)
+        for told in (self._parts, self._roots, self._marks):
+            told.clear()
 
     def find(self, sequence: Sequence) -> int:
         return sequence.root
@@ -106,42 +114,46 @@ class Recycle(Remembering):
             return super().draft(sequences, budgets)
         if hasattr(self.tree, "begin"):
             self.tree.begin(len(sequences), self.target)
-        texts: dict[Topology, list[int]] = {}
-        for text, budget in enumerate(budgets):
-            texts.setdefault(self.tree.within(budget, self.table.width), []).append(text)
-        trees: dict[int, DraftTree] = {}
-        for shape, same in texts.items():
-            found = self.looked_up(shape, [sequences[text].root for text in same])
-            trees |= {text: DraftTree(row, shape.parents, Draw.FIXED) for text, row in zip(same, found, strict=True)}
-        self._drafted = [trees[text] for text in range(len(sequences))]
+        shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
+        found = self.looked_up([sequence.root for sequence in sequences])
+        self._drafted = [
+            DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
+            for row, shape in zip(found, shapes, strict=True)
+        ]
         return self._drafted
 
-    def looked_up(self, shape: Topology, roots: list[int]) -> Tensor:
-        """(roots, nodes): the tokens of trees of one shape, with one look at the table a level and no wait for it.
+    def looked_up(self, roots: list[int]) -> Tensor:
+        """(roots, nodes): the tokens of whole trees, with one look at the table a level and no wait for it.
 
-        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. A smaller tree
-        is taken from the whole one, which is looked up in any case: that is recorded once. The next trees overwrite it.
+        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. The next trees
+        overwrite these.
         """
         if self._whole is None:
             self._look()
-        assert self._whole is not None, "nothing was made to look up"
-        if len(roots) not in self._roots:
-            self._roots[len(roots)] = Brought(len(roots), self.table.tokens.device)
-        told = self._roots[len(roots)]
-        told.here[:] = roots
-        whole = self._lookup(told.bring())
+        size = fitting(len(roots), BATCHES)  # few sizes, each of which is recorded
+        if size not in self._roots:
+            self._roots[size] = Brought(size, self.table.tokens.device)
+        told = self._roots[size]
+        told.here[: len(roots)] = roots
+        return self._lookup(told.bring())[: len(roots)]
+
+    def _part(self, whole: Tensor, shape: Topology) -> Tensor:
+        """(nodes,): what a smaller tree has of a whole one; as a look-up, that is recorded once for all shapes."""
+        assert self._whole is not None, "nothing was looked up"
         if shape is self._whole:
             return whole
         if shape not in self._parts:
+            if len(self._parts) > MOST_PARTS:
+                self._parts.clear()
             self._parts[shape] = _there(places_in(self._whole, shape), whole)
-        return whole.index_select(1, self._parts[shape])
+        return whole.index_select(0, self._parts[shape])
 
     def _look(self) -> None:
         """Make ready to look up the whole tree."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
         levels = [_there(level, table) for level in slots(self._whole, self.table.width)]
-        self._lookup = Replay(walk, table.device, (table, *levels), compile=self._compiles)
+        self._lookup = Replay(walk, table.device, (table, *levels), **self._ways)
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]

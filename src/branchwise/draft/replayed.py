@@ -19,9 +19,9 @@ from branchwise.target.graphs import Replay
 class Replayed:
     """A function of tensors (rows, …). On the host it is the function itself."""
 
-    def __init__(self, function: Callable[..., Tensor], device: torch.device) -> None:
+    def __init__(self, function: Callable[..., Tensor], device: torch.device, *, capture: bool = True) -> None:
         self._device = device
-        self._replay = Replay(function, device)
+        self._replay = Replay(function, device, capture=capture)
         self._places: dict[Any, list[Tensor]] = {}
         self.fixed = device.type != "cpu"
         """whether inputs are brought to fixed places"""

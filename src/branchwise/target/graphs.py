@@ -1,4 +1,4 @@
-"""Passes of a model as CUDA graphs; the only place that knows how they are recorded.
+"""Passes of a model, and other functions of tensors, as CUDA graphs; the only place that knows how they are recorded.
 
 A pass over a few nodes is hundreds of small kernels, and launching them one by one takes the host many times as long
 as the device takes to run them. All that differs from pass to pass lies on a sheet at a fixed place, so a pass is
@@ -26,8 +26,9 @@ from branchwise.progress import showing
 from branchwise.target.sheet import Sheet, Size
 
 MOST = 48
-"""graphs that are kept, those used last; each holds the logits of its size"""
+"""graphs of a target, or of a function, that are kept, those used last; each holds what it finds"""
 MOST_SEEN = 1024
+"""addresses that are remembered until they come again"""
 WARMUPS = 2
 """passes before a recording, in which libraries choose and compile their kernels"""
 
@@ -54,18 +55,22 @@ class Pool:
         with _turn, on(self._device), nothing_collected():
             here, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(here)
-            with torch.cuda.stream(side):
-                for _ in range(WARMUPS):
-                    run()
-            here.wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(WARMUPS):
+                        run()
+            finally:
+                here.wait_stream(side)
             torch.cuda.synchronize()
             try:
                 if self._keeper is None:
                     self._keeper = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(self._keeper, capture_error_mode="thread_local"):
+                    # On a stream of this device: torch's own is that of the first device that ever recorded.
+                    with torch.cuda.graph(self._keeper, stream=side, capture_error_mode="thread_local"):
                         torch.zeros(1, device=self._device)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._keeper.pool(), capture_error_mode="thread_local"):
+                pool = self._keeper.pool()
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                     found = run()
             except BaseException:
                 self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
@@ -106,11 +111,13 @@ class Replay(Generic[T]):
         own: Rows[Tensor] = (),
         *,
         writes: bool = False,
+        capture: bool = True,
         compile: bool = False,
         **options: Hashable,
     ) -> None:
         """`own` are tensors that come before all others, always the same; `writes` says that the function changes them:
-        recording calls it, and must not count. What is recorded may be compiled before."""
+        recording calls it, and must not count. `capture` may forbid to record, and what is recorded may be compiled
+        before."""
         self._function = function
         self._device = device
         self._own = own
@@ -120,7 +127,7 @@ class Replay(Generic[T]):
         self._pool = Pool(device)
         self._recorded: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
         self._seen: Counter[Any] = Counter()
-        self.captures = device.type == "cuda"
+        self.captures = capture and device.type == "cuda"
 
     def __call__(self, *places: Tensor) -> T:
         if not self.captures:
@@ -136,7 +143,7 @@ class Replay(Generic[T]):
             return found
 
     def record(self, *places: Tensor) -> bool:
-        """Record it with what lies at these places now; False where that cannot be."""
+        """Record it with what lies at these places now; False where that cannot be, or has no room now."""
         if not self.captures:
             return False
         before = [tensor.clone() for tensor in self._writes]
@@ -145,7 +152,7 @@ class Replay(Generic[T]):
             key = tuple((place.data_ptr(), _form(place)) for place in places)
             self._recorded[key] = self._pool.record(lambda: run(*places))
         except torch.OutOfMemoryError:
-            raise
+            return False
         except RuntimeError as error:
             self.captures = False
             log.warning("%s runs without a CUDA graph: %s", self._function.__name__, first_line(error))

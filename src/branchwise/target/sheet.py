@@ -50,7 +50,7 @@ class Brought:
     def bring(self) -> Tensor:
         self.there.copy_(self._from, non_blocking=True)
         if self._over is not None:
-            self._over.record()
+            self._over.record(torch.cuda.current_stream(self.there.device))
         return self.there
 
 
@@ -106,6 +106,7 @@ class Sheet:
         texts, nodes = len(slots), depths.shape[1]
         told = self.told
         if laid is None or laid is not self._laid:
+            self._laid = None  # whoever interrupts this finds nothing told
             for name in ("depths", "key_depths", "seen"):
                 told[name].fill(0)
             told["depths"][: len(depths), :nodes] = depths

@@ -149,12 +149,14 @@ class SlotStore(BlankCache):
         dtype: torch.dtype,
         device: torch.device,
         by_kernels: bool = False,
+        record: bool = True,
     ) -> None:
-        """`by_kernels` moves rows with a kernel for all layers, where there are kernels."""
+        """`by_kernels` moves rows with a kernel for all layers, where there are kernels, and records that."""
         super().__init__()
         self.slots = slots
         self.rows = rows
         self.by_kernels = by_kernels
+        self._record = record
         self._tensors: dict[tuple[str, Shape], Tensor] = {}
         self.layers_keys = [self._place("keys", layout.keys, i, dtype, device) for i in range(len(layout.keys))]
         self.layers_values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
@@ -268,7 +270,7 @@ class SlotStore(BlankCache):
         if self.by_kernels:
             size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
             if size not in self._moves:
-                self._moves[size] = Moves(*size, list(self._tensors.values()))
+                self._moves[size] = Moves(*size, list(self._tensors.values()), capture=self._record)
             self._moves[size](slots, lengths, paths)
             return
         moves = [
@@ -297,10 +299,10 @@ class SlotStore(BlankCache):
 class Moves:
     """Accepted rows moved by kernels: what goes where is one copy, and all layers are one launch."""
 
-    def __init__(self, texts: int, steps: int, tensors: list[Tensor]) -> None:
+    def __init__(self, texts: int, steps: int, tensors: list[Tensor], *, capture: bool = True) -> None:
         self._size = texts, steps
         self._told = Brought(texts * (2 + steps), tensors[0].device, fill=-1)
-        self._run = Replay(move, tensors[0].device, tensors, texts=texts)
+        self._run = Replay(move, tensors[0].device, tensors, capture=capture, texts=texts)
         self._run.record(self._told.there)  # nothing is told yet, so nothing moves
 
     def __call__(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 LAUNCHED = 2048
 """a longer text is written by launching one kernel after the other, in larger chunks: there the launches are hidden"""
+WIDE = 64
+"""where trees are smaller, texts are not written through their pass"""
 SHORTEST_CONTEXT = 8
 """what the comparison at load needs"""
 
@@ -109,6 +111,7 @@ class TransformersTarget:
             dtype=self.dtype,
             device=self.device,
             by_kernels=self.kernels,
+            record=graphs,
         )
         self._route.store = self.store
         taken = layout.bytes_per_row(self.dtype) * slots * self.store.rows
@@ -195,7 +198,7 @@ class TransformersTarget:
         sheet, found = self._replay(sequences, tokens, laid.depths, laid.seen, roots=roots, laid=laid)
         batch, nodes = laid.depths.shape
         if told is None:
-            forest.tokens = sheet.tokens[:batch, :nodes]
+            forest.tokens = sheet.tokens[:batch, :nodes].long()
         return Scored(found.logits, best=found.best, tokens=sheet.tokens[:batch, :nodes])
 
     def captured(self, verifier: Verifier) -> Verifier:
@@ -257,6 +260,7 @@ class TransformersTarget:
     def follow(self, sequence: Sequence, tokens: Rows[int], tell: int = 0) -> Tensor:
         """Write keys and values of further tokens; (at most `tell`, vocabulary): what follows the last of them."""
         recorded = self._graphs is not None and self._graphs.captures and len(tokens) <= LAUNCHED
+        recorded &= self.max_nodes >= WIDE
         write = self._write_recorded if recorded else self._write_launched
         size = self.max_nodes if recorded else self.prefill_chunk
         told, left = [], len(tokens)

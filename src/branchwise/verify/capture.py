@@ -177,10 +177,11 @@ class Numbers:
 
     def bring(self, forest: Forest, chance: SeededChance) -> Tensor:
         here, there = self._brought.here, {}
+        laid, self._laid = self._laid, None  # whoever interrupts this finds nothing told
         for name, table in self._tables(forest, chance, self._reads).items():
             if table.device.type != "cpu":
                 there[name] = table
-            elif self._laid is not forest.laid or name not in Laid._fields:
+            elif laid is not forest.laid or name not in Laid._fields:
                 here[self._spans[name]] = table.numpy().reshape(-1)
         self._laid = forest.laid
         numbers = self._brought.bring()
