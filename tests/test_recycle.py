@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.draft import Budget, build_drafter
-from branchwise.draft.peaks import peaks, told
+from branchwise.draft import peaks as peaks_module
+from branchwise.draft.peaks import Sums, peaks, peaks_at, peaks_here, told
 from branchwise.draft.ranks import Ranks, places_in
-from branchwise.draft.recycle import MOST_READ, Recycle, Table
+from branchwise.draft.recycle import MOST_READ, Recycle, Table, averaged
 from branchwise.draft.topk import TopK
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
@@ -125,7 +127,76 @@ def test_some_rows_are_looked_at_however_large_they_are_and_all_are_left_as_they
     assert torch.equal(some.of(torch.tensor([4]), line), every.of(torch.tensor([7]), line))
 
 
+def test_rows_of_a_pass_are_summed_once_for_all_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[list[int]] = []
+
+    def summed_here(logits: Tensor, rows: Tensor) -> Sums:
+        summed.append(rows.tolist())
+        return original(logits, rows)
+
+    original = peaks_module._summed_here
+    scored, other = Scored(noise(2, 7, 130).bfloat16()), Scored(noise(2, 7, 130, seed=1))
+    asked = [(scored, [9, 3, 0, 4], 5), (scored, [4, 9], 6), (scored, [3, 9, 4, 0], 5), (other, [9, 3], 4)]
+    asked += [(scored, [4, 5], 6), (scored, [5], 9), (other, [3, 9], 5)]
+    for found, rows, k in asked:
+        alone = peaks(found.logits.flatten(0, 1), k, torch.tensor(rows))
+        with monkeypatch.context() as patch:
+            patch.setattr(peaks_module, "_summed_here", summed_here)
+            here = peaks_at(found, rows, k)
+        assert here.tokens.tolist() == alone.tokens.tolist()
+        assert here.masses.tolist() == alone.masses.tolist()
+        line = torch.arange(0, 130, 7)[None]
+        assert here.of([len(rows) - 1], line.numpy()).tolist() == alone.of(torch.tensor([len(rows) - 1]), line).tolist()
+    assert summed == [[9, 3, 0, 4], [9, 3], [4, 5]]
+    assert scored in peaks_module._seen
+    before = len(peaks_module._seen)
+    del scored, asked, found
+    assert len(peaks_module._seen) == before - 1
+
+
 # The table
+
+
+@dataclass
+class TensorsTold:
+    """What a device told, as tensors."""
+
+    best: Tensor
+    k: int
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.best[:, 0, : self.k].long()
+
+    @property
+    def masses(self) -> Tensor:
+        return self.best[:, 1, : self.k]
+
+    def of(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        hits = self.best[rows, 0][:, None, :] == tokens[:, :, None]
+        return (hits * self.best[rows, 1][:, None, :]).sum(dim=2)
+
+
+@given(st.integers(0, 999), st.integers(1, 9), st.sampled_from([0.3, 0.5, 1.0]), st.booleans(), st.booleans())
+def test_the_host_averages_like_a_device_number_for_number(
+    seed: int, k: int, rate: float, tied: bool, telling: bool
+) -> None:
+    rng, table = random.Random(seed), Table(130, k)
+    for turn in range(6):
+        logits = noise(7, 130, seed=7 * seed + turn, spread=rng.choice([0.5, 3.0, 20.0]))
+        logits = logits.round().bfloat16() if tied else logits
+        laws = {key: rng.randrange(7) for key in rng.sample(range(9), 5)}
+        keys, rows = torch.tensor(list(laws)), torch.tensor(list(laws.values()))
+        best = best_of(logits[None], 2 * k)[0]
+        found = TensorsTold(best, k) if telling else peaks(logits, k)
+        expected = averaged(table.tokens[keys], table.masses[keys], found, rows, rate)  # type: ignore[arg-type]
+        others = [key for key in range(130) if key not in laws]
+        before = table.tokens[others], table.masses[others]
+        table.mix(laws, told(best.numpy(), k) if telling else peaks_here(logits, k), rate)
+        assert torch.equal(table.tokens[keys], expected[0])
+        assert torch.equal(table.masses[keys], expected[1])
+        assert torch.equal(table.tokens[others], before[0])
+        assert torch.equal(table.masses[others], before[1])
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 12), st.sampled_from([0.2, 0.5, 1.0]))
@@ -339,16 +410,16 @@ def test_what_a_device_tells_of_a_law_serves_like_the_law() -> None:
     for seed in range(40):
         logits = 6 * noise(3, VOCABULARY, seed=seed)
         best = peaks(logits, VOCABULARY)
-        every = torch.stack([best.tokens.float(), best.masses], dim=1)
-        keys, rows = torch.tensor([seed % 5, 5 + seed % 5, 10]), torch.tensor([2, 0, 1])
-        whole.mix(keys, peaks(logits, 4), rows, 0.4)
-        few.mix(keys, told(every, 4), rows, 0.4)
+        every = torch.stack([best.tokens.float(), best.masses], dim=1).numpy()
+        laws = {seed % 5: 2, 5 + seed % 5: 0, 10: 1}
+        whole.mix(laws, peaks_here(logits, 4), 0.4)
+        few.mix(laws, told(every, 4), 0.4)
         for token in range(VOCABULARY):
             one, other = whole.row(token), few.row(token)
             assert [found.token for found in one] == [found.token for found in other]
             assert [found.mass for found in one] == pytest.approx([found.mass for found in other], abs=1e-3)
     cut = told(every[:, :, :6], 4)
-    assert cut.of(torch.tensor([0]), every[:1, 0, 5:7].long()).tolist() == [[every[0, 1, 5].item(), 0.0]]
+    assert cut.of([0], every[:1, 0, 5:7].astype(np.int64)).tolist() == [[every[0, 1, 5], 0.0]]
 
 
 def test_nodes_are_learned_from_what_a_pass_told() -> None:

@@ -189,7 +189,8 @@ class Fused(Remembering):
             member.observe(sequences, scored, verdicts)
 
     def _judge(self, place: Place, tree: DraftTree, verdict: Verdict) -> None:
-        for token in [*tree.tokens[list(verdict.path[1:])].tolist(), verdict.token]:
+        drafted = tree.tokens.tolist()
+        for token in [*(drafted[node] for node in verdict.path[1:]), verdict.token]:
             here = self._arrived(place)
             said = self._said(here)
             agreed = _agreed(said)

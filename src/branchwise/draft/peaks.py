@@ -7,12 +7,17 @@ those are sorted. All else that a law needs is one sum over the row, so a probab
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.target import Scored
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
 STRIPE = 64
 """tokens of one stripe"""
 AT_ONCE = 4
@@ -38,58 +43,112 @@ class Peaks(NamedTuple):
         return (_at(self.logits, self.rows[rows], tokens) - self.total[rows]).exp()
 
 
+class Sums(NamedTuple):
+    """What nobody knows of laws before all their tokens were looked at."""
+
+    best: Tensor
+    """(rows, stripes) float32: the best logit of every stripe"""
+    total: Tensor
+    """(rows, 1) float32, as above"""
+
+
+class Here(NamedTuple):
+    """Peaks as arrays, for few laws on the host: there a tensor costs more than what is done with it."""
+
+    tokens: Ints
+    """(rows, k) int64, best first"""
+    masses: Floats
+    """(rows, k) float32"""
+    logits: Tensor
+    """(many, vocabulary)"""
+    starts: Ints
+    """(rows, 1): where in the logits a law starts"""
+    total: Floats
+    """(rows, 1) float32"""
+
+    def of(self, rows: list[int], tokens: Ints) -> Floats:
+        """(n, m): the probabilities of tokens (n, m), each line in the law of one of n rows."""
+        values = self.logits.take(torch.from_numpy(self.starts[rows] + tokens)).float()
+        found: Floats = values.sub_(torch.from_numpy(self.total[rows])).exp_().numpy()
+        return found
+
+
 class Told(NamedTuple):
     """The best tokens of laws that a device keeps to itself; further ones, told with them, serve to look up others."""
 
-    tokens: Tensor
+    tokens: Ints
     """(rows, k) int64, best first"""
-    masses: Tensor
+    masses: Floats
     """(rows, k) float32"""
-    further: Tensor
+    further: Ints
     """(rows, n) int64: all tokens that were told, n of them"""
-    chances: Tensor
+    chances: Floats
     """(rows, n) float32: their probabilities"""
 
-    def of(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """(n, m): the probabilities of tokens (n, m), each line in the law of rows (n,); 0 where nothing was told."""
+    def of(self, rows: list[int], tokens: Ints) -> Floats:
+        """(n, m): the probabilities of tokens (n, m), each line in the law of one of n rows; 0 where nothing was
+        told."""
         hits = self.further[rows][:, None, :] == tokens[:, :, None]
-        return (hits * self.chances[rows][:, None, :]).sum(dim=2)
+        found: Floats = (hits * self.chances[rows][:, None, :]).sum(axis=2)
+        return found
 
 
-def told(best: Tensor, k: int) -> Told:
+def told(best: Floats, k: int) -> Told:
     """What a pass said of its best tokens (rows, 2, n), of which k are kept."""
-    tokens, chances = best[:, 0].long(), best[:, 1]
+    tokens, chances = best[:, 0].astype(np.int64), best[:, 1]
     return Told(tokens[:, :k], chances[:, :k], tokens, chances)
 
 
-def peaks_at(scored: Scored, rows: list[int], k: int) -> Peaks | Told:
+def peaks_at(scored: Scored, rows: list[int], k: int) -> Here | Told:
     """The best tokens behind nodes of a batch, numbered tree by tree, on the host."""
     if scored.told is not None and scored.told.shape[3] >= min(k, scored.logits.shape[2]):
-        return told(scored.told.flatten(0, 1)[rows], k)
+        return told(scored.told.flatten(0, 1).numpy()[rows], k)
     logits = scored.logits.flatten(0, 1)
-    return peaks_here(logits, k, torch.tensor(rows).to(logits.device, non_blocking=True))
+    sums = _sums_of(scored, rows) if logits.device.type == "cpu" else None
+    return peaks_here(logits, k, torch.tensor(rows).to(logits.device, non_blocking=True), sums)
 
 
-def peaks_here(logits: Tensor, k: int, rows: Tensor | None = None) -> Peaks | Told:
+def peaks_here(logits: Tensor, k: int, rows: Tensor | None = None, sums: Sums | None = None) -> Here | Told:
     """The same as `peaks`, on the host; a device tells twice as many as are kept."""
-    if logits.device.type == "cpu":
-        return peaks(logits, k, rows)
-    found = peaks(logits, 2 * k, rows)
-    return told(torch.stack([found.tokens.float(), found.masses], dim=1).cpu(), k)
+    if logits.device.type != "cpu":
+        found = peaks(logits, 2 * k, rows)
+        return told(torch.stack([found.tokens.float(), found.masses], dim=1).cpu().numpy(), k)
+    found = peaks(logits, k, rows, sums)
+    starts = logits.shape[1] * found.rows[:, None].numpy()
+    return Here(found.tokens.numpy(), found.masses.numpy(), logits, starts, found.total.numpy())
 
 
-def peaks(logits: Tensor, k: int, rows: Tensor | None = None) -> Peaks:
+_seen: WeakKeyDictionary[Scored, tuple[dict[int, int], Sums]] = WeakKeyDictionary()
+"""pass -> places of its rows in their sums, and these"""
+
+
+def _sums_of(scored: Scored, rows: list[int]) -> Sums:
+    """Of rows of a pass. They are kept as long as it is: the next memory asks mostly about some of the same."""
+    if scored not in _seen or not _seen[scored][0].keys() >= set(rows):
+        _seen[scored] = (
+            {row: place for place, row in enumerate(rows)},
+            _summed_here(scored.logits.flatten(0, 1), torch.tensor(rows)),
+        )
+    places, sums = _seen[scored]
+    if rows == list(places):
+        return sums
+    few = [places[row] for row in rows]
+    return Sums(sums.best[few], sums.total[few])
+
+
+def peaks(logits: Tensor, k: int, rows: Tensor | None = None, sums: Sums | None = None) -> Peaks:
     """The k best tokens of rows (n,) of logits (many, vocabulary), or of all; all tokens where there are no more."""
     on_host = logits.device.type == "cpu"
     if not on_host and rows is not None:
         logits, rows = logits.index_select(0, rows), None
     rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
     stripes, rest = divmod(logits.shape[1], STRIPE)
-    best, total = _summed_here(logits, rows, stripes) if on_host else (_best_of(logits, stripes), None)
+    best, total = (sums or _summed_here(logits, rows)) if on_host else (_best_of(logits), None)
     winners = best.topk(min(k, stripes), sorted=False).indices  # (n, k)
-    members = stripes * torch.arange(STRIPE, device=logits.device)
-    alone = stripes * STRIPE + torch.arange(rest, device=logits.device).expand(len(rows), -1)  # in no stripe
-    tokens = torch.cat([(winners[:, :, None] + members).flatten(1), alone], dim=1)
+    tokens = (winners[:, :, None] + stripes * torch.arange(STRIPE, device=logits.device)).flatten(1)
+    if rest:  # in no stripe
+        alone = stripes * STRIPE + torch.arange(rest, device=logits.device)
+        tokens = torch.cat([tokens, alone.expand(len(rows), -1)], dim=1)
     values, places = _at(logits, rows, tokens).topk(min(k, logits.shape[1]))
     found = tokens.gather(1, places)
     if total is None:  # a device takes all exponentials of a row and their sum in one launch
@@ -97,23 +156,22 @@ def peaks(logits: Tensor, k: int, rows: Tensor | None = None) -> Peaks:
     return Peaks(found, (values - total).exp(), logits, rows, total)
 
 
-def _summed_here(logits: Tensor, rows: Tensor, stripes: int) -> tuple[Tensor, Tensor]:
-    """The best of every stripe of some rows, and their totals, a few rows at a time."""
-    room = torch.empty(AT_ONCE, logits.shape[1])  # one for all: what is written again is at hand
-    found = [_summed(room[: len(few)].copy_(logits.index_select(0, few)), stripes) for few in rows.split(AT_ONCE)]
-    best, total = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return best, total
+def _summed_here(logits: Tensor, rows: Tensor) -> Sums:
+    """Some rows of logits summed up, a few at a time."""
+    found = [_summed(logits.index_select(0, few).float()) for few in rows.split(AT_ONCE)]
+    return Sums(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _summed(laws: Tensor, stripes: int) -> tuple[Tensor, Tensor]:
+def _summed(laws: Tensor) -> Sums:
     """The same of laws (few, vocabulary); nothing is left of the laws themselves."""
-    best = _best_of(laws, stripes)
-    highest = torch.cat([best, laws[:, stripes * STRIPE :]], dim=1).amax(dim=1, keepdim=True)
-    return best, highest + laws.sub_(highest).exp_().sum(dim=1, keepdim=True).log_()
+    best = _best_of(laws)
+    highest = torch.cat([best, laws[:, STRIPE * best.shape[1] :]], dim=1).amax(dim=1, keepdim=True)
+    return Sums(best, highest + laws.sub_(highest).exp_().sum(dim=1, keepdim=True).log_())
 
 
-def _best_of(laws: Tensor, stripes: int) -> Tensor:
+def _best_of(laws: Tensor) -> Tensor:
     """(rows, stripes): the best logit of every stripe."""
+    stripes = laws.shape[1] // STRIPE
     best: Tensor = laws[:, : stripes * STRIPE].unflatten(1, (STRIPE, stripes)).amax(dim=1)
     return best
 

@@ -11,17 +11,18 @@ The probabilities are those of the model at temperature 1, before any warping.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.draft import Budget
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Remembering, new
-from branchwise.draft.peaks import Peaks, Told, peaks, peaks_at, peaks_here
+from branchwise.draft.peaks import Here, Ints, Peaks, Told, peaks, peaks_at, peaks_here
 from branchwise.draft.ranks import Ranks, places_in, slots
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
@@ -33,6 +34,7 @@ from branchwise.topology import Topology
 from branchwise.tree import DraftTree, Draw
 from branchwise.verify import Verdict
 
+Halves = NDArray[np.float16]
 HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
 MOST_READ = 1024
@@ -168,7 +170,8 @@ class Recycle(Remembering):
             self._learn_there(scored, verdicts)
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
-        tokens = [token for tree, few in zip(self._drafted, nodes, strict=True) for token in tree.tokens[few].tolist()]
+        drafted = [tree.tokens.tolist() for tree in self._drafted]
+        tokens = [tree[node] for tree, few in zip(drafted, nodes, strict=True) for node in few]
         wide = scored.logits.shape[1]
         rows = [text * wide + node for text, few in enumerate(nodes) for node in few]
         self._learn_in_turn(tokens, peaks_at(scored, rows, self.table.width))
@@ -179,18 +182,19 @@ class Recycle(Remembering):
     def restore(self, tensors: dict[str, Tensor]) -> None:
         self.table.put(tensors)
 
-    def _learn_in_turn(self, tokens: list[int], found: Peaks | Told) -> None:
+    def _learn_in_turn(self, tokens: list[int], found: Here | Told) -> None:
         """From the laws after tokens that the host knows, one after the other.
 
         A token that comes several times is averaged in as often, in that order: each turn has every token once.
         """
-        seen: Counter[int] = Counter()
-        turns: dict[int, dict[int, int]] = {}  # turn -> row -> token
+        turns: list[dict[int, int]] = []  # token -> row
         for row, token in enumerate(tokens):
-            seen[token] += 1
-            turns.setdefault(seen[token], {})[row] = token
-        for turn in turns.values():
-            self.table.mix(_there(turn.values(), found.tokens), found, _there(turn, found.tokens), self.rate)
+            turn = next((turn for turn in turns if token not in turn), None)
+            if turn is None:
+                turns.append(turn := {})
+            turn[token] = row
+        for turn in turns:
+            self.table.mix(turn, found, self.rate)
 
     def _learn_there(self, scored: Scored, verdicts: Rows[Verdict]) -> None:
         """From every node at once, where only the device knows the tokens."""
@@ -249,7 +253,7 @@ def walk(*inputs: Tensor) -> Tensor:
     return torch.cat(found, dim=1).long()
 
 
-def averaged(tokens: Tensor, masses: Tensor, found: Peaks | Told, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+def averaged(tokens: Tensor, masses: Tensor, found: Peaks, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     """Rows of a table, with row rows[i] of what was found averaged into row i.
 
     The new law is asked exactly for all tokens that a row holds; a token that is new to the row counts as if it had
@@ -265,6 +269,23 @@ def averaged(tokens: Tensor, masses: Tensor, found: Peaks | Told, rows: Tensor, 
     best, places = torch.cat([stay, join], dim=1).topk(tokens.shape[1])
     best = (best * HALF_DOWN).half()
     return torch.where(best > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int(), best
+
+
+def averaged_here(
+    tokens: Ints, masses: Halves, found: Here | Told, rows: list[int], rate: float
+) -> tuple[Ints, Halves]:
+    """The same on the host, number for number."""
+    old, before = tokens.astype(np.int64), masses.astype(np.float32)
+    held = before > 0
+    share = np.where(held.any(axis=1, keepdims=True), np.float32(rate), np.float32(1))
+    stay = np.where(held, (1 - share) * before + share * found.of(rows, old), 0)
+    new = found.tokens[rows]
+    known = ((new[:, :, None] == old[:, None, :]) & held[:, None, :]).any(axis=2)
+    join = np.where(known, 0, share * found.masses[rows])
+    best, places = torch.from_numpy(np.concatenate([stay, join], axis=1)).topk(tokens.shape[1])
+    halves = (best.numpy() * np.float32(HALF_DOWN)).astype(np.float16)
+    both = torch.from_numpy(np.concatenate([old, new], axis=1))
+    return both.gather(1, places).numpy() * (halves > 0), halves
 
 
 class Table:
@@ -306,15 +327,14 @@ class Table:
             self._read[token] = row
         return row
 
-    def mix(self, keys: Tensor, found: Peaks | Told, rows: Tensor, rate: float) -> None:
-        """Average new laws into the rows of keys (n,): key i gets row rows[i] of what was found.
-
-        A key that comes twice must come with the same row.
-        """
-        self.tokens[keys], self.masses[keys] = averaged(self.tokens[keys], self.masses[keys], found, rows, rate)
-        if self._arrays is not None:
-            for key in keys.tolist():
-                self._read.pop(key, None)
+    def mix(self, laws: dict[int, int], found: Here | Told, rate: float) -> None:
+        """Average new laws into the rows of tokens: token -> row of what was found."""
+        assert self._arrays is not None, "this table lies on a device"
+        tokens, masses = self._arrays
+        keys = list(laws)
+        tokens[keys], masses[keys] = averaged_here(tokens[keys], masses[keys], found, list(laws.values()), rate)
+        for key in keys:
+            self._read.pop(key, None)
 
     def forget_read(self) -> None:
         """What was read may have changed: which rows did only the device knows."""

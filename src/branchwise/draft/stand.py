@@ -22,7 +22,7 @@ from torch import Tensor
 
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Remembering, new
-from branchwise.draft.peaks import Peaks, Told, peaks_at, peaks_here
+from branchwise.draft.peaks import Here, Told, peaks_at, peaks_here
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
@@ -143,12 +143,10 @@ class Stand(Remembering):
                 return line
         return None
 
-    def _learn(self, grams: Rows[Gram], found: Peaks | Told) -> None:
+    def _learn(self, grams: Rows[Gram], found: Here | Told) -> None:
         """From the laws after so many n-grams, in their order."""
-        # Both come from a device in one copy, as float64, which holds them exactly.
-        laws = torch.stack([found.tokens.double(), found.masses.double()], dim=-1).tolist()
-        for gram, law in zip(grams, laws, strict=True):
-            best = {int(token): mass for token, mass in law}
+        for gram, tokens, masses in zip(grams, found.tokens.tolist(), found.masses.tolist(), strict=True):
+            best = dict(zip(tokens, masses, strict=True))
             for size in range(self.min, len(gram) + 1):
                 self._mix(gram[-size:], best)
 
