@@ -132,8 +132,8 @@ def _sums_of(scored: Scored, rows: list[int]) -> Sums:
     places, sums = _seen[scored]
     if rows == list(places):
         return sums
-    few = [places[row] for row in rows]
-    return Sums(sums.best[few], sums.total[few])
+    few = torch.tensor([places[row] for row in rows])
+    return Sums(*(part.index_select(0, few) for part in sums))
 
 
 def peaks(logits: Tensor, k: int, rows: Tensor | None = None, sums: Sums | None = None) -> Peaks:
