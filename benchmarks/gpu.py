@@ -212,8 +212,10 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
                 seconds = time.perf_counter() - start
                 phases = {phase: spent - before[phase] for phase, spent in text.stats.seconds.items()}
                 nodes = 1 + text.stats.drafted_tokens - drafted
+                room = getattr(engine.drafter, "room", None) or Room()
+                rows = target.room(1, max(room.nodes, nodes))[1]
                 if warm and text.stats.steps > 1:  # the first one also writes the prompt
-                    about = {"method": name, "step": text.stats.steps, "nodes": nodes}
+                    about = {"method": name, "step": text.stats.steps, "nodes": nodes, "rows": rows}
                     yield {"kind": "step", **about, "seconds": seconds, **phases}
 
 
@@ -267,7 +269,8 @@ def summarise(records: list[dict[str, Any]]) -> None:
     for mode, method in dict.fromkeys((r["mode"], r["method"]) for r in found):
         these = [r for r in found if (r["mode"], r["method"]) == (mode, method)]
         whole, outside = [1e3 * r["seconds"] for r in these], outside_the_pass(these, records)
-        print(f"{mode}, a step of {method}: {interval(whole)} ms, {interval(outside)} of it outside the pass")
+        told = f", {interval(outside)} of it outside the pass" if outside else ""
+        print(f"{mode}, a step of {method}: {interval(whole)} ms{told}")
     found = [record for record in records if record["kind"] == "together"]
     speeds: dict[tuple[str, str, int], float] = {}
     for key in dict.fromkeys((r["mode"], r["method"], r["batch"]) for r in found):
@@ -292,10 +295,12 @@ def outside_the_pass(steps: list[dict[str, Any]], records: list[dict[str, Any]])
         if record["context"] == alone[0]["context"]:
             passes.setdefault((record["mode"], record["nodes"]), []).append(1e3 * record["seconds"])
     sizes = sorted({nodes for _, nodes in passes})
-    return [
-        1e3 * step["seconds"] - statistics.median(passes[step["mode"], next(n for n in sizes if n >= step["nodes"])])
-        for step in steps
-    ]
+    found = []
+    for step in steps:
+        size = next((size for size in sizes if size >= step.get("rows", step["nodes"])), None)
+        if size is not None:  # of a larger one no pass was timed
+            found.append(1e3 * step["seconds"] - statistics.median(passes[step["mode"], size]))
+    return found
 
 
 if __name__ == "__main__":
