@@ -65,18 +65,30 @@ class Pool:
             try:
                 if self._keeper is None:
                     self._keeper = torch.cuda.CUDAGraph()
-                    # On a stream of this device: torch's own is that of the first device that ever recorded.
-                    with torch.cuda.graph(self._keeper, stream=side, capture_error_mode="thread_local"):
+                    with torch.cuda.graph(self._keeper, stream=_recorder(here), capture_error_mode="thread_local"):
                         torch.zeros(1, device=self._device)
                 graph = torch.cuda.CUDAGraph()
-                pool = self._keeper.pool()
-                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                pool, stream = self._keeper.pool(), _recorder(here)
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     found = run()
             except BaseException:
                 self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
                 torch.cuda.set_stream(here)  # where it broke off at its end, torch stays on the stream it recorded
                 raise
             return graph, found
+
+
+_recorders: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _recorder(here: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream on which a device is recorded, and nothing else runs: products keep a scratch space for every stream.
+
+    torch's own is one for all devices, that of the first which ever recorded.
+    """
+    if here.device not in _recorders:
+        _recorders[here.device] = torch.cuda.Stream(here.device)
+    return _recorders[here.device]
 
 
 @contextmanager
