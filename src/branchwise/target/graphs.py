@@ -87,7 +87,8 @@ def _recorder(here: torch.cuda.Stream) -> torch.cuda.Stream:
     torch's own is one for all devices, that of the first which ever recorded.
     """
     if here.device not in _recorders:
-        _recorders[here.device] = torch.cuda.Stream(here.device)
+        # Streams are dealt out from a few; of those with this priority nobody else here takes one.
+        _recorders[here.device] = torch.cuda.Stream(here.device, priority=-1)
     return _recorders[here.device]
 
 
