@@ -32,7 +32,7 @@ from torch import Tensor
 from branchwise.chance import SeededChance
 from branchwise.draft import TREES, Budget
 from branchwise.draft.dice import SeededDice
-from branchwise.draft.growth import Found, Growth
+from branchwise.draft.growth import Found, Growth, Sapling, grow_with
 from branchwise.forest import LOOKED_UP, Forest, Room
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
@@ -173,18 +173,16 @@ def draft(
     for row in range(batch):
         generator = torch.Generator().manual_seed(1_000_003 * (number + 1) + row)
         found: dict[int, Tensor] = {}
-        growing = growth.grow(1, Budget(128, 6), SeededDice(number * 64 + row, 1))
-        answer = None
-        while True:
-            try:
-                _, nodes = growing.send(answer)  # type: ignore[arg-type]
-            except StopIteration as end:
-                tree = end.value
-                break
+
+        def look(
+            _: Sapling, nodes: list[int], found: dict[int, Tensor] = found, generator: torch.Generator = generator
+        ) -> Found:
             for node in nodes:
                 found[node] = target_logits(vocabulary, generator)
             noise = [sigma * torch.randn(vocabulary, generator=generator) for _ in nodes]
-            answer = Found(torch.stack([(found[n] + e).softmax(dim=-1) for n, e in zip(nodes, noise, strict=True)]))
+            return Found(torch.stack([(found[n] + e).softmax(dim=-1) for n, e in zip(nodes, noise, strict=True)]))
+
+        tree = grow_with(growth.grow(1, Budget(128, 6), SeededDice(number * 64 + row, 1)), look)
         for leaf in range(len(tree)):
             found.setdefault(leaf, target_logits(vocabulary, generator))
         trees.append(DraftTree(tree.tokens.to(device), tree.parents, tree.draw, tree.q.to(device), tree.leaves))

@@ -16,7 +16,7 @@ from branchwise.audit.exact import emitted
 from branchwise.audit.instances import Drafts, Instance
 from branchwise.draft import TREES, Budget, build_drafter
 from branchwise.draft.dice import SeededDice, SureDice
-from branchwise.draft.growth import Found, Sapling
+from branchwise.draft.growth import Found, Sapling, grow_with
 from branchwise.draft.topk import likeliest
 from branchwise.errors import UsageError
 from branchwise.tree import DraftTree, Draw
@@ -90,14 +90,15 @@ def wishes(spec: str, rule: Rule, budget: Budget | None = None) -> tuple[list[li
     """What is asked for pass by pass, the tree that the source was shown last, and what came of it."""
     growing = TREES.build(spec).grow(0, budget or Budget(999, 99), SureDice())
     asked: list[list[Path]] = []
-    found, sapling = None, Sapling([0])
-    while True:
-        try:
-            sapling, nodes = growing.send(found)  # type: ignore[arg-type]
-        except StopIteration as end:
-            return asked, sapling, end.value
+    shown = [Sapling([0])]
+
+    def look(sapling: Sapling, nodes: list[int]) -> Found:
+        shown.append(sapling)
         asked.append([tuple(tokens_to(sapling, node)) for node in nodes])
-        found = Found(torch.stack([rule(path) for path in asked[-1]]))
+        return Found(torch.stack([rule(path) for path in asked[-1]]))
+
+    tree = grow_with(growing, look)
+    return asked, shown[-1], tree
 
 
 @pytest.mark.parametrize("rules", [random_rule, tied_rule])
