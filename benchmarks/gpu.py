@@ -25,6 +25,7 @@ import torch
 from measure import interval, progress, provenance
 
 from branchwise.draft import build_drafter
+from branchwise.draft.recycle import Recycle
 from branchwise.draft.weights import bytes_read
 from branchwise.engine import Engine, Request
 from branchwise.forest import Forest, Room
@@ -101,6 +102,7 @@ def main() -> None:
         records += [{**record, "mode": mode} for record in passes(target, arguments)]
         if not arguments.passes:
             records += [{**record, "mode": mode} for record in steps(target)]
+            records += [{**record, "mode": mode} for record in lookups(target, arguments.rounds)]
             records += [{**record, "mode": mode} for record in together(target, arguments)]
         del target
         torch.cuda.empty_cache()
@@ -219,6 +221,22 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
                     yield {"kind": "step", **about, "seconds": seconds, **phases}
 
 
+def lookups(target: TransformersTarget, rounds: int) -> Iterator[dict[str, Any]]:
+    """A tree of Token Recycling looked up in a table on the device, and nothing else."""
+    drafter = build_drafter(*STEPS["token-recycling"][:2])
+    assert isinstance(drafter, Recycle)
+    drafter.bind(target)
+    for turn in range(-3, rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        found = drafter.looked_up([1000])
+        torch.cuda.synchronize()
+        call = time.perf_counter() - start
+        device = device_seconds(lambda: drafter.looked_up([1000]), 20)
+        if turn >= 0:
+            yield {"kind": "lookup", "nodes": found.shape[1] - 1, "turn": turn, "call": call, "seconds": device}
+
+
 def together(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps of several texts at once, for as long as all of them are being written; the first texts are not counted."""
     rng = random.Random(2)
@@ -271,6 +289,11 @@ def summarise(records: list[dict[str, Any]]) -> None:
         whole, outside = [1e3 * r["seconds"] for r in these], outside_the_pass(these, records)
         told = f", {interval(outside)} of it outside the pass" if outside else ""
         print(f"{mode}, a step of {method}: {interval(whole)} ms{told}")
+    found = [record for record in records if record["kind"] == "lookup"]
+    for mode in dict.fromkeys(r["mode"] for r in found):
+        these = [r for r in found if r["mode"] == mode]
+        device, call = (interval([1e3 * r[field] for r in these]) for field in ("seconds", "call"))
+        print(f"{mode}, {these[0]['nodes']} nodes looked up in a table: {device} ms, as a call {call} ms")
     found = [record for record in records if record["kind"] == "together"]
     speeds: dict[tuple[str, str, int], float] = {}
     for key in dict.fromkeys((r["mode"], r["method"], r["batch"]) for r in found):

@@ -112,6 +112,7 @@ def test_steps_on_a_gpu_are_told_apart_from_their_passes(capsys: pytest.CaptureF
             *({**size, "seconds": 0.001 * turn, "call": 0.002 * turn} for turn in (1, 2, 3)),
             {**size, "context": 4096, "seconds": 0.009, "call": 0.009},
             *({**step, "seconds": 0.001 * turn} for turn in (4, 5, 6)),
+            {"kind": "lookup", "mode": "graph", "nodes": 80, "seconds": 0.00004, "call": 0.00007},
             *(
                 {**step, "kind": "together", "batch": batch, "seconds": 0.001 * batch**0.5, "tokens": batch * more}
                 for batch in (1, 16)
@@ -124,6 +125,7 @@ def test_steps_on_a_gpu_are_told_apart_from_their_passes(capsys: pytest.CaptureF
         "graph, context 1024, 1 texts, 64 nodes: 2.000 [1.000, 3.000] ms, as a call 4.000 [2.000, 6.000] ms",
         "graph, context 4096, 1 texts, 64 nodes: 9.000 [9.000, 9.000] ms, as a call 9.000 [9.000, 9.000] ms",
         "graph, a step of default: 5.000 [4.000, 6.000] ms, 3.000 [2.000, 4.000] of it outside the pass",
+        "graph, 80 nodes looked up in a table: 0.040 [0.040, 0.040] ms, as a call 0.070 [0.070, 0.070] ms",
         "graph, 1 texts of default: 1.000 [1.000, 1.000] ms a step, 3000 tokens/s, 1.0 times one",
         "graph, 16 texts of default: 4.000 [4.000, 4.000] ms a step, 12000 tokens/s, 4.0 times one",
     ]
