@@ -19,6 +19,7 @@ from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.fuse import Group, joined
+from branchwise.target.graphs import Replay
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
 from branchwise.target.slots import Moves
 from branchwise.target.transformers import TransformersTarget
@@ -184,6 +185,22 @@ def test_moves_name_only_the_texts_of_this_step(monkeypatch: pytest.MonkeyPatch)
     moves([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
     moves([1], [9], [(0, 2)])
     assert told[-1] == [1, -1, 9, -1, 0, 2, -1, -1, -1, -1, -1, -1]
+
+
+def test_moves_are_recorded_before_anything_moves_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[list[int]] = []
+
+    def record(self: Replay[None], *places: torch.Tensor) -> bool:
+        recorded.append(places[-1].tolist())
+        return False  # as where there is no memory for it
+
+    monkeypatch.setattr(Replay, "record", record)
+    monkeypatch.setattr("branchwise.target.slots.move", lambda *inputs, texts: None)
+    moves = Moves(1, 2, [torch.zeros(1, 1, 1, 8, 1)])
+    for _ in range(3):
+        moves([0], [3], [(0, 2)])
+    assert recorded == [[-1] * 4]
+    assert not moves._run.captures
 
 
 def foretelling(rng: random.Random) -> DraftTree:

@@ -303,7 +303,8 @@ class Moves:
         self._size = texts, steps
         self._told = Brought(texts * (2 + steps), tensors[0].device, fill=-1)
         self._run = Replay(move, tensors[0].device, tensors, capture=capture, texts=texts)
-        self._run.record(self._told.there)  # nothing is told yet, so nothing moves
+        # Recording calls it, and what moves twice is lost: so it is done while nothing is told, or never.
+        self._run.captures = self._run.record(self._told.there)
 
     def __call__(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:
         texts, _ = self._size
