@@ -191,8 +191,9 @@ def test_moves_are_recorded_before_anything_moves_or_never(monkeypatch: pytest.M
     recorded: list[list[int]] = []
 
     def record(self: Replay[None], *places: torch.Tensor) -> bool:
+        self.captures = True  # as on a device
         recorded.append(places[-1].tolist())
-        return False  # as where there is no memory for it
+        return False  # and as where there is no memory for it
 
     monkeypatch.setattr(Replay, "record", record)
     monkeypatch.setattr("branchwise.target.slots.move", lambda *inputs, texts: None)
