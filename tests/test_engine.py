@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,10 +13,11 @@ from branchwise.engine import Engine, FinishReason, Generation, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
+from branchwise.target import Scored
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.text import TextStream
 from branchwise.tree import DraftTree, Draw
-from branchwise.verify import VERIFIERS, Verdict
+from branchwise.verify import VERIFIERS, Verdict, Verdicts
 
 VOCABULARY = 12
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 5, 6, 5, 6), (7, 7, 7, 7)]
@@ -420,6 +423,22 @@ def test_a_drafter_learns_from_every_step_before_tokens_join_the_sequence() -> N
     generation = write(engine(Learning(VOCABULARY)), max_new_tokens=10)
     assert len(lengths) == generation.stats.steps
     assert lengths[0][0] == 3
+
+
+def test_a_drafter_on_a_device_learns_while_the_verdicts_are_still_there() -> None:
+    calls: list[tuple[str, list[list[int]]]] = []
+
+    class Heeding(RandomDrafter):
+        def heed(self, scored: Scored, found: Verdicts) -> None:
+            assert len(scored.logits) == len(found.paths)
+            calls.append(("heed", [[node for node in path if node >= 0] for path in found.paths.tolist()]))
+
+        def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+            calls.append(("observe", [list(verdict.path) for verdict in verdicts]))
+
+    write(engine(Heeding(VOCABULARY, seed=5)), max_new_tokens=6)
+    assert [name for name, _ in calls[:2]] == ["heed", "observe"]
+    assert calls[::2] == [("heed", paths) for _, paths in calls[1::2]]
 
 
 def test_stats_add_up() -> None:

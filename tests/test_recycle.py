@@ -29,7 +29,7 @@ from branchwise.target import Scored
 from branchwise.target.transformers import best_of
 from branchwise.testing import ToyTarget
 from branchwise.tree import DraftTree
-from branchwise.verify import VERIFIERS, Verdict
+from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 from tests.test_topk import paths_of
 
@@ -92,6 +92,15 @@ def scene(seed: int, texts: int = 2, nodes: int = 14) -> tuple[list[Sequence], l
         trees.append(tree)
         verdicts.append(Verdict(tuple(tree.topology.path(rng.randrange(len(tree)))), rng.randrange(VOCABULARY)))
     return sequences, trees, Scored(noise(texts, nodes, VOCABULARY, seed=seed)), verdicts
+
+
+def teach(drafter: Recycle, sequences: list[Sequence], scored: Scored, verdicts: list[Verdict]) -> None:
+    """What the engine tells after a step."""
+    longest = max(len(verdict.path) for verdict in verdicts)
+    paths = [[*verdict.path, *[-1] * (longest - len(verdict.path))] for verdict in verdicts]
+    tokens = torch.tensor([verdict.token for verdict in verdicts])
+    drafter.heed(scored, Verdicts(torch.tensor(paths).to(scored.logits.device), tokens.to(scored.logits.device)))
+    drafter.learn(sequences, scored, verdicts)
 
 
 # The best tokens of a law
@@ -262,7 +271,7 @@ def test_the_host_learns_from_the_path_and_from_rejected_nodes_near_the_root(see
     sequences, trees, scored, verdicts = scene(seed)
     drafter, slow = bound(k=3, rows=most), Slow(3, 0.5)
     drafter._drafted = trees
-    drafter.learn(sequences, scored, verdicts)
+    teach(drafter, sequences, scored, verdicts)
     for text, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
         path = list(verdict.path)[max(len(verdict.path) - most, 0) :]
         others = [node for node in range(1, len(tree)) if node not in path]
@@ -278,7 +287,7 @@ def test_a_device_learns_from_all_nodes_and_the_accepted_ones_come_last(seed: in
     for step in range(3):
         sequences, trees, scored, verdicts = scene(100 * seed + step)
         drafter._drafted = trees
-        drafter.learn(sequences, scored, verdicts)
+        teach(drafter, sequences, scored, verdicts)
         last: dict[int, Tensor] = {}  # once a step for every token, whoever writes last
         for accepted in (False, True):
             for text, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
@@ -287,6 +296,25 @@ def test_a_device_learns_from_all_nodes_and_the_accepted_ones_come_last(seed: in
         for token, row in last.items():
             slow.learn(token, row)
     assert_holds(drafter.table, slow)
+
+
+def test_nothing_is_learned_from_padding_or_from_trees_without_a_text() -> None:
+    """Caught here: padding of a recorded batch, whose token 0 would get the laws of nobody."""
+    sequences, trees, scored, verdicts = scene(3)
+    tables = []
+    for spare in (0, 2):
+        drafter = bound(k=3)
+        drafter.on_device, drafter._drafted = True, trees
+        padded = torch.nn.functional.pad(scored.logits, (0, 0, 0, 3 * spare, 0, spare), value=7.0)
+        nodes = drafter._nodes(padded)
+        assert (nodes.slots < 0).sum() == spare
+        root_only = torch.zeros_like(nodes.seen)
+        root_only[len(trees) :, 0, 0] = 1  # as a sheet tells trees without a text
+        told = nodes._replace(seen=nodes.seen | root_only)
+        teach(drafter, sequences, Scored(padded, nodes=told), verdicts + [Verdict((0,), 0)] * spare)
+        tables.append(drafter.save())
+    assert torch.equal(tables[0]["tokens"], tables[1]["tokens"])
+    assert torch.equal(tables[0]["masses"], tables[1]["masses"])
 
 
 def test_a_key_that_comes_twice_comes_with_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +330,7 @@ def test_a_key_that_comes_twice_comes_with_the_same_row(monkeypatch: pytest.Monk
     drafter.table.tokens[:] = torch.arange(VOCABULARY, dtype=torch.int32)[:, None]  # every row tells its key
     monkeypatch.setattr("branchwise.draft.recycle.averaged", averaged)
     sequences, drafter._drafted, scored, verdicts = scene(2)
-    drafter.learn(sequences, scored, verdicts)
+    teach(drafter, sequences, scored, verdicts)
     assert len(set(told)) == len({key for key, _ in told}) < len(told)
 
 
@@ -313,7 +341,7 @@ def test_logits_of_bfloat16_are_understood() -> None:
         for logits in (scored.logits.bfloat16(), scored.logits.bfloat16().float()):
             drafter = bound()
             drafter.on_device, drafter._drafted = on_device, trees
-            drafter.learn(sequences, Scored(logits), verdicts)
+            teach(drafter, sequences, Scored(logits), verdicts)
             tables.append(drafter.save())
         assert torch.equal(tables[0]["tokens"], tables[1]["tokens"])
         assert torch.equal(tables[0]["masses"], tables[1]["masses"])
@@ -429,7 +457,7 @@ def test_nodes_are_learned_from_what_a_pass_told() -> None:
     best = best_of(scored.logits, VOCABULARY)
     for drafter, found in ((here, scored), (there, Scored(torch.full_like(scored.logits, math.nan), best=best))):
         drafter._drafted = trees
-        drafter.learn(sequences, found, verdicts)
+        teach(drafter, sequences, found, verdicts)
     learned = 0
     for token in range(VOCABULARY):
         one, other = here.after(token), there.after(token)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -27,7 +28,7 @@ from branchwise.stats import Stats, Stopwatch
 from branchwise.target import Scored, Target
 from branchwise.text import TextStream
 from branchwise.tree import DraftTree
-from branchwise.verify import Verdict, Verifier, check_pairing
+from branchwise.verify import Verdict, Verdicts, Verifier, check_pairing
 
 log = logging.getLogger(__name__)
 
@@ -199,9 +200,20 @@ class Engine:
         return []
 
     def _tell(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
-        """Let the drafter learn; where it has no memory for that, texts go on without."""
-        try:
+        with self._not_for_memory():
             self.drafter.observe(sequences, scored, verdicts)
+
+    def _learn_there(self, scored: Scored, found: Verdicts) -> None:
+        """What a drafter learns on a device is launched right behind the verdicts, which the host reads meanwhile."""
+        if hasattr(self.drafter, "heed"):
+            with self._not_for_memory():
+                self.drafter.heed(scored, found)
+
+    @contextmanager
+    def _not_for_memory(self) -> Iterator[None]:
+        """Where there is no memory to learn from a step, texts go on without."""
+        try:
+            yield
         except torch.OutOfMemoryError:
             log.warning("The device has no memory left for drafter %r to learn from a step.", self.drafter.name)
 
@@ -216,6 +228,8 @@ class Engine:
         laws = ModelLaws(scored.logits, forest, sequences)
         found = self._judge(forest, laws, self._chance(sequences, len(forest)))
         self._clock.lap("verify")
+        found.fetch()
+        self._learn_there(scored, found)
         return forest, scored, found.read()[: len(sequences)]
 
     def _admit(self) -> None:

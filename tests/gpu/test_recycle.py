@@ -13,12 +13,12 @@ from branchwise.draft.recycle import Recycle
 from branchwise.draft.topk import TopK
 from branchwise.engine import Engine, Request
 from branchwise.sampling import SamplingParams
-from branchwise.target import Scored
+from branchwise.target import Nodes, Scored
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
-from branchwise.verify import VERIFIERS
+from branchwise.verify import VERIFIERS, Verdicts
 from tests.conformance.architectures import build, served
-from tests.test_recycle import AMPLE, VOCABULARY, bound, noise, scene
+from tests.test_recycle import AMPLE, VOCABULARY, bound, noise, scene, teach
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -40,7 +40,7 @@ def test_a_device_learns_and_drafts_what_the_host_would(tree: Ranks | TopK) -> N
         for drafter, device in ((there, "cuda"), (here, "cpu")):
             drafter.begin(sequences[0], noise(1, VOCABULARY, seed=seed).to(device))
             drafter._drafted = trees
-            drafter.learn(sequences, Scored(scored.logits.to(device)), verdicts)
+            teach(drafter, sequences, Scored(scored.logits.to(device)), verdicts)
             drafter._drafted = drafter.draft(sequences, [AMPLE] * 2)
         for one, other in zip(there._drafted, here._drafted, strict=True):
             assert one.parents == other.parents
@@ -59,7 +59,7 @@ def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
             torch.cuda.set_sync_debug_mode("error" if checked else "default")
         try:
             drafter._drafted = trees
-            drafter.learn(sequences, scored, verdicts)
+            teach(drafter, sequences, scored, verdicts)
             drafter.draft(sequences, [AMPLE] * 2)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -70,17 +70,25 @@ def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any() -> N
     anywhere, recorded = bound_there(Ranks()), bound_there(Ranks())
     _, trees, scored, _ = scene(0)
     batch, nodes, _ = scored.logits.shape
-    logits, tokens = scored.logits.cuda(), torch.zeros(batch, nodes, dtype=torch.int32, device="cuda")
+    logits, paths = scored.logits.cuda(), torch.zeros(batch, nodes, dtype=torch.int64, device="cuda")
+    told = Nodes(
+        torch.zeros(batch, nodes, dtype=torch.int32, device="cuda"),
+        torch.zeros(batch, nodes, 1, dtype=torch.int32, device="cuda"),
+        torch.zeros(batch, dtype=torch.int32, device="cuda"),
+    )
     for seed in range(5):
-        sequences, trees, scored, verdicts = scene(seed)
+        _, trees, scored, verdicts = scene(seed)
         assert scored.logits.shape == logits.shape
         logits.copy_(scored.logits)
-        tokens.zero_()
-        for row, tree in zip(tokens, trees, strict=True):
-            row[: len(tree)] = tree.tokens
-        for drafter, found in ((anywhere, Scored(logits.clone())), (recorded, Scored(logits, tokens=tokens))):
-            drafter._drafted = trees
-            drafter.learn(sequences, found, verdicts)
+        paths.fill_(-1)
+        for row, verdict in zip(paths, verdicts, strict=True):
+            row[: len(verdict.path)] = torch.tensor(verdict.path)
+        anywhere._drafted = trees
+        for place, part in zip(told, anywhere._nodes(logits), strict=True):
+            place.copy_(part)
+        judged = Verdicts(paths, paths[:, 0])
+        anywhere.heed(Scored(logits.clone()), judged)
+        recorded.heed(Scored(logits, nodes=told), judged)
         assert torch.equal(anywhere.table.tokens, recorded.table.tokens)
         assert torch.equal(anywhere.table.masses, recorded.table.masses)
     assert recorded._learning._recorded

@@ -38,6 +38,7 @@ class Drafter(Protocol):
     its passes in `passes`, and says in `cost` how many times the target's bytes one reads. One that learns across
     requests says so with `learns = True`. One that can use laws of the prompt says in `wants_prefill` for how many of
     its last tokens, and is told by `begin(sequence, logits)`: the last row is what follows the token before the root.
+    One that learns on a device has `heed(scored, found)`, called while the verdicts are still there: nobody waits then.
     """
 
     name: str

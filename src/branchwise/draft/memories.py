@@ -22,7 +22,7 @@ from branchwise.forest import Room
 from branchwise.sequence import Sequence
 from branchwise.target import Scored, Target
 from branchwise.tree import DraftTree
-from branchwise.verify import Verdict
+from branchwise.verify import Verdict, Verdicts
 
 MEMBERS = "recycle+stand(max=3)+suffix(min=1)"
 
@@ -66,6 +66,10 @@ class Memories(Fused):
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         return super().draft(sequences, budgets) if self._alone is None else self._alone.draft(sequences, budgets)
+
+    def heed(self, scored: Scored, found: Verdicts) -> None:
+        if self._alone is not None:
+            self._alone.heed(scored, found)
 
     def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         if self._alone is None:

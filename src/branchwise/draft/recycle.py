@@ -11,7 +11,6 @@ The probabilities are those of the model at temperature 1, before any warping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -26,13 +25,14 @@ from branchwise.draft.peaks import Here, Ints, Peaks, Told, peaks, peaks_at, pea
 from branchwise.draft.ranks import Ranks, places_in, slots
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
+from branchwise.forest import laid_out
 from branchwise.sequence import Sequence
-from branchwise.target import Scored, Target
+from branchwise.target import Nodes, Scored, Target
 from branchwise.target.graphs import Replay
 from branchwise.target.sheet import BATCHES, Brought, fitting
 from branchwise.topology import Topology
 from branchwise.tree import DraftTree, Draw
-from branchwise.verify import Verdict
+from branchwise.verify import Verdict, Verdicts
 
 Halves = NDArray[np.float16]
 HALF_DOWN = 1 - 2.0**-11
@@ -69,7 +69,6 @@ class Recycle(Remembering):
         """the largest tree that is looked up"""
         self._parts: dict[Topology, Tensor] = {}  # which nodes of the whole tree a smaller one has, on the device
         self._roots: dict[int, Brought] = {}  # by the number of texts
-        self._marks: dict[tuple[int, int], Brought] = {}  # by the size of a pass
 
     @property
     def table(self) -> Table:
@@ -97,9 +96,9 @@ class Recycle(Remembering):
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
         self._bound_to, self._whole = (vocabulary, width, place), None
-        table = self._table.tokens, self._table.masses
-        self._learning = Replay(learn_marked, place, table, writes=True, **self._ways, rate=self.rate)
-        for told in (self._parts, self._roots, self._marks):
+        self._tables = self._table.tokens, self._table.masses
+        self._learning = Replay(learn_judged, place, self._tables, writes=True, **self._ways, rate=self.rate)
+        for told in (self._parts, self._roots):
             told.clear()
 
     def find(self, sequence: Sequence) -> int:
@@ -161,13 +160,23 @@ class Recycle(Remembering):
         tokens = sequence.tokens[-1 - len(logits) : -1]
         if self.on_device:
             there = _there(tokens, logits)[None]
-            self._learn(there, logits[None], torch.full_like(there, ACCEPTED))
+            learn_marked(*self._tables, there, logits[None], torch.full_like(there, ACCEPTED), rate=self.rate)
+            self.table.forget_read()
         else:
             self._learn_in_turn(tokens, peaks_here(logits, self.table.width))
 
+    def heed(self, scored: Scored, found: Verdicts) -> None:
+        """On a device, learn from every node at once, before the host knows what was accepted."""
+        if not self.on_device:
+            return
+        if scored.nodes is None:  # a pass that was not recorded, whose logits lie anywhere
+            learn_judged(*self._tables, *self._nodes(scored.logits), scored.logits, found.paths, rate=self.rate)
+        else:
+            self._learning(*scored.nodes, scored.logits, found.paths)
+        self.table.forget_read()
+
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         if self.on_device:
-            self._learn_there(scored, verdicts)
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         drafted = [tree.tokens.tolist() for tree in self._drafted]
@@ -196,34 +205,37 @@ class Recycle(Remembering):
         for turn in turns:
             self.table.mix(turn, found, self.rate)
 
-    def _learn_there(self, scored: Scored, verdicts: Rows[Verdict]) -> None:
-        """From every node at once, where only the device knows the tokens."""
-        batch, nodes, _ = scored.logits.shape
-        if (batch, nodes) not in self._marks:
-            self._marks[batch, nodes] = Brought(batch * nodes, self.table.tokens.device)
-        told = self._marks[batch, nodes]
-        marks = told.here.reshape(batch, nodes)
-        marks.fill(PADDING)
-        for row, tree, verdict in zip(marks, self._drafted, verdicts, strict=False):
-            row[: len(tree)] = REJECTED
-            row[list(verdict.path)] = ACCEPTED
-        there = told.bring().view(batch, nodes)
-        if scored.tokens is None:  # a pass that was not recorded, whose logits lie anywhere
-            rows = [tree.tokens.to(there.device, non_blocking=True) for tree in self._drafted]
-            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            tokens = torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1], 0, batch - len(rows)))
-            self._learn(tokens, scored.logits, there)
-        else:
-            self._learning(scored.tokens, scored.logits, there)
-            self.table.forget_read()
-
-    def _learn(self, tokens: Tensor, logits: Tensor, marks: Tensor) -> None:
-        learn_marked(self.table.tokens, self.table.masses, tokens, logits, marks, rate=self.rate)
-        self.table.forget_read()
+    def _nodes(self, logits: Tensor) -> Nodes:
+        """The trees that were drafted last, in the shape of a pass over them."""
+        batch, nodes, _ = logits.shape
+        rows = [tree.tokens.to(logits.device, non_blocking=True) for tree in self._drafted]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        tokens = torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1], 0, batch - len(rows)))
+        slots = [*range(len(rows)), *[-1] * (batch - len(rows))]
+        laid = laid_out(tuple(tree.topology for tree in self._drafted), nodes)
+        seen = torch.nn.functional.pad(_there(laid.seen, logits), (0, 0, 0, 0, 0, batch - len(rows)))
+        return Nodes(tokens, seen, _there(slots, logits))
 
 
 PADDING, REJECTED, ACCEPTED = range(3)
 """what becomes of a node"""
+
+
+def learn_judged(
+    table: Tensor,
+    masses: Tensor,
+    tokens: Tensor,
+    seen: Tensor,
+    slots: Tensor,
+    logits: Tensor,
+    paths: Tensor,
+    *,
+    rate: float,
+) -> None:
+    """Learn from the nodes of a pass, told as `Nodes`, and from verdicts that accepted paths (batch, depth + 1)."""
+    real = (seen != 0).any(dim=2) & (slots >= 0)[:, None]
+    accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # a path that is over stays at its root
+    learn_marked(table, masses, tokens, logits, torch.where(accepted, ACCEPTED, REJECTED) * real, rate=rate)
 
 
 def learn_marked(table: Tensor, masses: Tensor, tokens: Tensor, logits: Tensor, marks: Tensor, *, rate: float) -> None:
@@ -378,6 +390,6 @@ def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
     return [*others[: most - len(path)], *path]
 
 
-def _there(numbers: Iterable[int], like: Tensor) -> Tensor:
+def _there(numbers: Rows[int] | NDArray[np.integer], like: Tensor) -> Tensor:
     """Numbers where a tensor is, without waiting for the device."""
-    return torch.tensor(list(numbers)).to(like.device, non_blocking=True)
+    return torch.tensor(numbers).to(like.device, non_blocking=True)

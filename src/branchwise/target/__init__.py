@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,17 @@ from torch import Tensor
 from branchwise.forest import Forest
 from branchwise.sequence import Sequence
 from branchwise.verify import Verdict
+
+
+class Nodes(NamedTuple):
+    """The nodes of a pass as a device knows them, padding included."""
+
+    tokens: Tensor
+    """(batch, nodes)"""
+    seen: Tensor
+    """(batch, nodes, words): ancestors as bits, its own included; padding has none"""
+    slots: Tensor
+    """(batch,): -1 for a tree without a text"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +49,8 @@ class Scored:
     """(batch, nodes, 2, k) float32: the k best tokens behind every node and their probabilities, where a pass on a
     device was asked to tell them: the host reads these in place of whole rows"""
 
-    tokens: Tensor | None = None
-    """(batch, nodes) int32: what was scored, where it lies on a device"""
+    nodes: Nodes | None = None
+    """what was scored, where a device was told"""
 
     @cached_property
     def told(self) -> Tensor | None:

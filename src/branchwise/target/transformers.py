@@ -28,7 +28,7 @@ from branchwise.errors import ModelError, UnsupportedModel, UsageError
 from branchwise.forest import Forest, Laid, laid_out
 from branchwise.registry import nearest
 from branchwise.sequence import Sequence
-from branchwise.target import Scored
+from branchwise.target import Nodes, Scored
 from branchwise.target.fuse import Fusion, Group, same_inputs
 from branchwise.target.graphs import Found, Graphs
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
@@ -199,7 +199,8 @@ class TransformersTarget:
         batch, nodes = laid.depths.shape
         if told is None:
             forest.tokens = sheet.tokens[:batch, :nodes].long()
-        return Scored(found.logits, best=found.best, tokens=sheet.tokens[:batch, :nodes])
+        told_there = Nodes(sheet.tokens[:batch, :nodes], sheet.seen[:batch, :nodes], sheet.slots[:batch])
+        return Scored(found.logits, best=found.best, nodes=told_there)
 
     def captured(self, verifier: Verifier) -> Verifier:
         """The same verifier, recorded as the passes are."""

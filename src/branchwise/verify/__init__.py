@@ -75,10 +75,20 @@ class Verdicts:
         """The same with the tokens of the nodes, given those of whole trees (batch, nodes)."""
         return torch.cat([self.rows, tokens.gather(1, self.paths.clamp_min(0))], dim=1)
 
+    def fetch(self) -> None:
+        """Begin to bring them to the host: what is launched from now on does not delay them."""
+        if self.rows.device.type == "cuda":
+            on_their_way, over = self.rows.to("cpu", non_blocking=True), torch.cuda.Event()
+            over.record(torch.cuda.current_stream(self.rows.device))
+            self.__dict__["_fetched"] = on_their_way, over
+
     def read(self) -> list[Verdict]:
         """The verdicts on the host; the one sync of a step."""
+        rows, over = self.__dict__.get("_fetched", (self.rows, None))
+        if over is not None:
+            over.synchronize()
         longest, verdicts = self.paths.shape[1], []
-        for row in self.rows.tolist():
+        for row in rows.tolist():
             path = tuple(node for node in row[:longest] if node >= 0)
             spelled = tuple(row[longest + 2 : longest + 1 + len(path)]) if len(row) > longest + 1 else None
             verdicts.append(Verdict(path, row[longest], spelled))
