@@ -6,6 +6,8 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,14 +21,14 @@ from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.fuse import Group, joined
-from branchwise.target.graphs import Replay
+from branchwise.target.graphs import Pool
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
-from branchwise.target.slots import Moves
+from branchwise.target.slots import Layout, Moves, SlotStore
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, ToyTarget
 from branchwise.topology import chain_topology, topology
 from branchwise.tree import DraftTree
-from branchwise.verify import VERIFIERS, Verdict
+from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from branchwise.verify.capture import bring
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
@@ -38,8 +40,10 @@ FAMILIES = ("llama", "gemma2", "mistral-narrow", "deepseek-v3")
 """grouped heads; soft caps with windows; a window shorter than a tree; values narrower than keys"""
 
 
+@pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str) -> None:
+def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str, there: bool) -> None:
+    """Whether the host says which rows are kept, or they move where the verdicts lie."""
     pytest.importorskip("triton", reason="needs Triton's interpreter")
     model = build(SERVED[family])
     target = TransformersTarget(model, slots=4, max_nodes=12, kernels=True)
@@ -51,12 +55,20 @@ def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str) -> None:
         trees = [random_tree(rng, sequence.root, rng.randint(2, 9)) for sequence in sequences]
         assert_scores_equal_own_forward(model, target, sequences, trees)
         paths = [tuple(tree.topology.path(len(tree) - 1)) for tree in trees]
+        if there:
+            scored = target.score(sequences, Forest(trees))
+            target.heed(scored, Verdicts(padded(paths), torch.full((len(paths),), 7)))
         target.commit(sequences, [Verdict(path, 7) for path in paths])
         for sequence, tree, path in zip(sequences, trees, paths, strict=True):
             sequence.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
     target.close(sequences.pop(0))
     trees = [random_tree(rng, sequence.root, 5) for sequence in sequences]
     assert_scores_equal_own_forward(model, target, sequences, trees)
+
+
+def padded(paths: Rows[tuple[int, ...]]) -> torch.Tensor:
+    longest = max(map(len, paths)) + 1
+    return torch.tensor([[*path, *[-1] * (longest - len(path))] for path in paths])
 
 
 def test_trees_without_a_text_change_nothing_for_the_others() -> None:
@@ -178,30 +190,33 @@ def test_a_sheet_that_was_interrupted_is_told_anew() -> None:
     assert sheet.depths.tolist() == a.depths.tolist()
 
 
-def test_moves_name_only_the_texts_of_this_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[list[int]] = []
-    monkeypatch.setattr("branchwise.target.slots.move", lambda *inputs, texts: told.append(inputs[-1].tolist()))
-    moves = Moves(2, 4, [torch.zeros(1, 2, 1, 8, 1)])
-    moves([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
-    moves([1], [9], [(0, 2)])
-    assert told[-1] == [1, -1, 9, -1, 0, 2, -1, -1, -1, -1, -1, -1]
+def test_moves_name_only_the_texts_of_this_step() -> None:
+    moves = Moves(2, 4, torch.device("cpu"))
+    moves.tell([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
+    slots, lengths, paths = moves.tell([1], [9], [(0, 2)])
+    assert (slots.tolist(), lengths.tolist()) == ([1, -1], [9, -1])
+    assert paths.tolist() == [[0, 2, -1, -1], [-1] * 4]
 
 
-def test_moves_are_recorded_before_anything_moves_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[list[int]] = []
+def test_nothing_moves_while_moves_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught here: a recording that moves rows, which the replay behind it then moves once more."""
+    named: list[list[int]] = []
 
-    def record(self: Replay[None], *places: torch.Tensor) -> bool:
-        self.captures = True  # as on a device
-        recorded.append(places[-1].tolist())
-        return False  # and as where there is no memory for it
+    def record(self: Pool, run: Callable[[], None]) -> tuple[object, None]:
+        run()
+        return SimpleNamespace(replay=run), None
 
-    monkeypatch.setattr(Replay, "record", record)
-    monkeypatch.setattr("branchwise.target.slots.move", lambda *inputs, texts: None)
-    moves = Moves(1, 2, [torch.zeros(1, 1, 1, 8, 1)])
+    monkeypatch.setattr(Pool, "record", record)
+    monkeypatch.setattr("branchwise.target.slots.move", lambda *inputs: named.append(inputs[-3].tolist()))
+    layout = Layout(((1, 1),), ((1, 1),))
+    store = SlotStore(layout, slots=2, rows=8, dtype=torch.float32, device=torch.device("cpu"), by_kernels=True)
+    store._moving.captures = True  # as on a device
+    slots, lengths, paths = torch.tensor([1, 0]), torch.tensor([3, 3]), torch.tensor([[0, 2], [0, 2]])
     for _ in range(3):
-        moves([0], [3], [(0, 2)])
-    assert recorded == [[-1] * 4]
-    assert not moves._run.captures
+        store.move(slots, lengths, paths)
+    # launched, recorded and replayed, replayed
+    assert named == [[1, 0], [-1, -1], [1, 0], [1, 0]]
+    assert slots.tolist() == [1, 0]
 
 
 def foretelling(rng: random.Random) -> DraftTree:

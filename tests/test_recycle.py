@@ -100,7 +100,7 @@ def teach(drafter: Recycle, sequences: list[Sequence], scored: Scored, verdicts:
     paths = [[*verdict.path, *[-1] * (longest - len(verdict.path))] for verdict in verdicts]
     tokens = torch.tensor([verdict.token for verdict in verdicts])
     drafter.heed(scored, Verdicts(torch.tensor(paths).to(scored.logits.device), tokens.to(scored.logits.device)))
-    drafter.learn(sequences, scored, verdicts)
+    drafter.learn(sequences, scored, verdicts[: len(sequences)])
 
 
 # The best tokens of a law
@@ -389,6 +389,39 @@ def test_a_tree_looked_up_on_a_device_is_that_of_the_host(shape: str, k: int) ->
         assert one.depth <= budget.depth
     assert there._drafted is looked_up
     assert len(laid[0]) > 20
+
+
+def test_trees_are_looked_up_before_the_host_knows_their_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught here: trees of other texts, or of texts that did not go on with what was found."""
+    drafter = bound(k=3, tree=Ranks("mcsd"))
+    drafter.on_device = True
+    sequences, trees, scored, verdicts = scene(4, texts=3, nodes=9)
+
+    def step() -> None:
+        drafter._drafted = trees
+        teach(drafter, sequences, scored, verdicts)
+
+    step()
+    for sequence, verdict in zip(sequences, verdicts, strict=True):
+        sequence.tokens.append(verdict.token)
+    told: list[list[int]] = []
+    look = drafter.looked_up
+    monkeypatch.setattr(drafter, "looked_up", lambda roots: (told.append(roots), look(roots))[1])
+
+    def drafts(texts: list[Sequence]) -> list[list[int]]:
+        return [tree.tokens.tolist() for tree in drafter.draft(texts, [AMPLE] * len(texts))]
+
+    found = drafts(sequences)
+    assert not told
+    assert found == drafts(sequences)  # a second time nothing is at hand
+    assert told == [[verdict.token for verdict in verdicts]]
+    for texts in (sequences[:2], sequences[::-1], [*sequences, Sequence([3])]):
+        step()
+        assert [row[0] for row in drafts(texts)] == [text.root for text in texts]
+    step()
+    sequences[1].tokens.append((sequences[1].root + 1) % VOCABULARY)
+    assert [row[0] for row in drafts(sequences)] == [text.root for text in sequences]
+    assert len(told) == 5
 
 
 def test_what_empty_rows_propose_does_no_harm() -> None:

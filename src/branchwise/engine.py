@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -203,8 +203,10 @@ class Engine:
         with self._not_for_memory():
             self.drafter.observe(sequences, scored, verdicts)
 
-    def _learn_there(self, scored: Scored, found: Verdicts) -> None:
-        """What a drafter learns on a device is launched right behind the verdicts, which the host reads meanwhile."""
+    def _heed(self, scored: Scored, found: Verdicts) -> None:
+        """What follows from verdicts on a device is launched right behind them, and the host reads them meanwhile."""
+        if hasattr(self.target, "heed"):
+            self.target.heed(scored, found)
         if hasattr(self.drafter, "heed"):
             with self._not_for_memory():
                 self.drafter.heed(scored, found)
@@ -227,9 +229,11 @@ class Engine:
         self._clock.lap("score")
         laws = ModelLaws(scored.logits, forest, sequences)
         found = self._judge(forest, laws, self._chance(sequences, len(forest)))
+        if forest.told_tokens is None:  # by the time somebody reads a tree, its place may hold the next one
+            found = found.spelled(forest.tokens)
         self._clock.lap("verify")
         found.fetch()
-        self._learn_there(scored, found)
+        self._heed(scored, found)
         return forest, scored, found.read()[: len(sequences)]
 
     def _admit(self) -> None:
@@ -277,7 +281,7 @@ class Engine:
         batch, nodes = self.target.room(len(trees), max(min(room.nodes, self.most.nodes), *map(len, trees)))
         roots = [sequence.root for sequence in sequences] + [0] * (batch - len(trees))
         whole = [*trees, *[DraftTree.root(0)] * (batch - len(trees))]  # trees without a text fill a recorded batch
-        return Forest(whole, self.target.device, replace(room, nodes=nodes), roots)
+        return Forest(whole, self.target.device, room.holding(nodes), roots)
 
     def _chance(self, sequences: Rows[Sequence], batch: int) -> SeededChance:
         spare = [0] * (batch - len(sequences))

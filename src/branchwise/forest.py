@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -30,6 +30,11 @@ class Room:
     width: int = 0
     """of one level"""
     forks: int = 0
+
+    @lru_cache(maxsize=256)  # noqa: B019, rooms are few and small
+    def holding(self, nodes: int) -> Room:
+        """The same for so many nodes."""
+        return replace(self, nodes=nodes)
 
     @classmethod
     def for_paths(cls, count: int, length: int) -> Room:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
-from branchwise.forest import Forest
+from branchwise.forest import Forest, Room
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.graphs import Found, Pool
 from branchwise.target.sheet import Sheet
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter
-from branchwise.verify import VERIFIERS, Verdict
+from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
 
@@ -30,17 +30,23 @@ SERVED = served()
 
 
 def scores(target: TransformersTarget, seed: int) -> list[Tensor]:
-    """Four steps of three texts with random trees and random accepted paths."""
+    """Six steps of three texts with random trees and random accepted paths, which move where the verdicts lie, in the
+    same place every time, or as the host says."""
     rng = random.Random(seed)
     texts = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
     for text in texts:
         target.open(text)
     found = []
-    for _ in range(4):
+    judged = torch.zeros(3, 9, dtype=torch.int64, device="cuda")
+    for step in range(6):
         trees = [random_tree(rng, text.root, rng.randint(1, 9)) for text in texts]
-        logits = target.score(texts, Forest(trees, "cuda")).logits
+        scored = target.score(texts, Forest(trees, "cuda", Room(nodes=9)))
+        logits = scored.logits
         found += [logits[row, : len(tree)].clone() for row, tree in enumerate(trees)]
         paths = [tuple(tree.topology.path(rng.randrange(len(tree)))) for tree in trees]
+        if step < 4:
+            judged.copy_(torch.tensor([[*path, *[-1] * (9 - len(path))] for path in paths]))
+            target.heed(scored, Verdicts(judged, judged[:, 0]))
         target.commit(texts, [Verdict(path, rng.randrange(VOCABULARY)) for path in paths])
         for text, tree, path in zip(texts, trees, paths, strict=True):
             text.tokens += [*tree.tokens[list(path[1:])].tolist(), rng.randrange(VOCABULARY)]

@@ -12,6 +12,7 @@ The probabilities are those of the model at temperature 1, before any warping.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,10 @@ class Recycle(Remembering):
         """the largest tree that is looked up"""
         self._parts: dict[Topology, Tensor] = {}  # which nodes of the whole tree a smaller one has, on the device
         self._roots: dict[int, Brought] = {}  # by the number of texts
+        self._ahead: Tensor | None = None
+        """whole trees below the tokens of the last verdicts"""
+        self._expected: list[tuple[Sequence, int]] = []
+        """the text of each of these trees, and its root"""
 
     @property
     def table(self) -> Table:
@@ -83,7 +88,10 @@ class Recycle(Remembering):
         super().bind(target)
         self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks)
         place = target.device if self.on_device else torch.device("cpu")
-        self._ways = {"capture": getattr(target, "graphs", True), "compile": getattr(target, "compile", False)}
+        self._ways: dict[str, Any] = {
+            "capture": getattr(target, "graphs", True),
+            "compile": getattr(target, "compile", False),
+        }
         wanted = target.vocabulary, min(self.k, target.vocabulary), place
         if self._table is None or self._bound_to != wanted:
             self._move_to(*wanted)
@@ -95,7 +103,7 @@ class Recycle(Remembering):
         known, self._table = self._table, Table(vocabulary, width, place)
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
-        self._bound_to, self._whole = (vocabulary, width, place), None
+        self._bound_to, self._whole, self._ahead = (vocabulary, width, place), None, None
         self._tables = self._table.tokens, self._table.masses
         self._learning = Replay(learn_judged, place, self._tables, writes=True, **self._ways, rate=self.rate)
         for told in (self._parts, self._roots):
@@ -116,10 +124,13 @@ class Recycle(Remembering):
         if hasattr(self.tree, "begin"):
             self.tree.begin(len(sequences), self.target)
         shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
-        found = self.looked_up([sequence.root for sequence in sequences])
+        wanted = [(sequence, sequence.root) for sequence in sequences]
+        # What was looked up already is right where the texts go on together as they were.
+        found, self._ahead = self._ahead if wanted == self._expected else None, None
+        found = self.looked_up([root for _, root in wanted]) if found is None else found
         self._drafted = [
             DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
-            for row, shape in zip(found, shapes, strict=True)
+            for row, shape in zip(found, shapes, strict=False)
         ]
         return self._drafted
 
@@ -129,14 +140,17 @@ class Recycle(Remembering):
         Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. The next trees
         overwrite these.
         """
-        if self._whole is None:
-            self._look()
         size = fitting(len(roots), BATCHES)  # few sizes, each of which is recorded
         if size not in self._roots:
             self._roots[size] = Brought(size, self.table.tokens.device)
         told = self._roots[size]
         told.here[: len(roots)] = roots
-        return self._lookup(told.bring())[: len(roots)]
+        return self._looked(told.bring())[: len(roots)]
+
+    def _looked(self, roots: Tensor) -> Tensor:
+        if self._whole is None:
+            self._look()
+        return self._lookup(roots)
 
     def _part(self, whole: Tensor, shape: Topology) -> Tensor:
         """(nodes,): what a smaller tree has of a whole one; as a look-up, that is recorded once for all shapes."""
@@ -166,17 +180,24 @@ class Recycle(Remembering):
             self._learn_in_turn(tokens, peaks_here(logits, self.table.width))
 
     def heed(self, scored: Scored, found: Verdicts) -> None:
-        """On a device, learn from every node at once, before the host knows what was accepted."""
+        """On a device, learn from every node at once, before the host knows what was accepted, and look up the trees
+        that come next."""
+        self._ahead = None
         if not self.on_device:
             return
+        nodes = scored.nodes or self._nodes(scored.logits)
+        places = nodes.tokens, nodes.seen, nodes.slots, scored.logits, found.paths
         if scored.nodes is None:  # a pass that was not recorded, whose logits lie anywhere
-            learn_judged(*self._tables, *self._nodes(scored.logits), scored.logits, found.paths, rate=self.rate)
+            learn_judged(*self._tables, *places, rate=self.rate)
         else:
-            self._learning(*scored.nodes, scored.logits, found.paths)
+            self._learning(*places)
         self.table.forget_read()
+        self._ahead = self._looked(found.tokens) if isinstance(self.tree, Ranks) else None
 
     def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         if self.on_device:
+            told = zip(sequences, verdicts, strict=True)
+            self._expected = [(sequence, verdict.token) for sequence, verdict in told]
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         drafted = [tree.tokens.tolist() for tree in self._drafted]
@@ -214,7 +235,7 @@ class Recycle(Remembering):
         slots = [*range(len(rows)), *[-1] * (batch - len(rows))]
         laid = laid_out(tuple(tree.topology for tree in self._drafted), nodes)
         seen = torch.nn.functional.pad(_there(laid.seen, logits), (0, 0, 0, 0, 0, batch - len(rows)))
-        return Nodes(tokens, seen, _there(slots, logits))
+        return Nodes(tokens, seen, there := _there(slots, logits), torch.zeros_like(there))
 
 
 PADDING, REJECTED, ACCEPTED = range(3)

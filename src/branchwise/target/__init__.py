@@ -35,6 +35,8 @@ class Nodes(NamedTuple):
     """(batch, nodes, words): ancestors as bits, its own included; padding has none"""
     slots: Tensor
     """(batch,): -1 for a tree without a text"""
+    lengths: Tensor
+    """(batch,): committed tokens before the root"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,5 +81,8 @@ class Target(Protocol):
 
     def fork(self, source: Sequence, sequence: Sequence) -> None: ...
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored: ...
-    def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None: ...
+    def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
+        """Where it can, a target on a device moves rows before, by `heed(scored, found)`, called while the verdicts are
+        still there: nobody waits then."""
+
     def close(self, sequence: Sequence) -> None: ...

@@ -124,18 +124,21 @@ class Replay(Generic[T]):
         own: Rows[Tensor] = (),
         *,
         writes: bool = False,
+        still: Callable[..., AbstractContextManager[object]] | None = None,
         capture: bool = True,
         compile: bool = False,
         **options: Hashable,
     ) -> None:
-        """`own` are tensors that come before all others, always the same; `writes` says that the function changes them:
-        recording calls it, and must not count. `capture` may forbid to record, and what is recorded may be compiled
-        before."""
+        """`own` are tensors that come before all others, always the same. Recording calls the function, and that must
+        not count: `writes` says that it changes those tensors, which are then restored, and `still` is a way to let the
+        places it is called with say nothing meanwhile. `capture` may forbid to record, and what is recorded may be
+        compiled before."""
         self._function = function
         self._device = device
         self._own = own
         self._options = options
         self._writes = own if writes else ()
+        self._still = still or (lambda *places: nullcontext())
         self._compile = compile
         self._pool = Pool(device)
         self._recorded: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
@@ -163,7 +166,8 @@ class Replay(Generic[T]):
         try:
             run = self._compiled(places) if self._compile else self._run
             key = tuple((place.data_ptr(), _form(place)) for place in places)
-            self._recorded[key] = self._pool.record(lambda: run(*places))
+            with self._still(*places):
+                self._recorded[key] = self._pool.record(lambda: run(*places))
         except torch.OutOfMemoryError:
             return False
         except RuntimeError as error:

@@ -8,6 +8,7 @@ nobody looks at what is found for either.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,6 +151,7 @@ class Sheet:
         )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def size_for(batch: int, nodes: int, columns: int) -> Size:
     """The smallest room for a pass among the sizes that are kept ready."""
     return Size(fitting(batch, BATCHES), fitting(nodes, NODES), words_for(max(columns, fitting(nodes, NODES))))
@@ -160,6 +162,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 """Powers of two, by which matrix products are tiled, and one between the largest, where a step is long."""
 
 
+@lru_cache(maxsize=4096)
 def fitting(count: int, sizes: tuple[int, ...]) -> int:
     """The smallest of the sizes that is enough; above the largest, a multiple of it."""
     largest = sizes[-1]

@@ -7,7 +7,9 @@ reads views and copies nothing. There is one tensor per shape of keys or values,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,13 +158,14 @@ class SlotStore(BlankCache):
         self.slots = slots
         self.rows = rows
         self.by_kernels = by_kernels
-        self._record = record
         self._tensors: dict[tuple[str, Shape], Tensor] = {}
         self.layers_keys = [self._place("keys", layout.keys, i, dtype, device) for i in range(len(layout.keys))]
         self.layers_values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
         self._running: list[Sequence] = []
         self._lengths: dict[Sequence, int] = {}
         self._touched = [0] * slots  # rows of each slot that may hold something
+        tensors = list(self._tensors.values())
+        self._moving = Replay(move, device, tensors, still=nowhere, capture=by_kernels and record)
         self._moves: dict[tuple[int, int], Moves] = {}  # by the room for texts and steps
         self.current: Pass | Sheet | None = None
 
@@ -254,9 +257,15 @@ class SlotStore(BlankCache):
         assert self.current is not None, "a model ran on the store outside a pass"
         return self.current.write(self.layers_keys[layer_idx], self.layers_values[layer_idx], key_states, value_states)
 
-    def keep(self, sequences: Rows[Sequence], paths: Rows[tuple[int, ...]]) -> None:
-        """Move the rows of each accepted path to the front of its tree and count them as committed."""
-        moved = [number for number, path in enumerate(paths) if path != tuple(range(len(path)))]
+    def move(self, slots: Tensor, lengths: Tensor, paths: Tensor) -> None:
+        """Move the rows of accepted paths, (batch, steps) padded with -1, by kernels, where the device knows them; what
+        is committed is for `keep` to say."""
+        self._moving(slots, lengths, paths)
+
+    def keep(self, sequences: Rows[Sequence], paths: Rows[tuple[int, ...]], *, moved_there: bool = False) -> None:
+        """Move the rows of each accepted path to the front of its tree, unless the device did, and count them as
+        committed."""
+        moved = [] if moved_there else [row for row, path in enumerate(paths) if path != tuple(range(len(path)))]
         if moved:
             slots = [self._running.index(sequences[number]) for number in moved]
             lengths = [self._lengths[sequences[number]] for number in moved]
@@ -270,8 +279,8 @@ class SlotStore(BlankCache):
         if self.by_kernels:
             size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
             if size not in self._moves:
-                self._moves[size] = Moves(*size, list(self._tensors.values()), capture=self._record)
-            self._moves[size](slots, lengths, paths)
+                self._moves[size] = Moves(*size, device)
+            self.move(*self._moves[size].tell(slots, lengths, paths))
             return
         moves = [
             (slot, length + node, length + i)
@@ -297,16 +306,14 @@ class SlotStore(BlankCache):
 
 
 class Moves:
-    """Accepted rows moved by kernels: what goes where is one copy, and all layers are one launch."""
+    """Which rows go where, told by the host in one copy."""
 
-    def __init__(self, texts: int, steps: int, tensors: list[Tensor], *, capture: bool = True) -> None:
+    def __init__(self, texts: int, steps: int, device: torch.device) -> None:
         self._size = texts, steps
-        self._told = Brought(texts * (2 + steps), tensors[0].device, fill=-1)
-        self._run = Replay(move, tensors[0].device, tensors, capture=capture, texts=texts)
-        # Recording calls it, and what moves twice is lost: so it is done while nothing is told, or never.
-        self._run.captures = self._run.record(self._told.there)
+        self._told = Brought(texts * (2 + steps), device, fill=-1)
 
-    def __call__(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:
+    def tell(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same on the device: slots, lengths and paths (texts, steps)."""
         texts, _ = self._size
         told = self._told.here
         told.fill(-1)
@@ -315,17 +322,29 @@ class Moves:
         steps = told[2 * texts :].reshape(self._size)
         for row, path in zip(steps, paths, strict=False):
             row[: len(path)] = path
-        self._run(self._told.bring())
+        there = self._told.bring()
+        return there[:texts], there[texts : 2 * texts], there[2 * texts :].view(self._size)
 
 
-def move(*inputs: Tensor, texts: int) -> None:
-    """Move rows in all tensors of a store; the last input says which: slots, lengths and paths (texts, steps)."""
+def move(*inputs: Tensor) -> None:
+    """Move rows in all tensors of a store, all layers of each in one launch; the last three inputs say which."""
     from branchwise.target import kernels
 
-    *tensors, numbers = inputs
-    where = numbers[:texts], numbers[texts : 2 * texts], numbers[2 * texts :].view(texts, -1)
+    *tensors, slots, lengths, paths = inputs
+    steps = paths.int().contiguous()
     for tensor in tensors:
-        kernels.keep_rows(tensor, *where)
+        kernels.keep_rows(tensor, slots, lengths, steps)
+
+
+@contextmanager
+def nowhere(slots: Tensor, lengths: Tensor, paths: Tensor) -> Iterator[None]:
+    """Name no slot meanwhile: what moves twice is lost."""
+    named = slots.clone()
+    slots.fill_(-1)
+    try:
+        yield
+    finally:
+        slots.copy_(named)
 
 
 def forest_ancestors(forest: Forest, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ from branchwise.target.route import Route
 from branchwise.target.sheet import Sheet, size_for
 from branchwise.target.slots import Layout, SlotStore, Written, forest_ancestors
 from branchwise.topology import bits_of, chain_topology
-from branchwise.verify import Verdict, Verifier
+from branchwise.verify import Verdict, Verdicts, Verifier
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class TransformersTarget:
         self._graphs: Graphs | None = None
         self._fusion: Fusion | None = None
         self._best = 0
+        self._moved = False  # whether the rows that the last pass accepted are where they belong
         self._captured: dict[Any, Verifier] = {}
         groups = self._groups() if self.kernels and model not in _unfusible else []
         if self.kernels:
@@ -181,6 +182,7 @@ class TransformersTarget:
 
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
         assert forest.nodes <= self.max_nodes, "a tree is larger than the target allows"
+        self._moved = False
         for sequence in sequences:
             assert self.store.length(sequence) == len(sequence.tokens) - 1, "the cache is out of step with its sequence"
         if self._graphs is not None and not taps:
@@ -199,7 +201,9 @@ class TransformersTarget:
         batch, nodes = laid.depths.shape
         if told is None:
             forest.tokens = sheet.tokens[:batch, :nodes].long()
-        told_there = Nodes(sheet.tokens[:batch, :nodes], sheet.seen[:batch, :nodes], sheet.slots[:batch])
+        told_there = Nodes(
+            sheet.tokens[:batch, :nodes], sheet.seen[:batch, :nodes], sheet.slots[:batch], sheet.lengths[:batch]
+        )
         return Scored(found.logits, best=found.best, nodes=told_there)
 
     def captured(self, verifier: Verifier) -> Verifier:
@@ -220,8 +224,15 @@ class TransformersTarget:
         size = size_for(batch, nodes, nodes)
         return size.batch, min(size.nodes, self.max_nodes)
 
+    def heed(self, scored: Scored, found: Verdicts) -> None:
+        if scored.nodes is not None and self.store.by_kernels:
+            if scored.logits.shape[1] > 1:  # otherwise nothing but roots was scored
+                self.store.move(scored.nodes.slots, scored.nodes.lengths, found.paths)
+            self._moved = True
+
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
-        self.store.keep(sequences, [verdict.path for verdict in verdicts])
+        moved, self._moved = self._moved, False
+        self.store.keep(sequences, [verdict.path for verdict in verdicts], moved_there=moved)
 
     def close(self, sequence: Sequence) -> None:
         self.store.close(sequence)

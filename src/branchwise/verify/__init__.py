@@ -71,9 +71,12 @@ class Verdicts:
         """(batch, depth + 2): both side by side, so that one copy brings them over."""
         return torch.cat([self.paths, self.tokens[:, None]], dim=1)
 
-    def spelled(self, tokens: Tensor) -> Tensor:
+    def spelled(self, tokens: Tensor) -> Verdicts:
         """The same with the tokens of the nodes, given those of whole trees (batch, nodes)."""
-        return torch.cat([self.rows, tokens.gather(1, self.paths.clamp_min(0))], dim=1)
+        if self.rows.shape[1] > self.paths.shape[1] + 1:
+            return self
+        written = torch.cat([self.rows, tokens.gather(1, self.paths.clamp_min(0))], dim=1)
+        return Verdicts.written(written, spelled=True)
 
     def fetch(self) -> None:
         """Begin to bring them to the host: what is launched from now on does not delay them."""

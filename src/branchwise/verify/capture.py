@@ -117,7 +117,7 @@ def as_program(verifier: Verifier, forest: Forest, laws: ModelLaws, reads: Rows[
             tables["seen"] = tables["seen"].int()
         same.__dict__.update(tables, q=q)
         found = verifier(same, lawful.over(logits, same), SeededChance(seeds, roots))
-        return found.spelled(same.tokens) if spelled else found.rows
+        return (found.spelled(same.tokens) if spelled else found).rows
 
     return program
 
