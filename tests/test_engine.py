@@ -413,6 +413,32 @@ def test_a_cancelled_text_keeps_what_was_held_back() -> None:
     assert generation.text.text == written
 
 
+@pytest.mark.parametrize("stop", [(), ("!",), ("cab",)])
+@pytest.mark.parametrize("ends", ["length", "token", "cancel"])
+def test_what_is_said_while_the_next_step_runs_is_the_same(ends: str, stop: tuple[str, ...]) -> None:
+    said = []
+    stops = frozenset(write(engine(), max_new_tokens=9).token_ids[8:] if ends == "token" else ())
+    for later in (False, True):
+        running = engine("ngram:max=3,min=1")
+        running.speaks_later = later
+        request = Request((1, 2, 3), max_new_tokens=20, stop_tokens=stops)
+        generation = running.submit(request, stream := TextStream(letters, stop))
+        running.step()
+        assert bool(generation.unsaid) == (later and not stop)  # a stop string is looked for at once
+        assert len(generation.pieces) + len(generation.unsaid) == len(generation.token_ids)
+        for _ in range(5):
+            running.step()
+        if ends == "cancel":
+            running.cancel(generation)
+        finish(running)
+        assert not generation.unsaid
+        assert [piece.token for piece in generation.pieces] == generation.token_ids
+        assert "".join(piece.text for piece in generation.pieces) == stream.text
+        said.append((generation.pieces, stream.text, generation.finish_reason))
+    assert said[0] == said[1]
+    assert said[0][1]
+
+
 def test_a_drafter_learns_from_every_step_before_tokens_join_the_sequence() -> None:
     lengths = []
 

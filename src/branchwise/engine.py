@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -88,6 +88,8 @@ class Generation:
     like: Sequence | None = None
     """an open sequence of the same tokens, from which its cache rows are copied"""
     pieces: list[Piece] = field(default_factory=list)
+    unsaid: list[tuple[int, str, float | None]] = field(default_factory=list)
+    """tokens that are no pieces yet, who drafted them, and how probable they were: text can wait, the device cannot"""
     stats: Stats = field(default_factory=Stats)
     prefill: Stopwatch | None = None
     """runs until the prefill is known to be over"""
@@ -107,6 +109,21 @@ class Generation:
     @property
     def token_ids(self) -> list[int]:
         return self.sequence.output
+
+    def say(self) -> None:
+        """Make pieces of the tokens that came."""
+        for token, source, logprob in self.unsaid:
+            silent = self.text is None or token in self.request.stop_tokens
+            shown = "" if silent else self.text.push(token)  # type: ignore[union-attr]
+            self.pieces.append(Piece(token, shown, bool(source), logprob, source))
+        self.unsaid.clear()
+
+    def fall_silent(self) -> None:
+        """Nothing will follow: release what was held back, with the last piece where there is one."""
+        self.say()
+        held = "" if self.text is None else self.text.finish()
+        if held and self.pieces:
+            self.pieces[-1] = replace(self.pieces[-1], text=self.pieces[-1].text + held)
 
     def budget(self, most: Budget, context: int) -> Budget:
         """What a tree may hold so that nothing in it is past the wanted length or the context."""
@@ -130,6 +147,8 @@ class Engine:
         given = most or Budget(target.max_nodes, target.context)
         self.most = Budget(min(given.nodes, target.max_nodes), given.depth)
         self._clock = Stopwatch(target.device)
+        self.speaks_later = target.device.type == "cuda"
+        """Whether streamed tokens become text while the next step runs. A host computes its steps itself."""
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self.turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
@@ -167,8 +186,6 @@ class Engine:
                 generation.finish_reason = FinishReason.CANCELLED
             elif generation in self._running:
                 self._finish(generation, FinishReason.CANCELLED)
-                if generation.text is not None:
-                    generation.text.finish()
 
     def step(self) -> list[Generation]:
         """Advance every running sequence by at least one token; returns the generations that moved."""
@@ -234,6 +251,8 @@ class Engine:
         self._clock.lap("verify")
         found.fetch()
         self._heed(scored, found)
+        for generation in generations:  # while the device is at work
+            generation.say()
         return forest, scored, found.read()[: len(sequences)]
 
     def _admit(self) -> None:
@@ -321,18 +340,16 @@ class Engine:
         """Add one token; says why the text ends with it, if it does."""
         request, sequence, text = generation.request, generation.sequence, generation.text
         sequence.tokens.append(token)
-        stopped = token in request.stop_tokens
-        shown = text.push(token) if text is not None and not stopped else ""
-        reason = None
+        generation.unsaid.append((token, source, logprob))
+        if text is None or text.may_stop or not self.speaks_later:
+            generation.say()
         asked = request.stop_when is not None and request.stop_when(sequence.tokens)
-        if stopped or asked or (text is not None and text.stopped):
-            reason = FinishReason.STOP
-        elif len(sequence.output) >= request.max_new_tokens or len(sequence.tokens) >= self.target.context:
-            reason = FinishReason.LENGTH
-        if reason is not None and text is not None:
-            shown += text.finish()
-        generation.pieces.append(Piece(token, shown, bool(source), logprob, source))
-        return reason
+        if token in request.stop_tokens or asked or (text is not None and text.stopped):
+            return FinishReason.STOP
+        full = len(sequence.tokens) >= self.target.context
+        if full or len(sequence.tokens) - sequence.prompt_length >= request.max_new_tokens:
+            return FinishReason.LENGTH
+        return None
 
     def _run_out(self, generation: Generation) -> None:
         """End a generation for which there is no memory; the others go on."""
@@ -344,13 +361,12 @@ class Engine:
         if generation in self._running:
             self._finish(generation, FinishReason.ERROR)
         generation.finish_reason = FinishReason.ERROR
-        if generation.text is not None:
-            generation.text.finish()
         if self.target.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         generation.finish_reason = reason
+        generation.fall_silent()
         # The last takes the free place, as its slot does: a pass over sequences in slot order copies no cache rows.
         place, last = self._running.index(generation), self._running.pop()
         if last is not generation:

@@ -208,7 +208,8 @@ class LLM:
         told = 0
         try:
             while told < len(generation.pieces) or not generation.finished:
-                if told == len(generation.pieces):  # another stream may have moved this one along already
+                # Another stream may have moved this one along already, and what a step finds may be said with the next.
+                while told == len(generation.pieces) and not generation.finished:
                     self.engine.step()
                 pieces = generation.pieces[told:]
                 told += len(pieces)

@@ -29,6 +29,11 @@ class TextStream:
         """everything shown so far; never holds a stop string"""
         self.stopped = False
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings, so that every token has to be looked at before the next one is asked for."""
+        return bool(self._stop)
+
     def push(self, token: int) -> str:
         """Add a token; afterwards `stopped` tells whether it completed a stop string."""
         assert not self.stopped, "tokens arrived after a stop string"
