@@ -187,7 +187,7 @@ MUTANTS = [
         ("way.append(torch.where(accepted, child, -1))", "way.append(child)"),
         ("accepted = turn < children.shape[1]", "accepted = turn <= children.shape[1]"),
         ("torch.where(here == nodes, below, -1).amax(dim=-1)", "torch.where(here == nodes, below, -1).amin(dim=-1)"),
-        ('accepts = frozenset({Draw.PATHS})\n    replace = True', 'accepts = frozenset({Draw.PATHS})\n    replace = False'),
+        ('reads = ("tokens", "paths")\n    replace = True', 'reads = ("tokens", "paths")\n    replace = False'),
         ("return next_on_paths(forest)", "return forest.children"),
         ("        return forest.children\n\n\nclass MSS", "        return forest.children.flip(2)\n\n\nclass MSS"),
         ("laws.rows(node), forest.q_rows(node), share)", "laws.rows(node), forest.q_rows(node))"),

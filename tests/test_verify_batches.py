@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from branchwise.verify.capture import Numbers, Places, as_program, numbers_of, packed, trace
+from branchwise.verify.capture import Captured, Numbers, Places, as_program, numbers_of, packed, tables_of, trace
 from branchwise.verify.match import Match
 from tests.strategies import Rule, grown, random_rule, tokens_to
 
@@ -258,10 +260,10 @@ ROOMY = {
 }
 
 
-def inputs(batch: Batch, forest: Forest) -> Places:
+def inputs(batch: Batch, forest: Forest, reads: Rows[str]) -> Places:
     assert forest.q is not None
     q = torch.nn.functional.pad(forest.q, (0, 0, 0, forest.nodes - forest.q.shape[1]))
-    return Places(packed(numbers_of(forest, batch.chance())), batch.logits(forest.nodes).nan_to_num(0.0), q)
+    return Places(packed(numbers_of(forest, batch.chance(), reads)), batch.logits(forest.nodes).nan_to_num(0.0), q)
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["all rows", "rows on the walk"])
@@ -269,22 +271,84 @@ def inputs(batch: Batch, forest: Forest) -> Places:
 def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     name: str, draw: Draw, together: bool
 ) -> None:
-    # Catches Python that looks at values: a trace remembers the answer that it got.
+    # Catches Python that looks at values: a trace remembers the answer that it got. And rules that read more than they
+    # say: a forest that is traced has no other tables.
     specs, room = ROOMY[draw]
+    verifier = VERIFIERS.build(name)
+    reads = tables_of(verifier)
     sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
     first = Batch(specs, 0, sampling=sampling)
     forest = Forest(first.trees, room=room)
     laws = ModelLaws(first.logits(forest.nodes), forest, first.sequences)
     laws.lazy, laws.together = False, together
-    traced = trace(as_program(VERIFIERS.build(name), forest, laws), inputs(first, forest))
+    traced = trace(as_program(verifier, forest, laws, reads), inputs(first, forest, reads))
     seen = set()
     for seed in range(8):
         batch = Batch(specs, seed, sampling=sampling)
         other = Forest(batch.trees, room=room)
-        found = Verdicts.written(traced(*inputs(batch, other))).read()
+        found = Verdicts.written(traced(*inputs(batch, other, reads))).read()
         assert found == batch.verdicts(name, lazy=True)
         seen |= {len(verdict.path) for verdict in found}
     assert len(seen) > 1
+
+
+# Recorded
+
+
+class Launching:
+    """A pool as it is where there is no device: what it records it runs again."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[SimpleNamespace, Tensor]:
+        found = run()
+        return SimpleNamespace(replay=lambda: found.copy_(run())), found
+
+
+def recorded(captured: Captured, batch: Batch, room: Room) -> list[Verdict]:
+    forest = Forest(batch.trees, room=room)
+    laws = ModelLaws(batch.logits(forest.nodes).nan_to_num(0.0), forest, batch.sequences)
+    laws.lazy = False
+    return captured(forest, laws, batch.chance()).read()
+
+
+@pairs
+def test_a_batch_that_drafts_nothing_is_recorded_too(name: str, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, however the roots came about; only `auto`, which asks how trees are drawn, tells two kinds apart."""
+    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
+    captured = Captured(VERIFIERS.build(name), compile=False)
+    sampling = [SamplingParams(temperature=0.9)] * 3
+    for seed in range(6):
+        batch = Batch([["nothing", NOTHING[draw]][seed % 2]] * 3, seed, sampling=sampling)
+        assert recorded(captured, batch, ROOMY[draw][1]) == batch.verdicts(name)
+    assert len(captured._graphs) == (2 if name == "auto" else 1)
+
+
+@pairs
+def test_bare_roots_beside_trees_are_judged_by_the_same_graph(
+    name: str, draw: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
+    captured = Captured(VERIFIERS.build(name), compile=False)
+    (spec, *_), room = ROOMY[draw]
+    sampling = [SamplingParams(temperature=0.9)] * 3
+    for seed in range(12):
+        specs = [spec if seed % 3 == row or seed & 1 << row else "nothing" for row in range(3)]
+        batch = Batch(specs, seed, sampling=sampling)
+        assert recorded(captured, batch, room) == batch.verdicts(name)
+    assert len(captured._graphs) == 1
+
+
+@pairs
+def test_greedy_laws_are_recorded_without_q(name: str, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
+    captured = Captured(VERIFIERS.build(name), compile=False)
+    for seed, spec in enumerate([SHAPES[draw][0], "nothing"] * 3):
+        batch = Batch([spec] * 3, seed, sampling=[SamplingParams()] * 3)
+        assert recorded(captured, batch, ROOMY[draw][1]) == batch.verdicts("match")
+    assert all(recording.places.q is None for recording in captured._graphs.values())
+    assert captured._graphs
 
 
 def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:

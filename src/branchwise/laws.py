@@ -50,10 +50,19 @@ class Laws(Protocol):
 
 def all_at_once(laws: Laws) -> Laws:
     """The same laws for a rule that reads nearly every row whatever is drawn: on a device in one go, however many."""
-    if not isinstance(laws, ModelLaws) or laws.together:
+    return _with(laws, together=True)
+
+
+def one_by_one(laws: Laws) -> Laws:
+    """The same laws for a rule that reads hardly any row: on a device too, only those it asks for are made."""
+    return _with(laws, together=False)
+
+
+def _with(laws: Laws, *, together: bool) -> Laws:
+    if not isinstance(laws, ModelLaws) or laws.together == together:
         return laws
     same = copy.copy(laws)
-    same.together = True
+    same.together = together
     return same
 
 

@@ -52,10 +52,12 @@ def draft(tree: str, seed: int) -> tuple[list[DraftTree], torch.Tensor]:
 
 
 def verdicts(name: str, trees: list[DraftTree], logits: torch.Tensor, seed: int, device: str, captured: object = None):  # type: ignore[no-untyped-def]
+    laws = [None if tree.q is None else tree.q.to(device) for tree in trees]
     moved = [
-        DraftTree(tree.tokens.to(device), tree.parents, tree.draw, tree.q.to(device), tree.leaves) for tree in trees
+        DraftTree(tree.tokens.to(device), tree.parents, tree.draw, q, tree.leaves)
+        for tree, q in zip(trees, laws, strict=True)
     ]
-    room = Room.for_paths(3, 4) if trees[0].leaves else Room()
+    room = Room.for_paths(3, 4) if any(tree.leaves for tree in trees) or len(trees[0]) == 1 else Room()
     forest = Forest(moved, device, room)
     logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1])).to(device)
     sequences = [Sequence([0, 1, 2, 1], SamplingParams(temperature=1.0, seed=seed + row)) for row in range(BATCH)]
@@ -99,6 +101,21 @@ def test_a_captured_verdict_is_the_eager_one(name: str, compile: bool) -> None:
         eager = verdicts(name, trees, logits, seed, "cuda")().read()
         assert verdicts(name, trees, logits, seed, "cuda", captured)().read() == eager
     assert len(captured._graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["token", "block", "gbv", "cascade", "rrs", "traversal", "k-seq", "auto"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_captured_verdict_on_bare_roots_is_the_eager_one(name: str, compile: bool) -> None:
+    """Alone, and beside trees that were drawn."""
+    captured = Captured(VERIFIERS.build(name), compile=compile)
+    for seed in range(8):
+        trees, logits = draft("paths:3x4", seed)
+        for row in range(BATCH):
+            if seed % 2 or row == seed // 2 % BATCH:
+                trees[row] = DraftTree(torch.tensor([1]), (-1,))
+        eager = verdicts(name, trees, logits, seed, "cuda")().read()
+        assert verdicts(name, trees, logits, seed, "cuda", captured)().read() == eager
+    assert len(captured._graphs) == 2
 
 
 @pytest.mark.parametrize("name", ["block", "cascade", "traversal", "k-seq"])

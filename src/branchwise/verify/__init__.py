@@ -104,7 +104,10 @@ sequence gets the same verdict alone as among others."""
 
 
 class Verifier(Protocol):
-    """A rule, and the draws for which it is lossless. One that is not says `lossless = False`, and `lossy` by name."""
+    """A rule, and the draws for which it is lossless. One that is not says `lossless = False`, and `lossy` by name.
+
+    One that says which tables of a forest it `reads` is told no others where its verdicts are recorded.
+    """
 
     name: str
     accepts: frozenset[Draw]

@@ -27,7 +27,8 @@ from branchwise.target.graphs import Pool, on
 from branchwise.target.sheet import Brought
 from branchwise.tree import Draw
 from branchwise.verify import Verdicts, Verifier
-from branchwise.verify.match import Match, leaves_greedy_laws
+from branchwise.verify.auto import Auto, choose
+from branchwise.verify.match import Match, Undrafted, rule_for
 
 TABLES = (*NODES, *LOOKED_UP)
 """what a verifier may read of a forest; one that reads less says so in `reads`"""
@@ -57,13 +58,12 @@ class Captured:
         self._graphs: OrderedDict[Any, Recording] = OrderedDict()
 
     def __call__(self, forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
-        # `match` reads no q, and nearly all rules leave greedy laws to it.
-        verifier = Match() if laws.greedy and leaves_greedy_laws(self.verifier) else self.verifier
-        drawn = not isinstance(verifier, Match)
+        verifier = self._rule(forest, laws)
+        drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
         if not laws.capturable or (drawn and forest.q is None):
             return self.verifier(forest, laws, chance)
         reads = tables_of(verifier)
-        key = key_of(forest, laws, reads)
+        key = verifier.name, *key_of(forest, laws, reads)
         if key not in self._graphs:
             self._times[key] += 1
             if not laws.greedy and self._times[key] < self._seen:
@@ -92,7 +92,12 @@ class Captured:
         Whoever scores the next batch may write its logits there, and whoever drafts it its q (into the first rows): a
         verdict on tensors that begin there copies nothing.
         """
-        return self._graphs[key_of(forest, laws, tables_of(self.verifier))].places
+        rule = self._rule(forest, laws)
+        return self._graphs[rule.name, *key_of(forest, laws, tables_of(rule))].places
+
+    def _rule(self, forest: Forest, laws: ModelLaws) -> Verifier:
+        """Who really judges this batch."""
+        return rule_for(choose(forest) if isinstance(self.verifier, Auto) else self.verifier, forest, laws)
 
 
 Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -139,7 +144,8 @@ def key_of(forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> tuple[
     if not set(reads) & set(LOOKED_UP):
         return about
     assert forest.q is not None
-    return (*about, forest.q.dtype, *forest.widths, frozenset(tree.draw for tree in forest.trees))
+    draws = frozenset(tree.draw for tree in forest.trees if len(tree) > 1)  # a bare root is like any other
+    return (*about, forest.q.dtype, *forest.widths, draws)
 
 
 def shapes_of(forest: Forest, reads: Rows[str] = TABLES) -> tuple[torch.Size, ...]:

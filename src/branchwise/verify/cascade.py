@@ -31,6 +31,7 @@ from branchwise.verify.order import Order
 class Cascade:
     name = "cascade"
     accepts = frozenset({Draw.PATHS})
+    reads = ("tokens", "parents", "paths", "forks")
     mixtures = GRID
 
     @or_match

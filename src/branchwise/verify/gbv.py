@@ -41,6 +41,7 @@ GRID = (0.0, 0.25, 0.5, 0.75, 1.0)
 class GBV:
     name = "gbv"
     accepts = frozenset({Draw.PATHS})
+    reads = ("tokens", "parents", "paths", "forks")
     mixtures: tuple[float, ...] = (0.0,)
 
     @or_match

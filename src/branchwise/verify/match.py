@@ -15,7 +15,7 @@ import torch
 
 from branchwise.chance import Chance, SeededChance
 from branchwise.forest import Forest
-from branchwise.laws import Laws, settled
+from branchwise.laws import Laws, one_by_one, settled
 from branchwise.rows import pack_bits, unpack_bits
 from branchwise.tree import Draw
 from branchwise.verify import Verdicts, Verifier
@@ -76,26 +76,44 @@ def at_once(forest: Forest, laws: Laws, chance: SeededChance) -> Verdicts:
     return Verdicts(paths, drawn.gather(1, last)[:, 0])
 
 
+class Undrafted:
+    """What a rule for drawn trees does where nothing was drafted: one token from the law behind the root."""
+
+    name = "undrafted"
+    accepts = frozenset(Draw)
+    reads = ("tokens",)
+
+    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+        root = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
+        return Verdicts(root[:, None], chance.pick(one_by_one(laws).rows(root)))
+
+
 Self = TypeVar("Self")
 Rule = Callable[[Self, Forest, Laws, Chance], Verdicts]
 
 
 def or_match(rule: Rule[Self]) -> Rule[Self]:
-    """Leave greedy laws to `match`, on which all verifiers agree, and draw a token where nothing was drafted."""
+    """Leave greedy laws to `match`, on which all verifiers agree, and draw a token where nothing was drafted.
+
+    Lossy rules need not.
+    """
 
     @wraps(rule)
     def verify(self: Self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
         if laws.greedy:
             return Match()(forest, laws, chance)
         if forest.depth == 0:
-            root = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
-            return Verdicts(root[:, None], chance.pick(laws.rows(root)))
+            return Undrafted()(forest, laws, chance)
         return rule(self, forest, laws, chance)
 
-    verify.leaves_greedy_laws = True  # type: ignore[attr-defined]
+    verify.leaves_the_rest = True  # type: ignore[attr-defined]
     return verify
 
 
-def leaves_greedy_laws(verifier: Verifier) -> bool:
-    """Whether it judges greedy laws as `match` does; lossy rules need not."""
-    return isinstance(verifier, Match) or hasattr(type(verifier).__call__, "leaves_greedy_laws")
+def rule_for(verifier: Verifier, forest: Forest, laws: Laws) -> Verifier:
+    """Whose rule a verifier follows for these laws and trees; `or_match` says when that is not its own."""
+    if not hasattr(type(verifier).__call__, "leaves_the_rest"):
+        return verifier
+    if laws.greedy:
+        return Match()
+    return verifier if forest.depth else Undrafted()

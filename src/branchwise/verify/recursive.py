@@ -34,6 +34,7 @@ from branchwise.verify.match import or_match
 class RRS:
     name: ClassVar[str] = "rrs"
     accepts: ClassVar[frozenset[Draw]] = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    reads: ClassVar[tuple[str, ...]] = ("tokens", "children")
     replace: ClassVar[bool] = False
 
     @or_match
@@ -57,6 +58,7 @@ class RRS:
 class MSS(RRS):
     name = "mss"
     accepts = frozenset({Draw.PATHS})
+    reads = ("tokens", "paths")
     replace = True
 
     def candidates(self, forest: Forest) -> Tensor:

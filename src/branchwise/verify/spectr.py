@@ -28,6 +28,7 @@ ITERATIONS = 8
 class KSeq:
     name = "k-seq"
     accepts = frozenset({Draw.PATHS})
+    reads = ("tokens", "paths")
 
     @or_match
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:

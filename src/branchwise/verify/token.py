@@ -22,6 +22,7 @@ from branchwise.verify.match import or_match
 class Token:
     name = "token"
     accepts = frozenset({Draw.PATHS})
+    reads = ("tokens", "paths")
 
     @or_match
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:

@@ -28,6 +28,7 @@ from branchwise.verify.recursive import reject
 class Traversal:
     name = "traversal"
     accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    reads = ("tokens", "parents", "depths", "children", "levels", "postorder")
 
     @or_match
     def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
