@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from branchwise.chance import BLOCK, GAMMA, SeededChance, mix, race, signed, to_uniform
+from branchwise.chance import BLOCK, GAMMA, SeededChance, mix, race, race_among, signed, to_uniform
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from tests.strategies import laws
@@ -384,6 +384,19 @@ def test_a_race_keeps_its_rows_apart(rows: list[tuple[Tensor, int]]) -> None:
     law, keys = torch.stack([row for row, _ in rows]), torch.tensor([key for _, key in rows])
     alone = [race(law[i : i + 1], keys[i : i + 1]) for i in range(len(rows))]
     assert torch.equal(race(law, keys), torch.cat(alone))
+
+
+@pytest.mark.parametrize("vocabulary", [9, 5 * BLOCK - 3])
+def test_a_race_among_few_tokens_is_that_of_their_rows(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    draws = 400
+    tokens = torch.stack([torch.randperm(vocabulary, generator=generator)[:6] for _ in range(draws)])
+    masses = torch.rand(draws, 6, generator=generator) ** 4
+    masses[:, 1:][torch.rand(draws, 5, generator=generator) < 0.3] = 0
+    tokens = torch.where(masses > 0, tokens, 0)  # an empty place names a token that may be among the others
+    rows = torch.zeros(draws, vocabulary).scatter_add_(1, tokens, masses)
+    keys = mix(torch.arange(draws))
+    assert torch.equal(race_among(tokens, masses.double(), keys), race(rows, keys))
 
 
 def test_a_race_over_several_blocks_follows_its_law() -> None:

@@ -167,6 +167,19 @@ def race(law: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
     return tokens.gather(1, inside[:, None])[:, 0]
 
 
+def race_among(tokens: Tensor, masses: Tensor, keys: Tensor) -> Tensor:
+    """(draws,) int64: what `race` draws from laws that are a few tokens (draws, few) with masses (draws, few) float64.
+
+    A token without a mass stands for nothing.
+    """
+    blocks = tokens // BLOCK
+    shared = blocks[:, :, None] == blocks[:, None, :]
+    sums = torch.where(masses > 0, (shared * masses[:, None, :]).sum(dim=2), 0.0)
+    winner = blocks.gather(1, _first(sums, mix(keys), blocks)[:, None])
+    inside = _first(torch.where(blocks == winner, masses, 0.0), keys, tokens)
+    return tokens.gather(1, inside[:, None])[:, 0]
+
+
 def race_on(law: Tensor, keys: Tensor, k: int) -> Tensor:
     """(batch, k) int64: the first k tokens of each law (batch, vocabulary), each a race of those that are left.
 

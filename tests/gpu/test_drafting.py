@@ -9,6 +9,7 @@ import torch
 
 from branchwise.draft import Budget, build_drafter, build_growth
 from branchwise.draft.dice import Races, SeededDice
+from branchwise.draft.drawn_there import draw
 from branchwise.draft.model import ModelDrafter
 from branchwise.draft.trim import save_counts
 from branchwise.draft.weights import Weights
@@ -20,6 +21,7 @@ from branchwise.sequence import Sequence
 from branchwise.target.transformers import TransformersTarget
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import VOCABULARY, build, served
+from tests.test_drawn_there import table_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -85,24 +87,41 @@ def test_the_draws_of_a_level_are_those_of_the_host() -> None:
                 assert there.orders(laws.cuda(), sizes, numbers) == here.orders(laws, sizes, numbers)
 
 
-@pytest.mark.parametrize("tree", ["chain:6", "paths:4x6", "rsd-c:4,2,1", "rsd-s:3x3", "dynamic:12"])
+@pytest.mark.parametrize("tree", ["chain:6", "paths:4x6", "paths:4x6@2", "rsd-c:4,2,1", "rsd-s:3x3", "dynamic:12"])
 def test_a_memory_draws_on_a_device_what_it_draws_on_the_host(tree: str) -> None:
+    """In batches of two sizes, each recorded and replayed, where some rows of the table are empty."""
     config, found = served()["llama"], []
     for device in ("cuda", "cpu"):
         drafter = build_drafter("recycle", tree)
         drafter.bind(TransformersTarget(build(config, device=device), slots=1))  # type: ignore[attr-defined]
-        drafter.restore(table_of_successors(VOCABULARY, 8))  # type: ignore[attr-defined]
-        text = Sequence([4, 9], SamplingParams(temperature=1.0, seed=7))
-        [drawn] = drafter.draft([text], [Budget(32, 8)])
-        assert drawn.tokens.device.type == "cpu"
-        assert drawn.q is not None
-        assert drawn.q.device.type == device
-        found.append((drawn.tokens.tolist(), drawn.parents, drawn.leaves, drawn.q.tolist()))
+        drafter.restore(table_of(1, 8, VOCABULARY))  # type: ignore[attr-defined]
+        found.append([])
+        for turn in range(8):
+            texts = [
+                Sequence([4] * turn + [7 * turn + row], SamplingParams((turn + row) % 3 / 2, seed=8 * turn + row))
+                for row in range(1 + 2 * (turn % 2))
+            ]
+            for drawn in drafter.draft(texts, [Budget(32, 8)] * len(texts)):
+                assert drawn.tokens.device.type == "cpu"
+                assert drawn.q is None or drawn.q.device.type == device
+                q = None if drawn.q is None else drawn.q.tolist()
+                found[-1].append((drawn.tokens.tolist(), drawn.parents, drawn.draw, drawn.leaves, q))
     assert found[0] == found[1]
+    assert {1} < {len(drawn[1]) for drawn in found[0]}
 
 
-def table_of_successors(vocabulary: int, width: int) -> dict[str, torch.Tensor]:
-    """What `recycle` may have learned: some successors of every token, all different."""
-    tokens = (torch.arange(vocabulary)[:, None] * 3 + torch.arange(width) * 5) % vocabulary
-    masses = 2.0 ** -torch.arange(2, width + 2)
-    return {"tokens": tokens.int(), "masses": masses.half().expand(vocabulary, width).contiguous()}
+@pytest.mark.parametrize(("count", "length", "common"), [(1, 6, 0), (4, 6, 0), (3, 4, 2), (64, 2, 0)])
+def test_the_kernel_draws_what_the_operations_of_torch_draw(count: int, length: int, common: int) -> None:
+    pytest.importorskip("triton")
+    from branchwise.draft.drawn_kernel import draw_by_kernel
+
+    for width in (1, 3, 8, 64):
+        table = {name: tensor.cuda() for name, tensor in table_of(width, width, 700).items()}
+        numbers = [[7 * text, (1 << 62) + text, 3 * text, text % 2] for text in range(9)]
+        told, found = torch.tensor(numbers, device="cuda"), []
+        for way in (draw, draw_by_kernel):
+            q = torch.full((9, count * (length - 1) + 1, 700), 7.0, device="cuda")
+            rows = way(table["tokens"], table["masses"], told, q, count=count, length=length, common=common)
+            found.append((rows.tolist(), q))
+        assert found[0][0] == found[1][0]
+        assert torch.equal(found[0][1], found[1][1])

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from branchwise.draft import build_drafter
+from branchwise.draft.growth import Growth
+from branchwise.draft.paths import Paths
 from branchwise.draft.ranks import Ranks
 from branchwise.draft.recycle import Recycle
 from branchwise.draft.topk import TopK
@@ -23,7 +25,7 @@ from tests.test_recycle import AMPLE, VOCABULARY, bound, noise, scene, teach
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def bound_there(tree: Ranks | TopK) -> Recycle:
+def bound_there(tree: Growth) -> Recycle:
     target = ToyTarget(VOCABULARY)
     target.device = torch.device("cuda")
     drafter = Recycle(tree=tree)
@@ -31,8 +33,8 @@ def bound_there(tree: Ranks | TopK) -> Recycle:
     return drafter
 
 
-@pytest.mark.parametrize("tree", [Ranks(), TopK(40)])
-def test_a_device_learns_and_drafts_what_the_host_would(tree: Ranks | TopK) -> None:
+@pytest.mark.parametrize("tree", [Ranks(), Paths("3x4"), TopK(40)])
+def test_a_device_learns_and_drafts_what_the_host_would(tree: Growth) -> None:
     there, here = bound_there(tree), bound(tree=tree)
     here.on_device = there.on_device  # by the same rules
     for seed in range(4):
@@ -63,6 +65,46 @@ def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
             drafter.draft(sequences, [AMPLE] * 2)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_paths_are_drawn_without_waiting_for_the_device_before_they_are_read() -> None:
+    drafter = bound_there(Paths("3x4"))
+    sequences, trees, scored, verdicts = scene(1)
+    scored = Scored(scored.logits.cuda())
+    for checked in (False, False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error" if checked else "default")
+        try:
+            drafter._drafted = trees
+            drafter.learn(sequences, scored, verdicts)
+            if checked:
+                assert drafter._paths is not None
+                drafter._paths._drawn(sequences)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        drafter.draft(sequences, [AMPLE] * 2)
+    assert drafter._paths is not None
+    assert drafter._paths._draw._recorded
+
+
+@pytest.mark.parametrize(("tree", "verify"), [("chain:6", "block"), ("paths:4x6", "cascade"), ("paths:4x6", "auto")])
+def test_texts_drawn_on_the_device_are_judged_from_graphs(tree: str, verify: str) -> None:
+    """Whatever was drafted, nothing at all included: after a while no shape is new."""
+    target = TransformersTarget(build(served()["llama"], device="cuda"), slots=3)
+    engine = Engine(target, build_drafter("recycle", tree), VERIFIERS.build(verify))
+    sampling, accepted = SamplingParams(temperature=0.9, seed=4), 0
+    for prompts in ([(5, 6, 7)], [(5, 6, 7), (9,), (30, 31)]) * 3:
+        made = [engine.submit(Request(p, max_new_tokens=60, sampling=sampling)) for p in prompts]
+        while engine.busy:
+            engine.step()
+        assert all(len(text.token_ids) == 60 for text in made)
+        accepted += sum(text.stats.accepted_tokens for text in made)
+    assert accepted > 0
+    judge = target.captured(engine.verifier)
+    names = {key[0] for key in judge._graphs}  # type: ignore[attr-defined]
+    assert ("match" if verify == "auto" else "undrafted") in names
+    assert len(names) > 1
 
 
 def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any() -> None:

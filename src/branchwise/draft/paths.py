@@ -37,13 +37,16 @@ class Paths:
         self.room = Room.for_paths(self.count, self.length)
         """how paths merge is chance: with room for all of it, every step has the same shape"""
 
-    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
+    def within(self, budget: Budget) -> int:
+        """How long the paths are within a budget."""
         room = budget.nodes - 1
         fits = room if room <= self.common else self.common + (room - self.common) // self.count
-        length = min(self.length, budget.depth, fits)
+        return max(min(self.length, budget.depth, fits), 0)
+
+    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
         tree = Sapling([root])
         ends = [0] * self.count
-        for level in range(length):
+        for level in range(self.within(budget)):
             nodes = sorted(set(ends))
             found = yield tree, nodes
             laws = found.drawable

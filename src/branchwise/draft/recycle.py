@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.draft import Budget
+from branchwise.draft.drawn_there import DrawnThere
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Remembering, new
+from branchwise.draft.paths import Paths
 from branchwise.draft.peaks import Here, Ints, Peaks, Told, peaks, peaks_at, peaks_here
 from branchwise.draft.ranks import Ranks, places_in, slots
 from branchwise.draft.topk import TopK
@@ -49,8 +51,9 @@ class Recycle(Remembering):
     What is new counts `rate` in the average, and all where a token is seen for the first time. On the host a step
     learns from `rows` nodes of a text at most: the end of the accepted path, then rejected nodes level by level. A
     token has no row before it was scored once, and what is rejected here is often written soon. On a device it learns
-    from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, level by level. Other
-    trees are laid on the host, so for them the table lies there, and a device tells what is best behind each node.
+    from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, level by level, and
+    paths are drawn there (`drawn_there.py`). Other trees are laid on the host, so for them the table lies there, and a
+    device tells what is best behind each node.
     """
 
     name = "recycle"
@@ -63,11 +66,12 @@ class Recycle(Remembering):
         self.k, self.rate, self.rows = k, rate, rows
         self.learns = True
         self.on_device = False
-        """learn from all nodes, and look up trees of ranks where the table lies"""
+        """learn from all nodes, and look up trees of ranks or draw paths where the table lies"""
         self._table: Table | None = None
         self._bound_to: tuple[int, int, torch.device] | None = None
         self._whole: Topology | None = None
         """the largest tree that is looked up"""
+        self._paths: DrawnThere | None = None
         self._parts: dict[Topology, Tensor] = {}  # which nodes of the whole tree a smaller one has, on the device
         self._roots: dict[int, Brought] = {}  # by the number of texts
         self._ahead: Tensor | None = None
@@ -85,8 +89,10 @@ class Recycle(Remembering):
         return 0 if self._table is None else self._table.bytes
 
     def bind(self, target: Target) -> None:
+        if target is not self.target:
+            self._paths = None
         super().bind(target)
-        self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks)
+        self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks | Paths)
         place = target.device if self.on_device else torch.device("cpu")
         self._ways: dict[str, Any] = {
             "capture": getattr(target, "graphs", True),
@@ -103,7 +109,7 @@ class Recycle(Remembering):
         known, self._table = self._table, Table(vocabulary, width, place)
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
-        self._bound_to, self._whole, self._ahead = (vocabulary, width, place), None, None
+        self._bound_to, self._whole, self._paths, self._ahead = (vocabulary, width, place), None, None, None
         self._tables = self._table.tokens, self._table.masses
         self._learning = Replay(learn_judged, place, self._tables, writes=True, **self._ways, rate=self.rate)
         for told in (self._parts, self._roots):
@@ -119,6 +125,11 @@ class Recycle(Remembering):
         return token
 
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        if self.on_device and isinstance(self.tree, Paths):
+            assert self.target is not None, "a table is bound to a target"
+            self._paths = self._paths or DrawnThere(self.tree, self.table.tokens, self.table.masses, self.target)
+            self._drafted = self._paths(sequences, budgets)
+            return self._drafted
         if not self.on_device or not isinstance(self.tree, Ranks):
             return super().draft(sequences, budgets)
         if hasattr(self.tree, "begin"):
