@@ -196,23 +196,25 @@ def passes(target: TransformersTarget, arguments: argparse.Namespace) -> Iterato
 
 
 def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
-    """Whole steps of the engine on one text, with the nodes of each; a first text is not counted."""
+    """Whole steps of the engine on one text, with the nodes of each; a first text is not counted.
+
+    They follow each other as they do for a user: a step ends when the host has read what it accepted, and what it
+    leaves to the device runs on beside the next one.
+    """
     rng = random.Random(1)
     words = [rng.randrange(1000, 20000) for _ in range(40)]
     prompt = tuple(rng.choice(words) for _ in range(PROMPT))
     for name, (draft, shape, verifier, temperature) in STEPS.items():
         engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))
         for warm in (False, True):
+            progress(f"steps of {name}" if warm else f"first steps of {name}")
             text = engine.submit(Request(prompt, SamplingParams(temperature, seed=1), max_new_tokens=TEXT))
+            ended = time.perf_counter()
             while engine.busy:
-                progress(f"steps of {name}: {len(text.token_ids)} tokens")
                 before, drafted = dict(text.stats.seconds), text.stats.drafted_tokens
-                torch.cuda.synchronize()
-                start = time.perf_counter()
                 engine.step()
-                torch.cuda.synchronize()
-                seconds = time.perf_counter() - start
-                phases = {phase: spent - before[phase] for phase, spent in text.stats.seconds.items()}
+                seconds, ended = time.perf_counter() - ended, time.perf_counter()
+                phases = {phase: spent - before.get(phase, 0.0) for phase, spent in text.stats.seconds.items()}
                 nodes = 1 + text.stats.drafted_tokens - drafted
                 room = getattr(engine.drafter, "room", None) or Room()
                 rows = target.room(1, max(room.nodes, nodes))[1]
@@ -247,16 +249,14 @@ def together(target: TransformersTarget, arguments: argparse.Namespace) -> Itera
             engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))
             for warm in (False, True):
                 texts = [engine.submit(Request(prompt, max_new_tokens=TEXT)) for prompt in prompts[:batch]]
+                progress(f"{batch} texts with {name}" if warm else f"first {batch} texts with {name}")
                 engine.step()
+                ended = time.perf_counter()
                 while not any(text.finished for text in texts):
-                    progress(f"{batch} texts with {name}: {len(texts[0].token_ids)} tokens")
-                    before = sum(len(text.token_ids) for text in texts)
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
+                    before = sum(len(text.sequence.tokens) for text in texts)
                     engine.step()
-                    torch.cuda.synchronize()
-                    seconds = time.perf_counter() - start
-                    tokens = sum(len(text.token_ids) for text in texts) - before
+                    seconds, ended = time.perf_counter() - ended, time.perf_counter()
+                    tokens = sum(len(text.sequence.tokens) for text in texts) - before
                     if warm:
                         about = {"kind": "together", "batch": batch, "method": name}
                         yield {**about, "seconds": seconds, "tokens": tokens}

@@ -77,7 +77,7 @@ def test_paths_are_drawn_without_waiting_for_the_device_before_they_are_read() -
             torch.cuda.set_sync_debug_mode("error" if checked else "default")
         try:
             drafter._drafted = trees
-            drafter.learn(sequences, scored, verdicts)
+            teach(drafter, sequences, scored, verdicts)
             if checked:
                 assert drafter._paths is not None
                 drafter._paths._drawn(sequences)
