@@ -32,6 +32,8 @@ from branchwise.verify import Verdict, Verdicts, Verifier, check_pairing
 
 log = logging.getLogger(__name__)
 
+ANY_ROOM = Room()
+
 
 class FinishReason(StrEnum):
     STOP = "stop"
@@ -127,7 +129,7 @@ class Generation:
 
     def budget(self, most: Budget, context: int) -> Budget:
         """What a tree may hold so that nothing in it is past the wanted length or the context."""
-        wanted = self.request.max_new_tokens - len(self.sequence.output)
+        wanted = self.request.max_new_tokens - (len(self.sequence.tokens) - self.sequence.prompt_length)
         room = context - len(self.sequence.tokens)
         return Budget(most.nodes, depth=min(wanted, room, most.depth + 1) - 1)
 
@@ -296,7 +298,7 @@ class Engine:
                     f"Drafter {self.drafter.name!r} gave a tree beyond its budget: {len(tree)} nodes, "
                     f"{tree.depth} deep, where {budget.nodes} and {budget.depth} are allowed."
                 )
-        room = getattr(self.drafter, "room", None) or Room()
+        room = getattr(self.drafter, "room", None) or ANY_ROOM
         batch, nodes = self.target.room(len(trees), max(min(room.nodes, self.most.nodes), *map(len, trees)))
         roots = [sequence.root for sequence in sequences] + [0] * (batch - len(trees))
         whole = [*trees, *[DraftTree.root(0)] * (batch - len(trees))]  # trees without a text fill a recorded batch

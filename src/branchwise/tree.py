@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -95,10 +95,11 @@ class DraftTree:
     def depth(self) -> int:
         return self.topology.depth
 
-    @classmethod
-    def root(cls, token: int) -> DraftTree:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def root(token: int) -> DraftTree:
         """The tree that drafts nothing."""
-        return cls(torch.tensor([token]), (-1,))
+        return DraftTree(torch.tensor([token]), (-1,))
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> DraftTree:

@@ -46,7 +46,9 @@ class Verdict:
 
     def kept_of(self, tree: DraftTree) -> list[int]:
         """The tokens of the path below the root."""
-        return tree.tokens[list(self.path[1:])].tolist() if self.spelled is None else list(self.spelled)
+        if self.spelled is not None:
+            return list(self.spelled)
+        return tree.tokens[list(self.path[1:])].tolist() if len(self.path) > 1 else []
 
 
 @dataclass(frozen=True, eq=False)
