@@ -453,6 +453,7 @@ class Compiled:
         signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
         aligned = {}
         kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+        kinds[torch.int64] = "*i64"
         for place, (parameter, it) in enumerate(zip(self.kernel.params, given, strict=False)):
             name, fixed = parameter.name, not parameter.do_not_specialize
             if isinstance(it, int) and it == 1 and fixed:

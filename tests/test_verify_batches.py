@@ -383,7 +383,9 @@ def test_numbers_follow_the_shapes_of_the_trees() -> None:
 def test_verdicts_are_spelled() -> None:
     found = Verdicts(torch.tensor([[0, 2, -1], [0, -1, -1], [0, 1, 3]]), torch.tensor([7, 8, 9]))
     tokens = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
-    read = Verdicts.written(found.spelled(tokens), spelled=True).read()
+    spelled = found.spelled(tokens)
+    read = spelled.read()
+    assert spelled.spelled(tokens) is spelled
     assert [(one.path, one.spelled, one.token) for one in read] == [
         ((0, 2), (12,), 7),
         ((0,), (), 8),

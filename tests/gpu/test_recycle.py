@@ -16,26 +16,47 @@ from branchwise.draft.topk import TopK
 from branchwise.engine import Engine, Request
 from branchwise.sampling import SamplingParams
 from branchwise.target import Nodes, Scored
+from branchwise.target.graphs import have_kernels
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.conformance.architectures import build, served
 from tests.test_recycle import AMPLE, VOCABULARY, bound, noise, scene, teach
+from tests.test_recycle_kernels import (
+    CASES,
+    SHAPES,
+    Case,
+    assert_a_broken_law_empties_its_row_and_no_other,
+    assert_equal_logits_go_to_the_lowest_tokens,
+    assert_learns_like_the_plain_one,
+    assert_padding_alone_changes_nothing,
+    assert_walks_like_the_plain_one,
+    kernels,
+    lesson,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+by_kernels = pytest.mark.skipif(
+    not torch.cuda.is_available() or not have_kernels(torch.device("cuda")), reason="there are no kernels for it"
+)
+both_ways = pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain"])
 
-def bound_there(tree: Growth) -> Recycle:
+
+def bound_there(tree: Growth, plain: bool = False) -> Recycle:
     target = ToyTarget(VOCABULARY)
     target.device = torch.device("cuda")
+    target.kernels = not plain  # type: ignore[attr-defined]
     drafter = Recycle(tree=tree)
     drafter.bind(target)
+    assert drafter.by_kernels == (isinstance(tree, Ranks | Paths) and not plain and have_kernels(target.device))
     return drafter
 
 
+@both_ways
 @pytest.mark.parametrize("tree", [Ranks(), Paths("3x4"), TopK(40)])
-def test_a_device_learns_and_drafts_what_the_host_would(tree: Growth) -> None:
-    there, here = bound_there(tree), bound(tree=tree)
+def test_a_device_learns_and_drafts_what_the_host_would(tree: Growth, plain: bool) -> None:
+    there, here = bound_there(tree, plain), bound(tree=tree)
     here.on_device = there.on_device  # by the same rules
     for seed in range(4):
         sequences, trees, scored, verdicts = scene(seed)
@@ -51,8 +72,9 @@ def test_a_device_learns_and_drafts_what_the_host_would(tree: Growth) -> None:
         assert [found.token for found in there.after(token)] == [found.token for found in here.after(token)]
 
 
-def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
-    drafter = bound_there(Ranks())
+@both_ways
+def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device(plain: bool) -> None:
+    drafter = bound_there(Ranks(), plain)
     sequences, trees, scored, verdicts = scene(1)
     scored = Scored(scored.logits.cuda())
     for checked in (False, False, True):  # what a shape needs is sent once, and the second time it is recorded
@@ -107,15 +129,17 @@ def test_texts_drawn_on_the_device_are_judged_from_graphs(tree: str, verify: str
     assert len(names) > 1
 
 
-def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any() -> None:
+@both_ways
+def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any(plain: bool) -> None:
     """Caught here: recording that counts as learning, and a graph that reads where the last pass has been."""
-    anywhere, recorded = bound_there(Ranks()), bound_there(Ranks())
+    anywhere, recorded = bound_there(Ranks(), plain), bound_there(Ranks(), plain)
     _, trees, scored, _ = scene(0)
     batch, nodes, _ = scored.logits.shape
     logits, paths = scored.logits.cuda(), torch.zeros(batch, nodes, dtype=torch.int64, device="cuda")
     told = Nodes(
         torch.zeros(batch, nodes, dtype=torch.int32, device="cuda"),
         torch.zeros(batch, nodes, 1, dtype=torch.int32, device="cuda"),
+        torch.zeros(batch, dtype=torch.int32, device="cuda"),
         torch.zeros(batch, dtype=torch.int32, device="cuda"),
     )
     for seed in range(5):
@@ -134,6 +158,72 @@ def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any() -> N
         assert torch.equal(anywhere.table.tokens, recorded.table.tokens)
         assert torch.equal(anywhere.table.masses, recorded.table.masses)
     assert recorded._learning._recorded
+
+
+# The kernels themselves: the cases of the interpreter, and what only a device can show
+
+LARGE = [
+    Case("SmolLM2, a tree: 16 bytes at a time, two blocks a program", 49_152, 8, nodes=96, carried=40, tile=None),
+    Case("SmolLM2, a batch of trees: a whole row a program", 49_152, 8, 16, 96, carried=99, tile=None, steps=1),
+    Case("Qwen2.5, 16 successors: the largest tile", 151_936, 16, 2, 81, carried=40, tile=None),
+    Case("rows that begin anywhere: no two numbers are read at once", 50_257, 5, nodes=20, carried=9, tile=None),
+    Case("rows with room behind them", 32_001, 8, nodes=9, carried=5, spare=(1, 3, 31), tile=None),
+]
+
+
+@by_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.catches)
+def test_learning_equals_the_plain_one(case: Case, dtype: torch.dtype) -> None:
+    assert_learns_like_the_plain_one(case, dtype, "cuda")
+
+
+@by_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.catches)
+def test_learning_from_real_shapes(case: Case, dtype: torch.dtype) -> None:
+    """With the tiling that is chosen for them."""
+    assert_learns_like_the_plain_one(case, dtype, "cuda")
+
+
+@by_kernels
+def test_who_runs_first_does_not_matter() -> None:
+    """Two nodes that write one row would not do so in the same order every time."""
+    told = lesson(Case("", 5000, 8, 4, 96, carried=7), 0, torch.bfloat16, "cuda")
+    tables = []
+    for _ in range(50):
+        tokens = torch.zeros(5000, 8, dtype=torch.int32, device="cuda")
+        masses = torch.zeros(5000, 8, dtype=torch.float16, device="cuda")
+        for _ in range(2):
+            kernels.learn_marked(tokens, masses, told.tokens, told.logits, told.marks, rate=0.3)
+        tables.append((tokens, masses))
+    for tokens, masses in tables[1:]:
+        assert torch.equal(tokens, tables[0][0])
+        assert torch.equal(masses, tables[0][1])
+
+
+@by_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_equal_logits_go_to_the_lowest_tokens(dtype: torch.dtype) -> None:
+    assert_equal_logits_go_to_the_lowest_tokens(dtype, "cuda")
+
+
+@by_kernels
+@pytest.mark.parametrize("tile", [(1, 2), (2, 2)])
+def test_a_broken_law_empties_its_row_and_no_other(tile: tuple[int, int]) -> None:
+    assert_a_broken_law_empties_its_row_and_no_other(tile, "cuda")
+
+
+@by_kernels
+def test_padding_alone_changes_nothing() -> None:
+    assert_padding_alone_changes_nothing("cuda")
+
+
+@by_kernels
+@pytest.mark.parametrize("width", [8, 11])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_tree_is_that_of_the_plain_look_up(name: str, width: int) -> None:
+    assert_walks_like_the_plain_one(SHAPES[name], width, "cuda")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

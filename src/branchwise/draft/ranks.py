@@ -157,3 +157,12 @@ def slots(shape: Topology, width: int) -> list[list[int]]:
         [place * width + rank for place, node in enumerate(above) for rank in range(len(shape.children[node]))]
         for above in shape.levels[:-1]
     ]
+
+
+def ways(shape: Topology) -> list[list[int]]:
+    """For every node the ranks of the children that lead to it from the root, padded with -1."""
+    found = [[-1] * shape.depth for _ in shape.parents]
+    for node, children in enumerate(shape.children):
+        for rank, child in enumerate(children):
+            found[child] = [*found[node][: shape.depths[node]], rank, *found[child][shape.depths[child] :]]
+    return found

@@ -11,6 +11,7 @@ The probabilities are those of the model at temperature 1, before any warping.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -25,13 +26,13 @@ from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Remembering, new
 from branchwise.draft.paths import Paths
 from branchwise.draft.peaks import Here, Ints, Peaks, Told, peaks, peaks_at, peaks_here
-from branchwise.draft.ranks import Ranks, places_in, slots
+from branchwise.draft.ranks import Ranks, places_in, slots, ways
 from branchwise.draft.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.forest import laid_out
 from branchwise.sequence import Sequence
 from branchwise.target import Nodes, Scored, Target
-from branchwise.target.graphs import Replay
+from branchwise.target.graphs import Replay, have_kernels
 from branchwise.target.sheet import BATCHES, Brought, fitting
 from branchwise.topology import Topology
 from branchwise.tree import DraftTree, Draw
@@ -43,6 +44,8 @@ HALF_DOWN = 1 - 2.0**-11
 MOST_READ = 1024
 MOST_PARTS = 256
 NEXT_BYTES = 144
+MOST_BY_KERNELS = 16
+"""successors of a token; a kernel takes as many turns to find them"""
 
 
 class Recycle(Remembering):
@@ -51,7 +54,7 @@ class Recycle(Remembering):
     What is new counts `rate` in the average, and all where a token is seen for the first time. On the host a step
     learns from `rows` nodes of a text at most: the end of the accepted path, then rejected nodes level by level. A
     token has no row before it was scored once, and what is rejected here is often written soon. On a device it learns
-    from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, level by level, and
+    from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, and
     paths are drawn there (`drawn_there.py`). Other trees are laid on the host, so for them the table lies there, and a
     device tells what is best behind each node.
     """
@@ -67,6 +70,8 @@ class Recycle(Remembering):
         self.learns = True
         self.on_device = False
         """learn from all nodes, and look up trees of ranks or draw paths where the table lies"""
+        self.by_kernels = False
+        """learn and look up in a few kernels of our own"""
         self._table: Table | None = None
         self._bound_to: tuple[int, int, torch.device] | None = None
         self._whole: Topology | None = None
@@ -94,11 +99,11 @@ class Recycle(Remembering):
         super().bind(target)
         self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks | Paths)
         place = target.device if self.on_device else torch.device("cpu")
-        self._ways: dict[str, Any] = {
-            "capture": getattr(target, "graphs", True),
-            "compile": getattr(target, "compile", False),
-        }
-        wanted = target.vocabulary, min(self.k, target.vocabulary), place
+        wanted = _, width, _ = target.vocabulary, min(self.k, target.vocabulary), place
+        self.by_kernels = self.on_device and width <= MOST_BY_KERNELS and have_kernels(place)
+        self.by_kernels &= getattr(target, "kernels", True)
+        compiled = getattr(target, "compile", False) and not self.by_kernels  # there is nothing left to compile
+        self._ways: dict[str, Any] = {"capture": getattr(target, "graphs", True), "compile": compiled}
         if self._table is None or self._bound_to != wanted:
             self._move_to(*wanted)
         if not self.on_device and hasattr(target, "tell_best"):
@@ -111,7 +116,7 @@ class Recycle(Remembering):
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
         self._bound_to, self._whole, self._paths, self._ahead = (vocabulary, width, place), None, None, None
         self._tables = self._table.tokens, self._table.masses
-        self._learning = Replay(learn_judged, place, self._tables, writes=True, **self._ways, rate=self.rate)
+        self._learning = Replay(learn_judged, place, self._tables, writes=True, **self._ways, **self._how)
         for told in (self._parts, self._roots):
             told.clear()
 
@@ -146,7 +151,7 @@ class Recycle(Remembering):
         return self._drafted
 
     def looked_up(self, roots: list[int]) -> Tensor:
-        """(roots, nodes): the tokens of whole trees, with one look at the table a level and no wait for it.
+        """(roots, nodes): the tokens of whole trees, without a wait for the device.
 
         Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. The next trees
         overwrite these.
@@ -178,14 +183,20 @@ class Recycle(Remembering):
         """Make ready to look up the whole tree."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
-        levels = [_there(level, table) for level in slots(self._whole, self.table.width)]
-        self._lookup = Replay(walk, table.device, (table, *levels), **self._ways)
+        if self.by_kernels:
+            from branchwise.draft import kernels
+
+            there = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
+            self._lookup = Replay(kernels.walk, table.device, (table, there), **self._ways)
+        else:
+            levels = [_there(level, table) for level in slots(self._whole, self.table.width)]
+            self._lookup = Replay(walk, table.device, (table, *levels), **self._ways)
 
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]
         if self.on_device:
             there = _there(tokens, logits)[None]
-            learn_marked(*self._tables, there, logits[None], torch.full_like(there, ACCEPTED), rate=self.rate)
+            self._learner(*self._tables, there, logits[None], torch.full_like(there, ACCEPTED), rate=self.rate)
             self.table.forget_read()
         else:
             self._learn_in_turn(tokens, peaks_here(logits, self.table.width))
@@ -199,7 +210,7 @@ class Recycle(Remembering):
         nodes = scored.nodes or self._nodes(scored.logits)
         places = nodes.tokens, nodes.seen, nodes.slots, scored.logits, found.paths
         if scored.nodes is None:  # a pass that was not recorded, whose logits lie anywhere
-            learn_judged(*self._tables, *places, rate=self.rate)
+            learn_judged(*self._tables, *places, **self._how)
         else:
             self._learning(*places)
         self.table.forget_read()
@@ -248,6 +259,18 @@ class Recycle(Remembering):
         seen = torch.nn.functional.pad(_there(laid.seen, logits), (0, 0, 0, 0, 0, batch - len(rows)))
         return Nodes(tokens, seen, there := _there(slots, logits), torch.zeros_like(there))
 
+    @property
+    def _learner(self) -> Callable[..., None]:
+        if not self.by_kernels:
+            return learn_marked
+        from branchwise.draft import kernels
+
+        return kernels.learn_marked
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"learner": self._learner, "rate": self.rate}
+
 
 PADDING, REJECTED, ACCEPTED = range(3)
 """what becomes of a node"""
@@ -262,12 +285,13 @@ def learn_judged(
     logits: Tensor,
     paths: Tensor,
     *,
+    learner: Callable[..., None],
     rate: float,
 ) -> None:
     """Learn from the nodes of a pass, told as `Nodes`, and from verdicts that accepted paths (batch, depth + 1)."""
     real = (seen != 0).any(dim=2) & (slots >= 0)[:, None]
     accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # a path that is over stays at its root
-    learn_marked(table, masses, tokens, logits, torch.where(accepted, ACCEPTED, REJECTED) * real, rate=rate)
+    learner(table, masses, tokens, logits, torch.where(accepted, ACCEPTED, REJECTED) * real, rate=rate)
 
 
 def learn_marked(table: Tensor, masses: Tensor, tokens: Tensor, logits: Tensor, marks: Tensor, *, rate: float) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -108,6 +109,13 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on this device: graphs and kernels go to the current one, wherever their tensors are."""
     here = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
     return nullcontext() if here else torch.cuda.device(device)
+
+
+def have_kernels(device: torch.device) -> bool:
+    """Whether there are kernels of our own for it: on CUDA, from Ampere on, with Triton to make them."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Replay(Generic[T]):

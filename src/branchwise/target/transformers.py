@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Nodes, Scored
 from branchwise.target.fuse import Fusion, Group, same_inputs
-from branchwise.target.graphs import Found, Graphs
+from branchwise.target.graphs import Found, Graphs, have_kernels
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.route import Route
 from branchwise.target.sheet import Sheet, size_for
@@ -437,13 +436,6 @@ def without_plans(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(ways)
-
-
-def have_kernels(device: torch.device) -> bool:
-    """Whether trees can be attended to without a mask: on CUDA, from Ampere on, with Triton to make kernels for it."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def best_of(logits: Tensor, count: int) -> Tensor:
