@@ -413,12 +413,17 @@ def test_wide_rows_move_in_blocks() -> None:
 
 @interpreted
 def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
-    """With nothing but the compiler: what they do on one is for `tests/gpu`."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", "from tests.test_attention import compile_all; compile_all()"]
+    assert compiled_by("tests.test_attention", tmp_path) == ["_attend", "_merge", "_attend", "_write", "_keep"]
+
+
+def compiled_by(module: str, cache: Path) -> list[str]:
+    """The kernels that a module's `compile_all` compiles, with nothing but the compiler: what they do on a device is
+    for `tests/gpu`."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", f"from {module} import compile_all; compile_all()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_attend", "_merge", "_attend", "_write", "_keep"]
+    return done.stdout.split()
 
 
 def compile_all() -> None:

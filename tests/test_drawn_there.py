@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.blocks import Partition, g_test
 from branchwise.draft import Budget, build_growth
 from branchwise.draft.drawn_there import DrawnThere, draw
 from branchwise.draft.paths import Paths
 from branchwise.draft.recycle import Recycle
-from branchwise.engine import Engine, Request
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target import Target
@@ -21,8 +20,8 @@ from branchwise.testing import ToyTarget
 from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
-from tests.test_memory import FALSE_ALARM, LENGTH, TEMPERATURE, TEXTS, ShortSighted, law_after, prompt
-from tests.test_memory import VOCABULARY as FEW_TOKENS
+from tests.test_attention import Compiled, compiled_by
+from tests.test_memory import assert_first_tokens_have_the_law
 
 SPECS = ["chain:1", "chain:6", "paths:4x6", "paths:3x2", "paths:5x4@2", "paths:2x3@1"]
 VOCABULARY = 700
@@ -180,16 +179,22 @@ def test_the_text_is_that_of_plain_decoding(spec: str) -> None:
     ("spec", "verify"), [("chain:3", "block"), ("paths:2x2", "cascade"), ("paths:3x2@1", "traversal")]
 )
 def test_the_first_tokens_have_the_targets_law(spec: str, verify: str) -> None:
-    drafter = There(tree=build_growth(spec))
-    engine = Engine(ShortSighted(FEW_TOKENS, slots=100), drafter, VERIFIERS.build(verify))
-    made = [
-        engine.submit(Request(prompt(), SamplingParams(TEMPERATURE, seed=seed), max_new_tokens=LENGTH + 1))
-        for seed in range(TEXTS)
-    ]
-    while engine.busy:
-        engine.step()
-    partition = Partition(law_after, length=LENGTH, samples=TEXTS)  # type: ignore[arg-type]
-    found = g_test(partition.count(tuple(text.token_ids[:LENGTH]) for text in made), partition.probabilities)
-    assert found.p_value > FALSE_ALARM, found
-    assert found.freedom > 10
-    assert sum(text.stats.accepted_tokens for text in made) > TEXTS / 4, "a draft that is never right shows nothing"
+    assert_first_tokens_have_the_law(There(tree=build_growth(spec)), verify)
+
+
+# The interpreter takes much that the compiler does not.
+
+
+def test_the_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    assert compiled_by("tests.test_drawn_there", tmp_path) == ["_draw"] * 2
+
+
+def compile_all() -> None:
+    from branchwise.draft import drawn_kernel
+
+    drawn_kernel._draw = Compiled(drawn_kernel._draw)
+    for count, common, width in ((1, 0, 8), (4, 1, 5)):
+        table, told = torch.zeros(50, width, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int64)
+        q = torch.zeros(2, 19, 50)
+        drawn_kernel.draw_by_kernel(table, table.half(), told, q, count=count, length=6, common=common)

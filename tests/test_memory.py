@@ -16,7 +16,7 @@ from hypothesis import given
 from torch import Tensor
 
 from branchwise.audit.blocks import Partition, g_test
-from branchwise.draft import DRAFTERS, Budget, build_drafter, build_growth
+from branchwise.draft import DRAFTERS, Budget, Drafter, build_drafter, build_growth
 from branchwise.draft.best import best_first
 from branchwise.draft.growth import Growth
 from branchwise.draft.memory import Next, Place, Remembering
@@ -218,7 +218,11 @@ def test_the_first_tokens_have_the_targets_law(spec: str, tree: str, verify: str
     if spec == "retrieval":
         write_index(tmp_path / "index", [list(prompt())], VOCABULARY)
         spec = f"retrieval:{tmp_path / 'index'},min=1"
-    engine = Engine(ShortSighted(VOCABULARY, slots=100), build_drafter(spec, tree), VERIFIERS.build(verify))
+    assert_first_tokens_have_the_law(build_drafter(spec, tree), verify)
+
+
+def assert_first_tokens_have_the_law(drafter: Drafter, verify: str) -> None:
+    engine = Engine(ShortSighted(VOCABULARY, slots=100), drafter, VERIFIERS.build(verify))
     made = [
         engine.submit(Request(prompt(), SamplingParams(TEMPERATURE, seed=seed), max_new_tokens=LENGTH + 1))
         for seed in range(TEXTS)

@@ -99,7 +99,8 @@ def teach(drafter: Recycle, sequences: list[Sequence], scored: Scored, verdicts:
     longest = max(len(verdict.path) for verdict in verdicts)
     paths = [[*verdict.path, *[-1] * (longest - len(verdict.path))] for verdict in verdicts]
     tokens = torch.tensor([verdict.token for verdict in verdicts])
-    drafter.heed(scored, Verdicts(torch.tensor(paths).to(scored.logits.device), tokens.to(scored.logits.device)))
+    judged = [numbers.to(scored.logits.device, non_blocking=True) for numbers in (torch.tensor(paths), tokens)]
+    drafter.heed(scored, Verdicts(*judged))
     drafter.learn(sequences, scored, verdicts[: len(sequences)])
 
 

@@ -4,10 +4,7 @@ on a device."""
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from branchwise.draft.recycle import ACCEPTED, HALF_DOWN, MOST_BY_KERNELS, PADDI
 from branchwise.sequence import Sequence
 from branchwise.testing import ToyTarget
 from branchwise.topology import Topology, chain_topology, topology
-from tests.test_attention import Compiled
+from tests.test_attention import Compiled, compiled_by
 from tests.test_recycle import AMPLE, VOCABULARY, Slow, assert_holds, bound, noise, scene, teach
 
 try:
@@ -412,12 +409,8 @@ def test_kernels_are_taken_where_there_are_some_and_then_nothing_is_compiled(mon
 
 @interpreted
 def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
-    """With nothing but the compiler: what they do on one is for `tests/gpu`."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", "from tests.test_recycle_kernels import compile_all; compile_all()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_peaks", "_average", "_peaks", "_average", "_walk", "_walk"]
+    found = compiled_by("tests.test_recycle_kernels", tmp_path)
+    assert found == ["_peaks", "_average", "_peaks", "_average", "_walk", "_walk"]
 
 
 def compile_all() -> None:

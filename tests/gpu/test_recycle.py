@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -72,21 +74,28 @@ def test_a_device_learns_and_drafts_what_the_host_would(tree: Growth, plain: boo
         assert [found.token for found in there.after(token)] == [found.token for found in here.after(token)]
 
 
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    """A wait for the device is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @both_ways
 def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device(plain: bool) -> None:
     drafter = bound_there(Ranks(), plain)
     sequences, trees, scored, verdicts = scene(1)
     scored = Scored(scored.logits.cuda())
     for checked in (False, False, True):  # what a shape needs is sent once, and the second time it is recorded
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error" if checked else "default")
-        try:
+        with nobody_waits() if checked else nullcontext():
             drafter._drafted = trees
             teach(drafter, sequences, scored, verdicts)
             drafter.draft(sequences, [AMPLE] * 2)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_paths_are_drawn_without_waiting_for_the_device_before_they_are_read() -> None:
@@ -94,17 +103,11 @@ def test_paths_are_drawn_without_waiting_for_the_device_before_they_are_read() -
     sequences, trees, scored, verdicts = scene(1)
     scored = Scored(scored.logits.cuda())
     for checked in (False, False, True):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error" if checked else "default")
-        try:
+        with nobody_waits() if checked else nullcontext():
             drafter._drafted = trees
             teach(drafter, sequences, scored, verdicts)
-            if checked:
-                assert drafter._paths is not None
+            if drafter._paths is not None:
                 drafter._paths._drawn(sequences)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         drafter.draft(sequences, [AMPLE] * 2)
     assert drafter._paths is not None
     assert drafter._paths._draw._recorded
