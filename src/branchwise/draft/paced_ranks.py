@@ -49,7 +49,7 @@ class PacedRanks(Ranks):
         self._order = np.array(self._promising[1:])
         self._promise = self._chances()
         self._tries, self._hits = np.zeros(len(self.shape)), np.zeros(len(self.shape))
-        self._places: dict[Topology, list[int]] = {}
+        self._places: dict[Topology, NDArray[np.int64]] = {}
         self._sizes: list[int] = []
         self._wanted, self._turn = len(self.shape) - 1, 0
         self._most = len(self.shape)
@@ -101,13 +101,13 @@ class PacedRanks(Ranks):
         for tree, verdict in zip(trees, verdicts, strict=True):
             places = self._places_of(tree.topology)
             self._tries[places] += 1
-            self._hits[[places[node] for node in verdict.path]] += 1
+            self._hits[places[list(verdict.path)]] += 1
 
-    def _places_of(self, tree: Topology) -> list[int]:
+    def _places_of(self, tree: Topology) -> NDArray[np.int64]:
         if tree not in self._places:
             if len(self._places) > MOST_TREES:
                 self._places.clear()
-            self._places[tree] = places_in(self.shape, tree)
+            self._places[tree] = np.array(places_in(self.shape, tree))
         return self._places[tree]
 
     def _size(self, clock: Clock) -> int:
