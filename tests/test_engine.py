@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from branchwise.draft import Budget, Drafter, build_drafter
-from branchwise.engine import Engine, FinishReason, Generation, Request
+from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import PairingError, UsageError
+from branchwise.llm import LLM
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
@@ -411,6 +413,68 @@ def test_a_cancelled_text_keeps_what_was_held_back() -> None:
     assert generation.text.text == ""
     running.cancel(generation)
     assert generation.text.text == written
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_text_is_over_when_all_of_it_is_said_and_no_piece_changes(held: bool, later: bool) -> None:
+    # Another thread streams pieces as they come, and goes when the text is over.
+    written = letters(write(engine(), max_new_tokens=9).token_ids)
+    seen: list[tuple[bool, list[Piece]]] = []
+
+    def decode(tokens: object) -> str:
+        seen.append((generation.finished, list(generation.pieces)))
+        return letters(tokens)
+
+    running = engine("ngram:max=3,min=1")
+    running.speaks_later = later
+    stream = TextStream(decode, [written + "!"] if held else ())
+    generation = running.submit(Request((1, 2, 3), max_new_tokens=9), stream)
+    finish(running)
+    assert stream.text == written
+    assert len(seen) > 9
+    for finished, pieces in seen:
+        assert not finished
+        assert generation.pieces[: len(pieces)] == pieces
+
+
+class Lettered(LLM):
+    """Tokens that are letters, and a prompt that is always the same."""
+
+    stop_tokens = frozenset()  # type: ignore[assignment]
+
+    def encode(self, prompt: object, *, raw: bool = False) -> list[int]:
+        return [1, 2, 3]
+
+    def decode(self, tokens: Rows[int]) -> str:
+        return letters(tokens)
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_a_stream_ends_with_the_completion_whenever_other_threads_step(steps: int) -> None:
+    # Another thread ends the text between the look at its pieces and the look whether it is over.
+    class Raced(list[Piece]):
+        def __getitem__(self, place):  # type: ignore[no-untyped-def]
+            found = super().__getitem__(place)
+            for _ in range(steps):
+                running.step()
+            return found
+
+    running = engine()
+    llm = Lettered("toy", None, None, running)  # type: ignore[arg-type]
+    submit = running.submit
+
+    def raced(*request: Any, **options: Any) -> Generation:
+        generation = submit(*request, **options)
+        generation.pieces = Raced()
+        return generation
+
+    running.submit = raced  # type: ignore[method-assign]
+    chunks = list(llm.stream("?", max_new_tokens=9))
+    assert [chunk.completion is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].completion is not None
+    assert "".join(chunk.text for chunk in chunks) == chunks[-1].completion.text
+    assert len(chunks[-1].completion.text) == 9
 
 
 @pytest.mark.parametrize("stop", [(), ("!",), ("cab",)])

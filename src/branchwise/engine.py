@@ -112,20 +112,24 @@ class Generation:
     def token_ids(self) -> list[int]:
         return self.sequence.output
 
-    def say(self) -> None:
-        """Make pieces of the tokens that came."""
-        for token, source, logprob in self.unsaid:
+    def say(self, *, last: bool = False) -> None:
+        """Make pieces of the tokens that came; another thread may take each as soon as it is there."""
+        while self.unsaid:
+            token, source, logprob = self.unsaid.pop(0)
             silent = self.text is None or token in self.request.stop_tokens
             shown = "" if silent else self.text.push(token)  # type: ignore[union-attr]
+            shown += self._held() if last and not self.unsaid else ""
             self.pieces.append(Piece(token, shown, bool(source), logprob, source))
-        self.unsaid.clear()
 
     def fall_silent(self) -> None:
         """Nothing will follow: release what was held back, with the last piece where there is one."""
-        self.say()
-        held = "" if self.text is None else self.text.finish()
+        self.say(last=True)
+        held = self._held()  # by pieces that are there already
         if held and self.pieces:
             self.pieces[-1] = replace(self.pieces[-1], text=self.pieces[-1].text + held)
+
+    def _held(self) -> str:
+        return "" if self.text is None else self.text.finish()
 
     def budget(self, most: Budget, context: int) -> Budget:
         """What a tree may hold so that nothing in it is past the wanted length or the context."""
@@ -343,15 +347,17 @@ class Engine:
         request, sequence, text = generation.request, generation.sequence, generation.text
         sequence.tokens.append(token)
         generation.unsaid.append((token, source, logprob))
-        if text is None or text.may_stop or not self.speaks_later:
-            generation.say()
         asked = request.stop_when is not None and request.stop_when(sequence.tokens)
-        if token in request.stop_tokens or asked or (text is not None and text.stopped):
-            return FinishReason.STOP
+        stops = asked or token in request.stop_tokens
         full = len(sequence.tokens) >= self.target.context
-        if full or len(sequence.tokens) - sequence.prompt_length >= request.max_new_tokens:
-            return FinishReason.LENGTH
-        return None
+        full |= len(sequence.tokens) - sequence.prompt_length >= request.max_new_tokens
+        if stops or full:
+            generation.fall_silent()
+        elif text is None or text.may_stop or not self.speaks_later:
+            generation.say()
+        if stops or (text is not None and text.stopped):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if full else None
 
     def _run_out(self, generation: Generation) -> None:
         """End a generation for which there is no memory; the others go on."""
@@ -367,8 +373,8 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
-        generation.finish_reason = reason
         generation.fall_silent()
+        generation.finish_reason = reason  # whoever sees that it is over finds all of it
         # The last takes the free place, as its slot does: a pass over sequences in slot order copies no cache rows.
         place, last = self._running.index(generation), self._running.pop()
         if last is not generation:

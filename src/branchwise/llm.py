@@ -205,15 +205,16 @@ class LLM:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Write the answer step by step. Leaving the loop early cancels the rest."""
         [generation] = self._submit([prompt], options, streaming=True)
-        told = 0
+        told, completion = 0, None
         try:
-            while told < len(generation.pieces) or not generation.finished:
+            while completion is None:
                 # Another stream may have moved this one along already, and what a step finds may be said with the next.
                 while told == len(generation.pieces) and not generation.finished:
                     self.engine.step()
+                over = generation.finished  # asked first: what another thread adds meanwhile has a chunk to come
                 pieces = generation.pieces[told:]
                 told += len(pieces)
-                completion = self._completion(generation) if generation.finished else None
+                completion = self._completion(generation) if over else None
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
         finally:
             self.engine.cancel(generation)
