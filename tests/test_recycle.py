@@ -425,6 +425,19 @@ def test_trees_are_looked_up_before_the_host_knows_their_roots(monkeypatch: pyte
     assert len(told) == 5
 
 
+def test_a_step_that_is_interrupted_leaves_no_trees_behind() -> None:
+    """Caught here: trees below tokens that nobody read, taken for those of the step before."""
+    drafter = bound(k=3, tree=Ranks("mcsd"))
+    drafter.on_device = True
+    [sequence], trees, scored, [verdict] = scene(4, texts=1, nodes=9)
+    drafter._drafted = trees
+    teach(drafter, [sequence], scored, [verdict])
+    sequence.tokens.append(verdict.token)
+    drafter.heed(scored, Verdicts(torch.tensor([[0]]), torch.tensor([(verdict.token + 1) % VOCABULARY])))
+    [tree] = drafter.draft([sequence], [AMPLE])
+    assert int(tree.tokens[0]) == sequence.root
+
+
 def test_what_empty_rows_propose_does_no_harm() -> None:
     there, here = bound(tree=Ranks()), bound(tree=Ranks())
     there.on_device = True

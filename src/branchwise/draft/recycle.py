@@ -204,7 +204,7 @@ class Recycle(Remembering):
     def heed(self, scored: Scored, found: Verdicts) -> None:
         """On a device, learn from every node at once, before the host knows what was accepted, and look up the trees
         that come next."""
-        self._ahead = None
+        self._ahead, self._expected = None, []  # whoever interrupts this step finds nothing looked up
         if not self.on_device:
             return
         nodes = scored.nodes or self._nodes(scored.logits)
