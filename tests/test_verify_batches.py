@@ -340,6 +340,21 @@ def test_bare_roots_beside_trees_are_judged_by_the_same_graph(
     assert len(captured._graphs) == 1
 
 
+@pytest.mark.parametrize("name", ["rrs", "traversal"])
+def test_a_graph_with_room_for_few_laws_does_not_judge_trees_with_more(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caught here: q cut to the rows of the first tree of a shape, as where two drafters share a verifier."""
+    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
+    captured = Captured(VERIFIERS.build(name), compile=False)
+    sampling = [SamplingParams(temperature=0.9)] * 3
+    room = Room(nodes=16, children=3, width=6, forks=4)
+    for seed in range(6):
+        few, many = (Batch([spec] * 3, seed, sampling=sampling) for spec in ("rsd-c:1,1,1", "rsd-c:3,2,1"))
+        assert recorded(captured, few, replace(room, inner=3)) == few.verdicts(name)
+        assert recorded(captured, many, room) == many.verdicts(name)
+
+
 @pairs
 def test_greedy_laws_are_recorded_without_q(name: str, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)

@@ -145,7 +145,7 @@ def key_of(forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> tuple[
         return about
     assert forest.q is not None
     draws = frozenset(tree.draw for tree in forest.trees if len(tree) > 1)  # a bare root is like any other
-    return (*about, forest.q.dtype, *forest.widths, draws)
+    return (*about, forest.q.dtype, forest.room.inner, *forest.widths, draws)
 
 
 def shapes_of(forest: Forest, reads: Rows[str] = TABLES) -> tuple[torch.Size, ...]:
