@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,7 @@ from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target.fuse import Group, joined
-from branchwise.target.graphs import Pool
+from branchwise.target.graphs import Pool, Replay
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
 from branchwise.target.slots import Layout, Moves, SlotStore
 from branchwise.target.transformers import TransformersTarget
@@ -217,6 +218,21 @@ def test_nothing_moves_while_moves_are_recorded(monkeypatch: pytest.MonkeyPatch)
     # launched, recorded and replayed, replayed
     assert named == [[1, 0], [-1, -1], [1, 0], [1, 0]]
     assert slots.tolist() == [1, 0]
+
+
+def test_what_cannot_be_recorded_runs_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught here: a kernel launched on the current device, over tensors of another."""
+    there: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        there.append(device)
+        yield
+        there.pop()
+
+    monkeypatch.setattr("branchwise.target.graphs.on", on)
+    second = torch.device("cuda", 1)
+    assert Replay(lambda: list(there), second, capture=False)() == [second]
 
 
 def foretelling(rng: random.Random) -> DraftTree:

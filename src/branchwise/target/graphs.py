@@ -190,7 +190,8 @@ class Replay(Generic[T]):
         return True
 
     def _run(self, *places: Tensor) -> T:
-        return self._function(*self._own, *places, **self._options)
+        with on(self._device):
+            return self._function(*self._own, *places, **self._options)
 
     def _often(self, key: Any) -> bool:
         """Whether values came to these places before: what comes anywhere is not worth a recording."""
