@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from branchwise.draft import Budget, Drafter, build_drafter
+from branchwise.draft.paths import Paths
+from branchwise.draft.recycle import Recycle
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
@@ -529,6 +531,30 @@ def test_a_drafter_on_a_device_learns_while_the_verdicts_are_still_there() -> No
     write(engine(Heeding(VOCABULARY, seed=5)), max_new_tokens=6)
     assert [name for name, _ in calls[:2]] == ["heed", "observe"]
     assert calls[::2] == [("heed", paths) for _, paths in calls[1::2]]
+
+
+@pytest.mark.parametrize("verifier", ["block", "match"])
+def test_a_step_that_was_learned_from_and_interrupted_is_not_judged_by_the_same_draws(verifier: str) -> None:
+    # The table knows the tokens that these draws drafted: drawn from it once more, they would not be draws.
+    class Interrupted(Recycle):
+        def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+            super().learn(sequences, scored, verdicts)
+            if interrupts and interrupts.pop():
+                raise KeyboardInterrupt
+
+    interrupts = [True, False]
+    running = Engine(ToyTarget(VOCABULARY), Interrupted(tree=Paths("2x3")), VERIFIERS.build(verifier))
+    generation = running.submit(Request((1, 2, 3), SamplingParams(temperature=1.0, seed=5), max_new_tokens=12))
+    running.step()
+    noise = [generation.sequence.noise]
+    with pytest.raises(KeyboardInterrupt):
+        running.step()
+    for _ in range(2):
+        running.step()
+        noise.append(generation.sequence.noise)
+    assert noise[0] == 5
+    assert (noise[1] == noise[0]) == (verifier == "match")  # its tokens do not depend on the draft
+    assert noise[2] == noise[1]
 
 
 def test_stats_add_up() -> None:

@@ -157,6 +157,7 @@ class Engine:
         """Whether streamed tokens become text while the next step runs. A host computes its steps itself."""
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
+        self._learning = False  # whether a step may have been learned from that is not committed
         self.turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
 
     @property
@@ -179,10 +180,14 @@ class Engine:
         request.sampling.check_vocabulary(self.target.vocabulary)
         generation = Generation(request, Sequence(list(request.prompt), request.sampling), text, like)
         with self.turn:
-            if hasattr(self.drafter, "noise_for") and self.verifier.name != "match":
-                generation.sequence.noise = self.drafter.noise_for(generation.sequence)
+            self._deal(generation.sequence)
             self._waiting.append(generation)
         return generation
+
+    def _deal(self, sequence: Sequence) -> None:
+        """Say where the draws of a text come from, where its drafter must not meet the same draws twice."""
+        if hasattr(self.drafter, "noise_for") and self.verifier.name != "match":
+            sequence.noise = self.drafter.noise_for(sequence)
 
     def cancel(self, generation: Generation) -> None:
         """End a generation where it stands; what it has emitted stays."""
@@ -204,6 +209,10 @@ class Engine:
             raise UsageError("Every slot is taken by texts of another engine; finish those, or load with more slots.")
         while self._running:
             generations = list(self._running)
+            if self._learning:  # a step was interrupted, and what was learned from it knows of draws that come again
+                for generation in generations:
+                    self._deal(generation.sequence)
+                self._learning = False
             self._clock.start()
             try:
                 forest, scored, verdicts = self._judged(generations)
@@ -214,6 +223,7 @@ class Engine:
             sequences = [generation.sequence for generation in generations]
             self._tell(sequences, scored, verdicts)
             self.target.commit(sequences, verdicts)
+            self._learning = False
             self._clock.lap("commit")
 
             seconds = self._clock.settle()
@@ -256,6 +266,7 @@ class Engine:
             found = found.spelled(forest.tokens)
         self._clock.lap("verify")
         found.fetch()
+        self._learning = True
         self._heed(scored, found)
         for generation in generations:  # while the device is at work
             generation.say()
