@@ -21,18 +21,13 @@ from branchwise.draft.recycle import ACCEPTED, HALF_DOWN, MOST_BY_KERNELS, PADDI
 from branchwise.sequence import Sequence
 from branchwise.testing import ToyTarget
 from branchwise.topology import Topology, chain_topology, topology
-from tests.test_attention import Compiled, compiled_by
+from tests.test_attention import Compiled, compiled_by, interpreted
 from tests.test_recycle import AMPLE, VOCABULARY, Slow, assert_holds, bound, noise, scene, teach
 
 try:
     from branchwise.draft import kernels
 except ImportError:
     kernels = None  # type: ignore[assignment]
-
-interpreted = pytest.mark.skipif(
-    kernels is None or torch.cuda.is_available(),
-    reason="needs Triton" if kernels is None else "tests/gpu runs these cases on the device",
-)
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

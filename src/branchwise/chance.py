@@ -211,6 +211,8 @@ def signed(value: int) -> int:
 
 
 GAMMA = signed(0x9E3779B97F4A7C15)
+FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""of splitmix64"""
 
 
 def spaced(names: Tensor) -> Tensor:
@@ -220,8 +222,8 @@ def spaced(names: Tensor) -> Tensor:
 
 def mix(x: Tensor) -> Tensor:
     """A bijection on int64 after which every output bit depends on every input bit."""
-    x = (x ^ _shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * signed(0x94D049BB133111EB)
+    x = (x ^ _shift(x, 30)) * signed(FACTORS[0])
+    x = (x ^ _shift(x, 27)) * signed(FACTORS[1])
     return x ^ _shift(x, 31)
 
 
@@ -244,8 +246,8 @@ def key_of(role: str, purpose: str, seed: int, position: int, draw: int) -> int:
 
 def mix_one(x: int) -> int:
     x &= ALL
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ALL
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & ALL
+    x = (x ^ x >> 30) * FACTORS[0] & ALL
+    x = (x ^ x >> 27) * FACTORS[1] & ALL
     return x ^ x >> 31
 
 

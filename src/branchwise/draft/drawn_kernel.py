@@ -19,8 +19,8 @@ from branchwise.draft.drawn_there import PICKS, TOLD
 
 BLOCK = tl.constexpr(chance.BLOCK)
 GAMMA = tl.constexpr(chance.GAMMA)
-FIRST_FACTOR = tl.constexpr(chance.signed(0xBF58476D1CE4E5B9))
-SECOND_FACTOR = tl.constexpr(chance.signed(0x94D049BB133111EB))
+FIRST_FACTOR = tl.constexpr(chance.signed(chance.FACTORS[0]))
+SECOND_FACTOR = tl.constexpr(chance.signed(chance.FACTORS[1]))
 STREAM = tl.constexpr(PICKS)
 STEP = tl.constexpr(2.0**-52)
 NOBODY = tl.constexpr(1 << 40)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from branchwise.draft.paths import Paths
 from branchwise.forest import Room
 from branchwise.sequence import Sequence
 from branchwise.target import Target
-from branchwise.target.graphs import Replay
+from branchwise.target.graphs import Replay, have_kernels
 from branchwise.target.sheet import BATCHES, Brought, fitting
 from branchwise.tree import DraftTree, Draw
 
@@ -93,8 +92,8 @@ class DrawnThere:
         return DraftTree(torch.tensor(tokens), parents, draw, q[: max(parents) + 1] if length else None, leaves)
 
     def _way(self, target: Target, width: int) -> Callable[..., Tensor]:
-        on_cuda = self._q.device.type == "cuda" and getattr(target, "kernels", True) and find_spec("triton") is not None
-        if not on_cuda or max(self.growth.count, width) > WIDEST_KERNEL:
+        by_kernel = have_kernels(self._q.device) and getattr(target, "kernels", True)
+        if not by_kernel or max(self.growth.count, width) > WIDEST_KERNEL:
             return draw
         from branchwise.draft.drawn_kernel import draw_by_kernel
 
