@@ -6,6 +6,7 @@ that a step does besides its pass. Passes are timed in turn, one size after the 
 
     python benchmarks/gpu.py --model smollm2
     python benchmarks/gpu.py --shape llama-8b        # random weights: step costs alone, labelled so
+    python benchmarks/gpu.py --profile               # besides, what each kernel takes of a step
 
 `branchwise bench --device cuda` plays whole texts against transformers.
 """
@@ -27,7 +28,7 @@ from measure import interval, progress, provenance
 from branchwise.draft import build_drafter
 from branchwise.draft.recycle import Recycle
 from branchwise.draft.weights import bytes_read
-from branchwise.engine import Engine, Request
+from branchwise.engine import Engine, Generation, Request
 from branchwise.forest import Forest, Room
 from branchwise.methods import PRESETS
 from branchwise.models import load_model
@@ -71,6 +72,10 @@ STEPS = {
 TOGETHER = ("none", "default")
 """of these, with several texts at once"""
 PROMPT, TEXT = 600, 200
+PROFILED = 20
+"""steps whose kernels are summed"""
+MOST_TIME = 16
+"""kernels that are printed for a step; the records have all"""
 
 
 def main() -> None:
@@ -104,6 +109,8 @@ def main() -> None:
             records += [{**record, "mode": mode} for record in steps(target)]
             records += [{**record, "mode": mode} for record in lookups(target, arguments.rounds)]
             records += [{**record, "mode": mode} for record in together(target, arguments)]
+        if arguments.profile:
+            records += [{**record, "mode": mode} for record in kernels(target)]
         del target
         torch.cuda.empty_cache()
     path = arguments.out
@@ -123,6 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of each size")
     parser.add_argument("--passes", action="store_true", help="passes alone, no steps")
+    parser.add_argument("--profile", action="store_true", help="steps kernel by kernel too, by torch's profiler")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "gpu.jsonl")
     return parser.parse_args()
@@ -201,26 +209,59 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
     They follow each other as they do for a user: a step ends when the host has read what it accepted, and what it
     leaves to the device runs on beside the next one.
     """
+    for name, engine, text in written(target):
+        progress(f"steps of {name}")
+        ended = time.perf_counter()
+        while engine.busy:
+            before, drafted = dict(text.stats.seconds), text.stats.drafted_tokens
+            engine.step()
+            seconds, ended = time.perf_counter() - ended, time.perf_counter()
+            phases = {phase: spent - before.get(phase, 0.0) for phase, spent in text.stats.seconds.items()}
+            nodes = 1 + text.stats.drafted_tokens - drafted
+            room = getattr(engine.drafter, "room", None) or Room()
+            rows = target.room(1, max(room.nodes, nodes))[1]
+            if text.stats.steps > 1:  # the first one also writes the prompt
+                about = {"method": name, "step": text.stats.steps, "nodes": nodes, "rows": rows}
+                yield {"kind": "step", **about, "seconds": seconds, **phases}
+
+
+def written(target: TransformersTarget) -> Iterator[tuple[str, Engine, Generation]]:
+    """Of each method its engine and a text that waits to be written, when the same text was written once before."""
     rng = random.Random(1)
     words = [rng.randrange(1000, 20000) for _ in range(40)]
     prompt = tuple(rng.choice(words) for _ in range(PROMPT))
     for name, (draft, shape, verifier, temperature) in STEPS.items():
+        progress(f"first steps of {name}")
         engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))
-        for warm in (False, True):
-            progress(f"steps of {name}" if warm else f"first steps of {name}")
-            text = engine.submit(Request(prompt, SamplingParams(temperature, seed=1), max_new_tokens=TEXT))
-            ended = time.perf_counter()
-            while engine.busy:
-                before, drafted = dict(text.stats.seconds), text.stats.drafted_tokens
+        request = Request(prompt, SamplingParams(temperature, seed=1), max_new_tokens=TEXT)
+        engine.submit(request)
+        while engine.busy:
+            engine.step()
+        yield name, engine, engine.submit(request)
+
+
+def kernels(target: TransformersTarget) -> Iterator[dict[str, Any]]:
+    """What the device does in a step of each method, summed by kernel; the profiler slows the host, not the kernels."""
+    for name, engine, text in written(target):
+        for _ in range(PROFILED // 2):
+            engine.step()  # the prompt, and sizes that are tried first
+        torch.cuda.synchronize()
+        first = text.stats.steps
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            while engine.busy and text.stats.steps < first + PROFILED:
                 engine.step()
-                seconds, ended = time.perf_counter() - ended, time.perf_counter()
-                phases = {phase: spent - before.get(phase, 0.0) for phase, spent in text.stats.seconds.items()}
-                nodes = 1 + text.stats.drafted_tokens - drafted
-                room = getattr(engine.drafter, "room", None) or Room()
-                rows = target.room(1, max(room.nodes, nodes))[1]
-                if warm and text.stats.steps > 1:  # the first one also writes the prompt
-                    about = {"method": name, "step": text.stats.steps, "nodes": nodes, "rows": rows}
-                    yield {"kind": "step", **about, "seconds": seconds, **phases}
+            torch.cuda.synchronize()
+        steps = text.stats.steps - first
+        engine.cancel(text)
+        for event in profiler.key_averages():
+            if event.self_device_time_total > 0:
+                yield {
+                    "kind": "kernel",
+                    "method": name,
+                    "kernel": event.key[:80],
+                    "times": event.count / steps,
+                    "seconds": event.self_device_time_total / 1e6 / steps,
+                }
 
 
 def lookups(target: TransformersTarget, rounds: int) -> Iterator[dict[str, Any]]:
@@ -289,6 +330,13 @@ def summarise(records: list[dict[str, Any]]) -> None:
         whole, outside = [1e3 * r["seconds"] for r in these], outside_the_pass(these, records)
         told = f", {interval(outside)} of it outside the pass" if outside else ""
         print(f"{mode}, a step of {method}: {interval(whole)} ms{told}")
+    found = [record for record in records if record["kind"] == "kernel"]
+    for mode, method in dict.fromkeys((r["mode"], r["method"]) for r in found):
+        these = sorted((r for r in found if (r["mode"], r["method"]) == (mode, method)), key=lambda r: -r["seconds"])
+        whole = 1e3 * sum(r["seconds"] for r in these)
+        print(f"{mode}, a step of {method}: {whole:.3f} ms in {sum(r['times'] for r in these):.0f} kernels")
+        for r in these[:MOST_TIME]:
+            print(f"    {1e3 * r['seconds']:.3f} ms in {r['times']:.1f}: {r['kernel']}")
     found = [record for record in records if record["kind"] == "lookup"]
     for mode in dict.fromkeys(r["mode"] for r in found):
         these = [r for r in found if r["mode"] == mode]
