@@ -281,20 +281,6 @@ def test_the_chosen_tiling_finds_the_same() -> None:
     assert_equals_truth(prepare(Case("", (300, 20), 6, splits=None), torch.float32))
 
 
-def merged_in_place() -> list[Case]:
-    beginnings = ("two splits", "more splits", "splits that", "splits of", "padding in a batch, split")
-    return [case for case in CASES if case.catches.startswith(beginnings)]
-
-
-@interpreted
-@pytest.mark.parametrize("case", merged_in_place(), ids=lambda case: case.catches)
-def test_the_last_program_merges_and_leaves_its_counter_at_zero(case: Case) -> None:
-    given, counters = prepare(case, torch.float32), torch.zeros(100, dtype=torch.int32)
-    for _ in range(2):
-        assert_equals_truth(given, tiles=case.tiles(), counters=counters)
-        assert not counters.any()
-
-
 @interpreted
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -450,7 +436,9 @@ class Compiled:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
 
-    def _compile(self, *given: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
+    def _compile(
+        self, *given: Any, num_warps: int, num_stages: int = 3, enable_fp_fusion: bool = True, **constants: Any
+    ) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -471,7 +459,8 @@ class Compiled:
                     aligned[place,] = [["tt.divisibility", 16]]
         in_order = {name: signature[name] for name in self.kernel.arg_names}
         source = ASTSource(self.kernel, in_order, constants, aligned)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared < 227 * 1024
+        assert enable_fp_fusion or "fma." not in compiled.asm["ptx"]
         print(self.kernel.fn.__name__)

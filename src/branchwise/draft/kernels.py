@@ -106,7 +106,7 @@ def learn_marked(
             table, masses, tokens, logits, marks, found, highest, total,
             *tokens.stride(), logits.stride(0), logits.stride(1), *marks.stride(), rows, nodes, parts, float(rate),
             k=k, block_k=block_k, block_parts=triton.next_power_of_2(parts), block_rows=256,
-            num_warps=1,
+            num_warps=1, enable_fp_fusion=False,  # or every thread rounds the sum of a law in its own way
         )  # fmt: skip
 
 

@@ -109,7 +109,6 @@ def tree_attention(
     window: int | None = None,
     splits: int | None = None,
     tiles: Tiling | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
     """(batch, nodes, heads, value width): what `attend` finds under `tree_mask`, straight from one layer of the store.
 
@@ -119,9 +118,6 @@ def tree_attention(
     columns), which windows need, are those of the nodes and of the rows of the tree. `seen` (batch, nodes, words) is
     what `pack_bits` makes of the ancestors; a node that sees nothing at all yields zeros. All of these are int32 on the
     device.
-
-    With `counters` (int32, zeros, at least batch times key heads times tiles of rows, left at zero) the last program of
-    a tile merges up to 16 splits itself, which saves a launch.
     """
     batch, heads, nodes, width = query.shape
     _, kv_heads, capacity, value_width = values.shape
@@ -143,8 +139,6 @@ def tree_attention(
         shared=shared_memory(keys.device),
     )
     splits = splits or tiles.splits
-    if counters is not None:
-        splits = min(splits, 16)
     row_tiles = triton.cdiv(nodes * group, tiles.rows)
     out = query.new_empty(batch, nodes, heads, value_width)
     # Without a split nobody reads these two, and a pointer has to point somewhere.
@@ -152,20 +146,18 @@ def tree_attention(
     if splits > 1:
         parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
         scores = torch.empty(splits, batch, nodes, heads, dtype=torch.float32, device=out.device)
-    assert counters is None or counters.numel() >= row_tiles * batch * kv_heads, "too few counters"
     _attend[(row_tiles, batch * kv_heads, splits)](
         query, keys, values, slots, lengths, depths, key_depths, seen, out, parts, scores,
-        slots if counters is None else counters,
         *query.stride(), *keys.stride()[:3], *values.stride()[:3],
         nodes, columns, words, capacity, 0 if window is None else window,
         scale, 0.0 if softcap is None else softcap,
         kv_heads=kv_heads, group=group, width=width, value_width=value_width,
         block_width=block_width, block_value=block_value, block_rows=tiles.rows, block_keys=tiles.keys,
         splits=splits, capped=softcap is not None, windowed=window is not None,
-        in_place=splits > 1 and counters is not None, operand=_operand(keys.dtype),
+        operand=_operand(keys.dtype),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    if splits > 1 and counters is None:
+    if splits > 1:
         _merge[(batch * nodes * heads,)](
             parts, scores, out, batch * nodes * heads,
             splits=splits, block_splits=triton.next_power_of_2(splits), value_width=value_width,
@@ -183,12 +175,12 @@ def _operand(dtype: torch.dtype) -> tl.dtype:
 
 @triton.jit(do_not_specialize=["nodes", "columns", "words", "capacity", "window"])
 def _attend(
-    query, keys, values, slots, lengths, depths, key_depths, seen, out, parts, scores, counters,
+    query, keys, values, slots, lengths, depths, key_depths, seen, out, parts, scores,
     query_batch, query_head, query_node, query_element, key_slot, key_head, key_row, value_slot, value_head, value_row,
     nodes, columns, words, capacity, window, scale, softcap,
     kv_heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     block_width: tl.constexpr, block_value: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
-    splits: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, in_place: tl.constexpr, operand: tl.constexpr,
+    splits: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one share of the keys. Row m is node m // group with head m % group of its group."""
     # Tiles come first, so that programs which read the same keys run together.
@@ -262,25 +254,6 @@ def _attend(
         score = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), NOTHING)
         tl.store(scores + split * lines + line, score, mask=real)
         tl.store(parts + split * lines * value_width + goal, found, mask=mask & some[:, None])
-        if in_place:
-            tl.debug_barrier()
-            counter = counters + pair * tl.num_programs(0) + tile
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                highest = tl.full([block_rows], NOTHING, tl.float32)
-                total = tl.zeros([block_rows], tl.float32)
-                found = tl.zeros([block_rows, block_value], tl.float32)
-                for other in tl.static_range(splits):
-                    score = tl.load(scores + other * lines + line, mask=real, other=NOTHING)
-                    part = tl.load(
-                        parts + other * lines * value_width + goal, mask=mask & (score > NOTHING)[:, None], other=0.0
-                    )
-                    higher = tl.maximum(highest, score)
-                    fade, weight = tl.exp2(highest - higher), tl.exp2(score - higher)
-                    found = found * fade[:, None] + part * weight[:, None]
-                    total = total * fade + weight
-                    highest = higher
-                tl.store(out + goal, (found / total[:, None]).to(out.dtype.element_ty), mask=mask)
-                tl.store(counter, 0)
 
 
 @triton.jit
