@@ -24,6 +24,7 @@ from branchwise.testing import RandomDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
+from tests.test_begun import Watched
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -217,3 +218,30 @@ def test_models_in_two_threads_write_what_each_writes_alone() -> None:
     fresh = [TransformersTarget(target.model, slots=4) for target in targets]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(write, fresh)) == alone
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", ["none", "memories"])
+def test_most_passes_begin_before_the_host_has_read_what_they_stand_behind(
+    draft: str, temperature: float, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the texts are those of passes that waited."""
+    model, texts = build(SERVED["llama"], device="cuda"), []
+    for waits in (True, False):
+        target = Watched(model, slots=3)
+        if waits:
+            monkeypatch.setattr(target, "score_ahead", lambda *given: None)
+        engine = Engine(target, build_drafter(draft), VERIFIERS.build("match"))
+        sampling = SamplingParams(temperature=temperature, seed=4)
+        asked = [
+            engine.submit(Request(prompt, sampling, max_new_tokens=60 + 7 * len(prompt)))
+            for prompt in ((5, 6, 7), (9,), (30, 31))[:batch]
+        ]
+        steps = 0
+        while engine.busy:
+            engine.step()
+            steps += 1
+        texts.append([one.token_ids for one in asked])
+        assert target.served == 0 if waits else target.served > steps / 3
+    assert texts[0] == texts[1]

@@ -39,6 +39,8 @@ class Drafter(Protocol):
     requests says so with `learns = True`. One that can use laws of the prompt says in `wants_prefill` for how many of
     its last tokens, and is told by `begin(sequence, logits)`: the last row is what follows the token before the root.
     One that learns on a device has `heed(scored, found)`, called while the verdicts are still there: nobody waits then.
+    One that knows there what it will draft next has `foresee(budgets)`, called behind that: the next trees of the same
+    texts, or None. Their roots mean nothing. Budgets will be these or larger, and `draft` then returns these trees.
     """
 
     name: str

@@ -130,7 +130,8 @@ class Growth(Protocol):
     """A policy. One that looks at hidden states also says `wants_hidden = True`.
 
     One that can be laid down over a memory, with nothing drawn, also has `lay(root, place, after, budget)`, which is
-    called in the place of `grow` and returns the `Sapling`; it may have `begin(batch, target)`, called before a batch.
+    called in the place of `grow` and returns the `Sapling`; it may have `begin(batch, target)`, called before a batch,
+    and `drafted()`, called behind it.
 
     One that remembers what the target found for a text also has `plant(sequence, budget, dice)`, which is called in the
     place of `grow`, and `observe(sequences, trees, scored, verdicts)`, called after every step.

@@ -71,6 +71,9 @@ class Memories(Fused):
         if self._alone is not None:
             self._alone.heed(scored, found)
 
+    def foresee(self, budgets: Rows[Budget]) -> list[DraftTree] | None:
+        return None if self._alone is None else self._alone.foresee(budgets)
+
     def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         if self._alone is None:
             super().observe(sequences, scored, verdicts)

@@ -115,6 +115,8 @@ class Remembering(Grown):
             self.tree.lay(sequence.root, self._places[sequence], self.after, budget).finish(Draw.FIXED)
             for sequence, budget in zip(sequences, budgets, strict=True)
         ]
+        if hasattr(self.tree, "drafted"):
+            self.tree.drafted()
         return self._drafted
 
     def look(self, wishes: Rows[Wish]) -> list[Found]:

@@ -18,5 +18,8 @@ class Nothing:
     def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
         return [DraftTree.root(sequence.root) for sequence in sequences]
 
+    def foresee(self, budgets: Rows[Budget]) -> list[DraftTree]:
+        return [DraftTree.root(0)] * len(budgets)
+
     def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
         pass

@@ -86,16 +86,18 @@ class PacedRanks(Ranks):
 
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
         self._most = budget.nodes
-        shape = super().within(Budget(min(budget.nodes, 1 + self._wanted), budget.depth), width)
+        return super().within(Budget(min(budget.nodes, 1 + self._wanted), budget.depth), width)
+
+    def drafted(self) -> None:
+        """The trees of a step are laid; they may have been foreseen long before."""
         self._ended = time.perf_counter()
-        return shape
 
     def observe(
         self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
     ) -> None:
         if self._clock is not None:
             # What is short of a size counts as it: on a device such a tree is scored in the same pass.
-            self._clock.saw(self._rows(1 + self._wanted), time.perf_counter() - self._ended)
+            self._clock.saw(scored.logits.shape[1], time.perf_counter() - self._ended)
         self._tries *= FADING
         self._hits *= FADING
         for tree, verdict in zip(trees, verdicts, strict=True):

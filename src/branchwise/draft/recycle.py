@@ -83,6 +83,8 @@ class Recycle(Remembering):
         """whole trees below the tokens of the last verdicts"""
         self._expected: list[tuple[Sequence, int]] = []
         """the text of each of these trees, and its root"""
+        self._foreseen: list[DraftTree] | None = None
+        """what they come to within budgets"""
 
     @property
     def table(self) -> Table:
@@ -114,7 +116,8 @@ class Recycle(Remembering):
         known, self._table = self._table, Table(vocabulary, width, place)
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
-        self._bound_to, self._whole, self._paths, self._ahead = (vocabulary, width, place), None, None, None
+        self._bound_to, self._whole, self._paths = (vocabulary, width, place), None, None
+        self._ahead = self._foreseen = None
         self._tables = self._table.tokens, self._table.masses
         self._learning = Replay(learn_judged, place, self._tables, writes=True, **self._ways, **self._how)
         for told in (self._parts, self._roots):
@@ -137,18 +140,37 @@ class Recycle(Remembering):
             return self._drafted
         if not self.on_device or not isinstance(self.tree, Ranks):
             return super().draft(sequences, budgets)
-        if hasattr(self.tree, "begin"):
-            self.tree.begin(len(sequences), self.target)
-        shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
         wanted = [(sequence, sequence.root) for sequence in sequences]
         # What was looked up already is right where the texts go on together as they were.
-        found, self._ahead = self._ahead if wanted == self._expected else None, None
-        found = self.looked_up([root for _, root in wanted]) if found is None else found
-        self._drafted = [
+        expected = wanted == self._expected
+        trees, self._foreseen = self._foreseen if expected else None, None
+        if trees is None:
+            found, self._ahead = self._ahead if expected else None, None
+            found = self.looked_up([root for _, root in wanted]) if found is None else found
+            trees = self._within(found, budgets)
+        if hasattr(self.tree, "drafted"):
+            self.tree.drafted()
+        self._drafted = trees
+        return trees
+
+    def foresee(self, budgets: Rows[Budget]) -> list[DraftTree] | None:
+        found, self._ahead = self._ahead, None
+        if found is None or not isinstance(self.tree, Ranks) or min(b.depth for b in budgets) < self.tree.shape.depth:
+            self._ahead = found
+            return None
+        self._foreseen = self._within(found, budgets)
+        return self._foreseen
+
+    def _within(self, found: Tensor, budgets: Rows[Budget]) -> list[DraftTree]:
+        """What trees (at least as many, nodes) that were looked up come to within budgets."""
+        assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
+        if hasattr(self.tree, "begin"):
+            self.tree.begin(len(budgets), self.target)
+        shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
+        return [
             DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
             for row, shape in zip(found, shapes, strict=False)
         ]
-        return self._drafted
 
     def looked_up(self, roots: list[int]) -> Tensor:
         """(roots, nodes): the tokens of whole trees, without a wait for the device.
@@ -204,7 +226,11 @@ class Recycle(Remembering):
     def heed(self, scored: Scored, found: Verdicts) -> None:
         """On a device, learn from every node at once, before the host knows what was accepted, and look up the trees
         that come next."""
-        self._ahead, self._expected = None, []  # whoever interrupts this step finds nothing looked up
+        self._ahead, self._foreseen, self._expected = (
+            None,
+            None,
+            [],
+        )  # whoever interrupts this step finds nothing looked up
         if not self.on_device:
             return
         nodes = scored.nodes or self._nodes(scored.logits)

@@ -257,6 +257,10 @@ class Graphs:
         """Drop what is recorded; sizes are recorded again when they are wanted."""
         self._ready.clear()
 
+    def knows(self, size: Size) -> bool:
+        """Whether a pass of this size is recorded, or never will be."""
+        return not self.captures or (size in self._ready and self._ready[size].graph is not None)
+
     def ready(self, size: Size) -> Recorded:
         """A sheet of this size, to be filled and passed over."""
         if size in self._ready:

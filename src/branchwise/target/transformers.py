@@ -28,8 +28,9 @@ from branchwise.forest import Forest, Laid, laid_out
 from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Nodes, Scored
+from branchwise.target.begun import Begun, standing, step_on
 from branchwise.target.fuse import Fusion, Group, same_inputs
-from branchwise.target.graphs import Found, Graphs, have_kernels
+from branchwise.target.graphs import Found, Graphs, Replay, have_kernels
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.route import Route
 from branchwise.target.sheet import Sheet, size_for
@@ -120,6 +121,8 @@ class TransformersTarget:
         self._fusion: Fusion | None = None
         self._best = 0
         self._moved = False  # whether the rows that the last pass accepted are where they belong
+        self._begun: Begun | None = None
+        self._stepping = Replay(step_on, self.device, still=standing, capture=graphs)
         self._captured: dict[Any, Verifier] = {}
         groups = self._groups() if self.kernels and model not in _unfusible else []
         if self.kernels:
@@ -167,6 +170,7 @@ class TransformersTarget:
             raise UsageError(
                 f"The prompt has {len(sequence.tokens)} tokens and the context holds {self.context}; shorten it."
             )
+        self._begun = None
         self.store.open(sequence)
         try:
             return self.follow(sequence, sequence.tokens[:-1], tell)
@@ -175,6 +179,7 @@ class TransformersTarget:
             raise
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
+        self._begun = None
         assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
         assert self.store.length(source) == len(source.tokens) - 1, "the cache is out of step with its sequence"
         self.store.fork(source, sequence)
@@ -182,21 +187,34 @@ class TransformersTarget:
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
         assert forest.nodes <= self.max_nodes, "a tree is larger than the target allows"
         self._moved = False
+        begun, self._begun = self._begun, None
         for sequence in sequences:
             assert self.store.length(sequence) == len(sequence.tokens) - 1, "the cache is out of step with its sequence"
         if self._graphs is not None and not taps:
-            return self._score_sheet(sequences, forest)
+            if begun is None or not begun.serves(sequences, forest):
+                return self._score_sheet(sequences, forest)
+            if forest.told_tokens is None:
+                forest.tokens = begun.forest.tokens
+            return begun.scored
         current = self.store.begin(sequences, forest.depths, forest_ancestors(forest, self.device))
         hidden: dict[str, Tensor] = {}
         with self._tapped(taps, hidden):
             logits = self._run(forest.tokens, current.lengths[:, None] + forest.depths, self.store)
         return Scored(logits, hidden)
 
-    def _score_sheet(self, sequences: Rows[Sequence], forest: Forest) -> Scored:
+    def score_ahead(self, sequences: Rows[Sequence], forest: Forest, found: Verdicts) -> None:
+        furthest = max(map(self.store.length, sequences)) + found.paths.shape[1] + forest.nodes
+        if self._moved and self._graphs is not None and furthest <= self.store.rows:
+            size = size_for(len(forest), forest.nodes, forest.nodes)
+            if self._graphs.knows(size):  # a recording would count as part of this step
+                scored = self._score_sheet(sequences, forest, behind=found)
+                self._begun = Begun(tuple(sequences), forest, scored)
+
+    def _score_sheet(self, sequences: Rows[Sequence], forest: Forest, behind: Verdicts | None = None) -> Scored:
         told = forest.told_tokens
         tokens, laid = forest.drafted if told is None else told, forest.laid
         roots = [sequence.root for sequence in sequences]
-        sheet, found = self._replay(sequences, tokens, laid.depths, laid.seen, roots=roots, laid=laid)
+        sheet, found = self._replay(sequences, tokens, laid.depths, laid.seen, roots=roots, laid=laid, behind=behind)
         batch, nodes = laid.depths.shape
         if told is None:
             forest.tokens = sheet.tokens[:batch, :nodes].long()
@@ -231,9 +249,12 @@ class TransformersTarget:
 
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
         moved, self._moved = self._moved, False
+        if self._begun is not None:
+            self._begun.committed = self._begun.sequences == tuple(sequences)
         self.store.keep(sequences, [verdict.path for verdict in verdicts], moved_there=moved)
 
     def close(self, sequence: Sequence) -> None:
+        self._begun = None
         self.store.close(sequence)
 
     def own_logits(self, tokens: Tensor) -> Tensor:
@@ -328,16 +349,20 @@ class TransformersTarget:
         *,
         roots: Rows[int] | None = None,
         laid: Laid | None = None,
+        behind: Verdicts | None = None,
     ) -> tuple[Sheet, Found]:
         """A pass by kernels over nodes (batch, nodes), from its graph where there is one, and what it was told.
 
-        There may be fewer sequences than trees; nothing is kept of the trees behind them.
+        There may be fewer sequences than trees; nothing is kept of the trees behind them. They may stand `behind`
+        verdicts that are not committed yet.
         """
         assert self._graphs is not None
+        self._begun = None  # whatever was found is overwritten
         batch, nodes = depths.shape
         before = written.rows if written else [0] * len(sequences)
         size = size_for(batch, nodes, max(before) + nodes)
-        slots, lengths = self.store.seat(sequences, before, nodes, size.nodes)
+        steps = 0 if behind is None else behind.paths.shape[1]
+        slots, lengths = self.store.seat(sequences, before, steps + nodes, steps + size.nodes)
         recorded = self._graphs.ready(size)
         recorded.sheet.fill(
             slots,
@@ -350,6 +375,10 @@ class TransformersTarget:
             roots=roots,
             laid=laid,
         )
+        if behind is not None:
+            sheet = recorded.sheet
+            told = (places[:batch] for places in (sheet.tokens, sheet.positions, sheet.lengths, sheet.starts))
+            self._stepping(*told, behind.paths, behind.tokens)
         logits, best = self._graphs.run(recorded, self._run_sheet)
         return recorded.sheet, Found(logits[:batch, :nodes], None if best is None else best[:batch, :nodes])
 

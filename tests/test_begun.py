@@ -1,0 +1,241 @@
+"""Passes that begin before the host has read what they stand behind, run here in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from branchwise.draft import Budget, Drafter
+from branchwise.draft.none import Nothing
+from branchwise.engine import Engine, Generation, Request
+from branchwise.sampling import SamplingParams
+from branchwise.sequence import Sequence
+from branchwise.target import Scored
+from branchwise.target.begun import Begun, standing, step_on
+from branchwise.target.sheet import Sheet, Size
+from branchwise.target.transformers import TransformersTarget
+from branchwise.topology import topology
+from branchwise.tree import DraftTree, Draw
+from branchwise.verify import VERIFIERS, Verdict, Verdicts
+from tests.conformance.architectures import VOCABULARY, build, served
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+PROMPTS = [(5, 6), (60,)]
+SHAPE = topology((-1, 0, 0, 1, 1))
+
+
+class Successors:
+    """Drafts from a table that the texts of a greedy run filled, and foresees its trees where the verdicts lie."""
+
+    name = "successors"
+    draw = Draw.FIXED
+
+    def __init__(self, texts: Rows[Rows[int]], foresees: bool = True) -> None:
+        self.table = torch.randint(VOCABULARY, (VOCABULARY, 2), generator=torch.Generator().manual_seed(1))
+        for text in texts:
+            for token, following in pairwise(text):
+                self.table[token, 0] = following
+        self.foresees = foresees
+        self.interrupts: list[bool] = []
+        self._tokens: Tensor | None = None
+        self._foreseen: list[DraftTree] | None = None
+
+    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+        found, self._foreseen = self._foreseen, None
+        roots = [sequence.root for sequence in sequences]
+        if found is not None and self._tokens is not None and self._tokens[: len(roots)].tolist() == roots:
+            return found
+        return [self._tree(root, budget) for root, budget in zip(roots, budgets, strict=True)]
+
+    def heed(self, scored: Scored, found: Verdicts) -> None:
+        self._tokens, self._foreseen = found.tokens.clone(), None
+
+    def foresee(self, budgets: Rows[Budget]) -> list[DraftTree] | None:
+        if not self.foresees or min(budget.depth for budget in budgets) < SHAPE.depth:
+            return None
+        assert self._tokens is not None
+        roots = self._tokens[: len(budgets)].tolist()
+        self._foreseen = [self._tree(root, budget, wrong=True) for root, budget in zip(roots, budgets, strict=True)]
+        return self._foreseen
+
+    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        if self.interrupts and self.interrupts.pop():
+            raise KeyboardInterrupt
+
+    def _tree(self, root: int, budget: Budget, wrong: bool = False) -> DraftTree:
+        if budget.depth < SHAPE.depth:
+            return DraftTree.root(root)
+        first, second = self.table[root].tolist()
+        tokens = [0 if wrong else root, first, second, *self.table[first].tolist()]
+        return DraftTree(torch.tensor(tokens), SHAPE.parents)
+
+
+class Watched(TransformersTarget):
+    """Counts the passes that were begun and those of them that served."""
+
+    begun = served = 0
+
+    def score_ahead(self, *given) -> None:  # type: ignore[no-untyped-def]
+        super().score_ahead(*given)
+        self.begun += self._begun is not None
+
+    def score(self, *given) -> Scored:  # type: ignore[no-untyped-def]
+        begun = self._begun
+        scored = super().score(*given)
+        self.served += begun is not None and scored is begun.scored
+        return scored
+
+
+@pytest.fixture
+def target() -> Watched:
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    config = served()["llama"]
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = build(type(config)(**config.to_dict() | small))
+    return Watched(model, slots=3, context=64, max_nodes=8, kernels=True)
+
+
+def write(target: TransformersTarget, drafter: Drafter, **about) -> list[Generation]:  # type: ignore[no-untyped-def]
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    longest = (9, 6)
+    asked = [
+        engine.submit(Request(prompt, max_new_tokens=most, **about))
+        for prompt, most in zip(PROMPTS, longest, strict=True)
+    ]
+    while engine.busy:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            continue
+    return asked
+
+
+def texts_of(asked: Rows[Generation]) -> list[list[int]]:
+    return [one.token_ids for one in asked]
+
+
+@pytest.fixture
+def plain(target: Watched) -> list[list[int]]:
+    """What is written when every pass waits for its verdicts."""
+    found = texts_of(write(target, Successors([], foresees=False)))
+    assert target.begun == 0
+    return found
+
+
+def test_texts_are_the_same_and_most_passes_had_begun(target: Watched, plain: list[list[int]]) -> None:
+    """Of two texts that end at different times; the end of one makes a pass anew."""
+    drafted = write(target, Successors([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)]))
+    assert texts_of(drafted) == plain
+    assert sum(one.stats.accepted_tokens for one in drafted) > 2, "too little was moved"
+    few = target.served
+    assert few > 0
+    assert texts_of(write(target, Nothing())) == plain
+    assert target.served - few >= 5
+    assert target.begun - target.served <= 2, "passes were begun for nothing"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_sampled_texts_are_the_same(target: Watched, drafts: bool) -> None:
+    sampling = SamplingParams(temperature=0.9, seed=3)
+    expected = texts_of(write(target, Successors([], foresees=False), sampling=sampling))
+    drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, expected, strict=True)]) if drafts else Nothing()
+    assert texts_of(write(target, drafter, sampling=sampling)) == expected  # type: ignore[arg-type]
+    assert target.served > 0
+
+
+def test_a_text_that_stops_leaves_a_pass_behind_that_nobody_uses(target: Watched, plain: list[list[int]]) -> None:
+    stop = plain[0][3]
+    found = texts_of(write(target, Nothing(), stop_tokens=frozenset({stop})))
+    assert found == [text[: text.index(stop) + 1] if stop in text else text for text in plain]
+    assert target.begun > target.served
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_interrupted_step_is_made_again(target: Watched, plain: list[list[int]], step: int) -> None:
+    """Its pass had begun the next one behind a verdict that was never committed."""
+    drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)])
+    drafter.interrupts = [True, *[False] * step]
+    assert texts_of(write(target, drafter)) == plain
+    assert not drafter.interrupts
+    assert target.served > 0
+
+
+def test_engines_that_share_a_target_take_nothing_from_each_other(target: Watched, plain: list[list[int]]) -> None:
+    engines = [Engine(target, Nothing(), VERIFIERS.build("match")) for _ in range(2)]
+    asked = [one.submit(Request(prompt, max_new_tokens=5)) for one, prompt in zip(engines, PROMPTS, strict=False)]
+    while any(engine.busy for engine in engines):
+        for engine in engines:
+            if engine.busy:
+                engine.step()
+    assert texts_of(asked) == [text[:5] for text in plain[:2]]
+    assert target.begun > target.served  # each score overwrites what the other had begun
+
+
+def test_a_text_that_joins_finds_its_own_pass(target: Watched, plain: list[list[int]]) -> None:
+    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    asked = [engine.submit(Request(PROMPTS[0], max_new_tokens=9))]
+    for _ in range(3):
+        engine.step()
+    asked.append(engine.submit(Request(PROMPTS[1], max_new_tokens=6)))
+    while engine.busy:
+        engine.step()
+    assert texts_of(asked) == plain[:2]
+    assert target.served > 2
+
+
+def test_where_probabilities_are_told_no_pass_may_overwrite_them(target: Watched) -> None:
+    told = [write(target, drafter, logprobs=True) for drafter in (Successors([], foresees=False), Nothing())]
+    first, second = ([[piece.logprob for piece in one.pieces] for one in asked] for asked in told)
+    for one, other in zip(first, second, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    assert target.begun == 0
+
+
+def test_at_the_end_of_the_slots_nothing_is_begun_that_would_not_fit(target: Watched) -> None:
+    target = Watched(target.model, slots=1, context=9, max_nodes=3, kernels=True)
+    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    generation = engine.submit(Request((5, 6, 7), max_new_tokens=100))
+    while engine.busy:
+        engine.step()
+    assert len(generation.sequence.tokens) == 9
+
+
+def test_a_sheet_steps_on_behind_what_was_accepted() -> None:
+    sheet = Sheet(Size(2, 3, 1), torch.device("cpu"))
+    told = sheet.tokens, sheet.positions, sheet.lengths, sheet.starts
+    for place, value in zip(told, (9, 20, 20, 22), strict=True):
+        place.fill_(value)
+    before = [place.clone() for place in told]
+    paths, following = torch.tensor([[0, 2, -1], [0, -1, -1]]), torch.tensor([41, 42])
+    with standing(*told, paths, following):
+        step_on(*told, paths, following)
+    assert all(torch.equal(place, value) for place, value in zip(told, before, strict=True))
+    step_on(*told, paths, following)
+    assert sheet.lengths.tolist() == [22, 21]
+    assert sheet.starts.tolist() == [24, 23]
+    assert sheet.positions.tolist() == [[22] * 3, [21] * 3]
+    assert sheet.tokens.tolist() == [[41, 9, 9], [42, 9, 9]]
+
+
+def test_begun_is_for_the_same_texts_and_trees_behind_a_committed_verdict() -> None:
+    from branchwise.forest import Forest
+
+    texts = [Sequence([1]), Sequence([2])]
+    tree, other = (DraftTree.chain([0, token]) for token in (3, 4))
+    bare = DraftTree.root(0)
+    forest = Forest([tree, bare], room=None)
+    begun = Begun((texts[0], texts[1]), forest, Scored(torch.zeros(2, 2, 5)))
+    assert not begun.serves(texts, forest)
+    begun.committed = True
+    assert begun.serves(texts, forest)
+    assert begun.serves(texts, Forest([tree, DraftTree.root(7)]))
+    assert not begun.serves(texts[::-1], forest)
+    assert not begun.serves(texts[:1], Forest([tree]))
+    assert not begun.serves(texts, Forest([other, bare]))
+    assert not begun.serves(texts, Forest([bare, bare]))
+    assert not begun.serves(texts, Forest([bare, tree]))
