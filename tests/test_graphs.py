@@ -316,6 +316,20 @@ def test_weights_that_are_replaced_are_stacked_anew() -> None:
     assert not any("forward" in one.__dict__ for one in maps)
 
 
+def test_all_targets_of_a_model_read_one_stack_of_its_weights() -> None:
+    """What one of them recorded reads it for as long as it lives, whatever the others do."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    model = build(SERVED["qwen2"])
+    places = []
+    for _ in range(2):
+        target = TransformersTarget(model, slots=2, max_nodes=8, kernels=True)
+        text = Sequence([5, 6, 7])
+        target.open(text)
+        target.score([text], Forest([DraftTree.chain([7, 1])]))
+        places.append([one.weight.data_ptr() for one in model.modules() if isinstance(one, torch.nn.Linear)])
+    assert places[0] == places[1]
+
+
 def test_a_target_goes_when_nobody_holds_it() -> None:
     """Its slots are most of a device's memory: they must not wait for a collector."""
     pytest.importorskip("triton", reason="needs Triton's interpreter")

@@ -244,7 +244,7 @@ class Engine:
             with self._not_for_memory():
                 self.drafter.heed(scored, found)
 
-    def _begin_next(self, generations: list[Generation], budgets: Rows[Budget], found: Verdicts) -> None:
+    def _begin_next(self, generations: list[Generation], budgets: Rows[Budget], depth: int, found: Verdicts) -> None:
         """Where a drafter foresees its next trees, the pass over them is launched behind the verdicts too: the device
         need not wait until the host has read them."""
         if not (hasattr(self.drafter, "foresee") and hasattr(self.target, "score_ahead")):
@@ -252,8 +252,7 @@ class Engine:
         joining = self._waiting and self.target.free_slots
         if joining or any(generation.request.logprobs for generation in generations):  # which are read from this pass
             return
-        longest = found.paths.shape[1]
-        least = [Budget(budget.nodes, budget.depth - longest) for budget in budgets]
+        least = [Budget(budget.nodes, budget.depth - depth - 1) for budget in budgets]
         if min(budget.depth for budget in least) < 0:  # a text may be over
             return
         self._clock.lap("commit")
@@ -290,7 +289,7 @@ class Engine:
         found.fetch()
         self._learning = True
         self._heed(scored, found)
-        self._begin_next(generations, budgets, found)
+        self._begin_next(generations, budgets, forest.depth, found)
         for generation in generations:  # while the device is at work
             generation.say()
         return forest, scored, found.read()[: len(sequences)]

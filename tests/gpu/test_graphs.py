@@ -6,7 +6,6 @@ import logging
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 import torch
@@ -17,10 +16,11 @@ from branchwise.engine import Engine, Request
 from branchwise.forest import Forest, Room
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.target.graphs import Found
+from branchwise.target.graphs import Found, Pool
 from branchwise.target.sheet import Sheet
 from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter
+from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
@@ -83,28 +83,43 @@ def test_a_compiled_pass_scores_as_the_model_does(family: str, caplog: pytest.Lo
 
 
 def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where somebody waits in the middle of it: what was recorded before, and what is launched, goes on."""
+    """As where another graph ends in the middle of it: what was recorded before, and what is launched, goes on."""
     model = build(SERVED["qwen2"], device="cuda")
     target = TransformersTarget(model, slots=3, max_nodes=12)
     launched = TransformersTarget(model, slots=3, max_nodes=12, graphs=False)
     scores(target, 0)
+    other, _ = Pool(target.device).record(lambda: torch.zeros(3, device="cuda") + 1)
     own, here = target._run_sheet, torch.cuda.current_stream()
 
     def breaking(sheet: Sheet) -> Found:
         found = own(sheet)
         if torch.cuda.is_current_stream_capturing():
-            with suppress(RuntimeError):
-                torch.cuda.current_stream().synchronize()
+            other.reset()
         return found
 
     monkeypatch.setattr(target, "_run_sheet", breaking)
-    for size in list(target._graphs._ready)[::2]:  # type: ignore[union-attr]
-        del target._graphs._ready[size]  # type: ignore[union-attr]
+    target._graphs._ready.popitem()  # type: ignore[union-attr]  # that of these trees, the last one used
     for seed in (1, 2):
         for one, another in zip(scores(target, seed), scores(launched, seed), strict=True):
             torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5)
     assert torch.cuda.current_stream() == here
     assert not target._graphs.captures  # type: ignore[union-attr]
+
+
+def test_targets_of_one_model_record_in_turn_and_read_weights_that_are_still_there() -> None:
+    """As drafters with different heads do. Maps that were stacked anew for each would leave the graphs of the others
+    with memory that is given back to the device when somebody records next."""
+    model = build(SERVED["qwen2"], device="cuda")
+    one, other = (TransformersTarget(model, slots=3, max_nodes=12) for _ in range(2))
+    expected = scores(one, 0)
+    for target in (other, one):
+        text = Sequence([3, 4, 5])
+        target.open(text)
+        target.score([text], Forest([DraftTree.chain([5, 6, 7])], "cuda"))  # a size of its own
+        target.close(text)
+        torch.cuda.empty_cache()
+    for found, value in zip(scores(one, 0), expected, strict=True):
+        torch.testing.assert_close(found, value)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -53,6 +53,10 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDict
 _unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """models whose joined maps did not pass it"""
 
+_joined: weakref.WeakKeyDictionary[PreTrainedModel, list[Group]] = weakref.WeakKeyDictionary()
+"""The maps of a model that are joined: all its targets read one stack of their weights. Were they stacked anew for one
+target, what another has recorded would read memory that is gone."""
+
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
 
 
@@ -278,6 +282,8 @@ class TransformersTarget:
 
     def _groups(self) -> list[Group]:
         """Linear maps that read the same input, found by watching a pass."""
+        if self.model in _joined:
+            return _joined[self.model]
         sequence = Sequence([0, 0, 0])
 
         def one_pass() -> None:
@@ -285,7 +291,7 @@ class TransformersTarget:
             self.close(sequence)
 
         with self._attending(self._route.name):  # nobody else's pass
-            return same_inputs(self.model, one_pass)
+            return _joined.setdefault(self.model, same_inputs(self.model, one_pass))
 
     # For a draft model: text that is followed, and trees that grow level by level
 
