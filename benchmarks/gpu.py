@@ -80,6 +80,23 @@ MOST_TIME = 16
 
 def main() -> None:
     arguments = parse()
+    path, records = arguments.out, []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            for record in measured(arguments):  # each is kept at once: a run may be cut short
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                records.append(record)
+        except KeyboardInterrupt:
+            print("Interrupted; what was measured is kept.")
+    print(f"{len(records)} records in {path}")
+    if records:
+        summarise(records)
+
+
+def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All records, each with what it was measured on; what is asked for most comes first."""
     device = torch.device("cuda")
     model = (
         random_model(arguments.shape)
@@ -90,10 +107,8 @@ def main() -> None:
     about = {"model": arguments.shape or arguments.model, "weights": "random" if arguments.shape else "real"}
     run = {**provenance(device, arguments), "dtype": "bfloat16"}
     run["arguments"].pop("out", None)
-    bandwidth = measured_bandwidth()
-    records = [
-        {"kind": "floor", "bytes": bytes_read(model), "bandwidth": bandwidth, "seconds": bytes_read(model) / bandwidth}
-    ]
+    bandwidth, size = measured_bandwidth(), bytes_read(model)
+    yield {**about, "kind": "floor", "bytes": size, "bandwidth": bandwidth, "seconds": size / bandwidth, "run": run}
     longest = context_limit(model.config)
     arguments.contexts = [context for context in arguments.contexts if context <= longest]
     for mode in arguments.modes:
@@ -104,20 +119,25 @@ def main() -> None:
             kernels=mode != "eager",
             compile=mode == "compiled",
         )
-        records += [{**record, "mode": mode} for record in passes(target, arguments)]
-        if not arguments.passes:
-            records += [{**record, "mode": mode} for record in steps(target)]
-            records += [{**record, "mode": mode} for record in lookups(target, arguments.rounds)]
-            records += [{**record, "mode": mode} for record in together(target, arguments)]
-        if arguments.profile:
-            records += [{**record, "mode": mode} for record in kernels(target)]
+        for record in measured_on(target, arguments):
+            yield {**about, **record, "mode": mode, "run": run}
         del target
         torch.cuda.empty_cache()
-    path = arguments.out
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({**about, **record, "run": run}) + "\n" for record in records))
-    print(f"{len(records)} records in {path}")
-    summarise(records)
+
+
+def measured_on(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    first, *longer = arguments.contexts
+    yield from passes(target, [(first, 1, nodes) for nodes in arguments.nodes], arguments.rounds)
+    if not arguments.passes:
+        yield from steps(target)
+        yield from lookups(target, arguments.rounds)
+        if arguments.profile:
+            yield from kernels(target)
+        yield from together(target, arguments.batches)
+    several = [(first, batch, nodes) for batch in arguments.batches if batch > 1 for nodes in (1, 16)]
+    yield from passes(target, several, arguments.rounds)
+    behind_more = [(context, 1, nodes) for context in longer for nodes in arguments.nodes]
+    yield from passes(target, behind_more, arguments.rounds)
 
 
 def parse() -> argparse.Namespace:
@@ -167,10 +187,8 @@ def device_seconds(call: Callable[[], Any], times: int) -> float:
     return start.elapsed_time(end) / 1e3 / times
 
 
-def passes(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Passes of every size behind the first context, of the largest behind longer ones, and of batches."""
-    wanted = [(context, 1, nodes) for context in arguments.contexts for nodes in arguments.nodes]
-    wanted += [(arguments.contexts[0], batch, nodes) for batch in arguments.batches if batch > 1 for nodes in (1, 16)]
+def passes(target: TransformersTarget, wanted: list[tuple[int, int, int]], rounds: int) -> Iterator[dict[str, Any]]:
+    """Passes behind contexts, for batches, over so many nodes."""
     rng = random.Random(0)
     for context, batch in dict.fromkeys((context, batch) for context, batch, _ in wanted):
         texts = [Sequence([rng.randrange(1000, 20000) for _ in range(context - 200)])]
@@ -180,7 +198,7 @@ def passes(target: TransformersTarget, arguments: argparse.Namespace) -> Iterato
             target.fork(texts[0], texts[-1])
         sizes = [nodes for one, many, nodes in wanted if (one, many) == (context, batch)]
         forests = {nodes: Forest([tree(nodes, rng) for _ in texts], "cuda", Room(nodes=nodes)) for nodes in sizes}
-        for turn in range(-3, arguments.rounds):
+        for turn in range(-3, rounds):
             for nodes, forest in forests.items():
                 progress(f"context {context}, {batch} texts, {nodes} nodes, round {turn + 1}")
                 torch.cuda.synchronize()
@@ -280,11 +298,11 @@ def lookups(target: TransformersTarget, rounds: int) -> Iterator[dict[str, Any]]
             yield {"kind": "lookup", "nodes": found.shape[1] - 1, "turn": turn, "call": call, "seconds": device}
 
 
-def together(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def together(target: TransformersTarget, batches: list[int]) -> Iterator[dict[str, Any]]:
     """Steps of several texts at once, for as long as all of them are being written; the first texts are not counted."""
     rng = random.Random(2)
-    prompts = [tuple(rng.randrange(1000, 20000) for _ in range(100)) for _ in range(max(arguments.batches))]
-    for batch in arguments.batches:
+    prompts = [tuple(rng.randrange(1000, 20000) for _ in range(100)) for _ in range(max(batches))]
+    for batch in batches:
         for name in TOGETHER:
             draft, shape, verifier, _ = STEPS[name]
             engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))

@@ -593,6 +593,33 @@ MUTANTS = [
         ("self.tokens[: len(tokens), 1 : tokens.shape[1]] = tokens[:, 1:]", "self.tokens[: len(tokens), : tokens.shape[1]] = tokens"),
         ("0 if written is None else _widened(written", "0 if True else _widened(written"),
     ),
+    *family(
+        "begun",
+        "target/begun.py",
+        ("same = self.committed and ", "same = "),
+        ("self.sequences == tuple(sequences) and ", ""),
+        (" and self.forest.laid is forest.laid", ""),
+        ("one is other or len(one) == 1", "True"),
+        ("lengths += kept", "pass"),
+        ("starts += kept", "pass"),
+        ("positions += kept[:, None]", "pass"),
+        ("tokens[:, 0] = following", "pass"),
+        ("place.copy_(values)", "pass"),
+    ),
+    *family(
+        "begun",
+        "target/transformers.py",
+        ("self._begun = None  # whatever was found is overwritten", "pass"),
+        ("if self._moved and self._graphs is not None and furthest", "if self._graphs is not None and furthest"),
+        (" + found.paths.shape[1] + forest.nodes", " + forest.nodes"),
+        ("forest.tokens = begun.forest.tokens", "pass", "trees of the tests lie on the host, which knows their tokens"),
+    ),
+    *family(
+        "begun",
+        "engine.py",
+        ("if joining or any(generation.request.logprobs for generation in generations):", "if joining:"),
+        ("budget.depth - depth - 1) for budget in budgets]", "budget.depth) for budget in budgets]"),
+    ),
 ]  # fmt: skip
 
 BASE = "tests/conformance/test_verifiers.py"
@@ -625,6 +652,7 @@ TESTS = {
     "ranks": ["tests/test_recycle.py", "tests/test_paced_ranks.py"],
     "drawn": ["tests/test_drawn_there.py"],
     "sheet": ["tests/test_graphs.py"],
+    "begun": ["tests/test_begun.py"],
 }
 """what runs for a family, in this order, until the first failure"""
 

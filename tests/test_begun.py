@@ -12,6 +12,7 @@ from torch import Tensor
 from branchwise.draft import Budget, Drafter
 from branchwise.draft.none import Nothing
 from branchwise.engine import Engine, Generation, Request
+from branchwise.forest import Forest, Room
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.target import Scored
@@ -223,12 +224,10 @@ def test_a_sheet_steps_on_behind_what_was_accepted() -> None:
 
 
 def test_begun_is_for_the_same_texts_and_trees_behind_a_committed_verdict() -> None:
-    from branchwise.forest import Forest
-
     texts = [Sequence([1]), Sequence([2])]
     tree, other = (DraftTree.chain([0, token]) for token in (3, 4))
     bare = DraftTree.root(0)
-    forest = Forest([tree, bare], room=None)
+    forest = Forest([tree, bare])
     begun = Begun((texts[0], texts[1]), forest, Scored(torch.zeros(2, 2, 5)))
     assert not begun.serves(texts, forest)
     begun.committed = True
@@ -239,3 +238,5 @@ def test_begun_is_for_the_same_texts_and_trees_behind_a_committed_verdict() -> N
     assert not begun.serves(texts, Forest([other, bare]))
     assert not begun.serves(texts, Forest([bare, bare]))
     assert not begun.serves(texts, Forest([bare, tree]))
+    assert not begun.serves(texts, Forest([tree, other]))
+    assert not begun.serves(texts, Forest([tree, bare], room=Room(nodes=4)))

@@ -131,6 +131,30 @@ def test_steps_on_a_gpu_are_told_apart_from_their_passes(capsys: pytest.CaptureF
     ]
 
 
+def test_what_a_gpu_took_for_each_kernel_is_told_and_kept_as_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu, out = script("gpu"), tmp_path / "new" / "gpu.jsonl"
+    kernel = {"kind": "kernel", "mode": "compiled", "method": "none"}
+
+    def cut_short(arguments: argparse.Namespace) -> Any:
+        yield {"kind": "floor", "bytes": 2e9, "bandwidth": 4e12, "seconds": 5e-4}
+        yield {**kernel, "kernel": "merge", "times": 30.0, "seconds": 0.0001}
+        yield {**kernel, "kernel": "product", "times": 0.5, "seconds": 0.0005}
+        assert len(read(out)) == 3
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "measured", cut_short)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out)])
+    gpu.main()
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "floor 0.500 ms: 2.00 GB at 4.00 TB/s",
+        "compiled, a step of none: 0.600 ms in 30 kernels",
+        "    0.500 ms in 0.5: product",
+        "    0.100 ms in 30.0: merge",
+    ]
+
+
 @pytest.mark.parametrize("path", VERDICTS, ids=lambda path: path.stem)
 def test_every_verdict_says_which_code_gave_it(path: Path) -> None:
     for record in read(path):
