@@ -609,8 +609,9 @@ MUTANTS = [
     *family(
         "begun",
         "target/transformers.py",
-        ("self._begun = None  # whatever was found is overwritten", "pass"),
-        ("if self._moved and self._graphs is not None and furthest", "if self._graphs is not None and furthest"),
+        ("self._begun = None  # graphs share memory, so what it finds is overwritten", "pass"),
+        ("self._begun = None  # slots may move", "pass"),
+        ("if not self._moved or self._graphs is None or furthest", "if self._graphs is None or furthest"),
         (" + found.paths.shape[1] + forest.nodes", " + forest.nodes"),
         ("forest.tokens = begun.forest.tokens", "pass", "trees of the tests lie on the host, which knows their tokens"),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,9 +82,11 @@ class Watched(TransformersTarget):
 
     begun = served = 0
 
-    def score_ahead(self, *given) -> None:  # type: ignore[no-untyped-def]
-        super().score_ahead(*given)
-        self.begun += self._begun is not None
+    def score_ahead(self, *given) -> bool:  # type: ignore[no-untyped-def]
+        begun = super().score_ahead(*given)
+        assert begun == (self._begun is not None)
+        self.begun += begun
+        return begun
 
     def score(self, *given) -> Scored:  # type: ignore[no-untyped-def]
         begun = self._begun
@@ -204,6 +207,27 @@ def test_at_the_end_of_the_slots_nothing_is_begun_that_would_not_fit(target: Wat
     while engine.busy:
         engine.step()
     assert len(generation.sequence.tokens) == 9
+
+
+def test_a_pass_is_begun_behind_moved_rows_and_lasts_until_slots_move_or_another_runs(target: Watched) -> None:
+    texts = [Sequence([5, 6, 7]), Sequence([8, 9])]
+    for text in texts:
+        target.open(text)
+    forest = Forest([DraftTree.root(text.root) for text in texts])
+    scored = target.score(texts, forest)
+    found = Verdicts(torch.zeros(2, 1, dtype=torch.long), torch.tensor([3, 4]))
+    assert not target.score_ahead(texts, forest, found), "rows may not be where they belong"
+    target.heed(scored, found)
+    far = Verdicts(torch.zeros(2, target.store.rows, dtype=torch.long), found.tokens)
+    assert not target.score_ahead(texts, forest, far), "it might reach beyond the slots"
+    assert target.score_ahead(texts, forest, found)
+    alone = np.zeros((1, 1), dtype=np.int64)
+    target.sprout(texts[:1], alone, alone, np.ones((1, 1, 1), dtype=np.bool_))
+    assert target._begun is None
+    target.heed(scored, found)
+    assert target.score_ahead(texts, forest, found)
+    target.close(texts[0])
+    assert target._begun is None
 
 
 def test_a_sheet_steps_on_behind_what_was_accepted() -> None:

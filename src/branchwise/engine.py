@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+import numpy as np
 import torch
 
 from branchwise.chance import SeededChance
@@ -158,6 +159,7 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._learning = False  # whether a step may have been learned from that is not committed
+        self._ahead = False  # whether the next pass is under way
         self.turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
 
     @property
@@ -213,7 +215,8 @@ class Engine:
                 for generation in generations:
                     self._deal(generation.sequence)
                 self._learning = False
-            self._clock.start()
+            if not self._ahead:  # otherwise it goes on from the end of that pass
+                self._clock.start()
             try:
                 forest, scored, verdicts = self._judged(generations)
             except torch.OutOfMemoryError:
@@ -224,7 +227,8 @@ class Engine:
             self._tell(sequences, scored, verdicts)
             self.target.commit(sequences, verdicts)
             self._learning = False
-            self._clock.lap("commit")
+            if not self._ahead:
+                self._clock.lap("commit")
 
             seconds = self._clock.settle()
             for row, generation in enumerate(generations):
@@ -260,7 +264,7 @@ class Engine:
             trees = self.drafter.foresee(least)
             if trees is not None:
                 sequences = [generation.sequence for generation in generations]
-                self.target.score_ahead(sequences, self._forest(trees, sequences, least), found)
+                self._ahead = self.target.score_ahead(sequences, self._forest(trees, sequences, least), found)
         except torch.OutOfMemoryError:  # of the next step, which will say so
             pass
         self._clock.lap("score")
@@ -277,10 +281,13 @@ class Engine:
         """Draft for all, score all trees in one pass, and see what each text keeps."""
         sequences = [generation.sequence for generation in generations]
         budgets = [generation.budget(self.most, self.target.context) for generation in generations]
+        begun, self._ahead = self._ahead, False
         forest = self._forest(self.drafter.draft(sequences, budgets), sequences, budgets)
-        self._clock.lap("draft")
+        if not begun:
+            self._clock.lap("draft")
         scored = self.target.score(sequences, forest)
-        self._clock.lap("score")
+        if not begun:
+            self._clock.lap("score")
         laws = ModelLaws(scored.logits, forest, sequences)
         found = self._judge(forest, laws, self._chance(sequences, len(forest)))
         if forest.told_tokens is None:  # by the time somebody reads a tree, its place may hold the next one
@@ -342,9 +349,10 @@ class Engine:
         return Forest(whole, self.target.device, room.holding(nodes), roots)
 
     def _chance(self, sequences: Rows[Sequence], batch: int) -> SeededChance:
-        spare = [0] * (batch - len(sequences))
-        seeds = torch.tensor([*(sequence.noise for sequence in sequences), *spare])
-        roots = torch.tensor([*(len(sequence.tokens) - 1 for sequence in sequences), *spare])
+        told = np.zeros((2, batch), dtype=np.int64)
+        told[0, : len(sequences)] = [sequence.noise for sequence in sequences]
+        told[1, : len(sequences)] = [len(sequence.tokens) - 1 for sequence in sequences]
+        seeds, roots = torch.from_numpy(told)
         return SeededChance(seeds, roots, device=self.target.device)
 
     def _emit(

@@ -84,6 +84,7 @@ class Target(Protocol):
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
         """Where it can, a target on a device moves rows before, by `heed(scored, found)`, called while the verdicts are
         still there: nobody waits then. Behind that it may also begin a pass over the trees that come next, by
-        `score_ahead(sequences, forest, found)`; a later `score` of these trees finds it done or under way."""
+        `score_ahead(sequences, forest, found)`, and says whether it did; a later `score` of these trees finds it done
+        or under way."""
 
     def close(self, sequence: Sequence) -> None: ...

@@ -157,7 +157,7 @@ class Replay(Generic[T]):
         if not self.captures:
             return self._run(*places)
         # A graph knows addresses. It is right for whatever tensor lies there in the same shape, so none is kept.
-        key = tuple((place.data_ptr(), _form(place)) for place in places)
+        key = tuple(map(_place, places))
         with on(self._device):
             if key not in self._recorded and not (self._often(key) and self.record(*places)):
                 return self._run(*places)
@@ -173,7 +173,7 @@ class Replay(Generic[T]):
         before = [tensor.clone() for tensor in self._writes]
         try:
             run = self._compiled(places) if self._compile else self._run
-            key = tuple((place.data_ptr(), _form(place)) for place in places)
+            key = tuple(map(_place, places))
             with self._still(*places):
                 self._recorded[key] = self._pool.record(lambda: run(*places))
         except torch.OutOfMemoryError:
@@ -218,6 +218,10 @@ class Replay(Generic[T]):
 
 _programs: dict[Any, Callable[..., Any]] = {}
 """compiled functions, by what they were compiled for"""
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

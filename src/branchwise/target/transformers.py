@@ -174,7 +174,6 @@ class TransformersTarget:
             raise UsageError(
                 f"The prompt has {len(sequence.tokens)} tokens and the context holds {self.context}; shorten it."
             )
-        self._begun = None
         self.store.open(sequence)
         try:
             return self.follow(sequence, sequence.tokens[:-1], tell)
@@ -183,7 +182,6 @@ class TransformersTarget:
             raise
 
     def fork(self, source: Sequence, sequence: Sequence) -> None:
-        self._begun = None
         assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
         assert self.store.length(source) == len(source.tokens) - 1, "the cache is out of step with its sequence"
         self.store.fork(source, sequence)
@@ -206,13 +204,15 @@ class TransformersTarget:
             logits = self._run(forest.tokens, current.lengths[:, None] + forest.depths, self.store)
         return Scored(logits, hidden)
 
-    def score_ahead(self, sequences: Rows[Sequence], forest: Forest, found: Verdicts) -> None:
+    def score_ahead(self, sequences: Rows[Sequence], forest: Forest, found: Verdicts) -> bool:
         furthest = max(map(self.store.length, sequences)) + found.paths.shape[1] + forest.nodes
-        if self._moved and self._graphs is not None and furthest <= self.store.rows:
-            size = size_for(len(forest), forest.nodes, forest.nodes)
-            if self._graphs.knows(size):  # a recording would count as part of this step
-                scored = self._score_sheet(sequences, forest, behind=found)
-                self._begun = Begun(tuple(sequences), forest, scored)
+        if not self._moved or self._graphs is None or furthest > self.store.rows:
+            return False
+        if not self._graphs.knows(size_for(len(forest), forest.nodes, forest.nodes)):
+            return False  # a recording would count as part of this step
+        scored = self._score_sheet(sequences, forest, behind=found)
+        self._begun = Begun(tuple(sequences), forest, scored)
+        return True
 
     def _score_sheet(self, sequences: Rows[Sequence], forest: Forest, behind: Verdicts | None = None) -> Scored:
         told = forest.told_tokens
@@ -258,7 +258,7 @@ class TransformersTarget:
         self.store.keep(sequences, [verdict.path for verdict in verdicts], moved_there=moved)
 
     def close(self, sequence: Sequence) -> None:
-        self._begun = None
+        self._begun = None  # slots may move
         self.store.close(sequence)
 
     def own_logits(self, tokens: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ class TransformersTarget:
         verdicts that are not committed yet.
         """
         assert self._graphs is not None
-        self._begun = None  # whatever was found is overwritten
+        self._begun = None  # graphs share memory, so what it finds is overwritten
         batch, nodes = depths.shape
         before = written.rows if written else [0] * len(sequences)
         size = size_for(batch, nodes, max(before) + nodes)

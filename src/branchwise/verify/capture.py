@@ -64,7 +64,8 @@ class Captured:
             return self.verifier(forest, laws, chance)
         reads = tables_of(verifier)
         key = verifier.name, *key_of(forest, laws, reads)
-        if key not in self._graphs:
+        recording = self._graphs.get(key)
+        if recording is None:
             self._times[key] += 1
             if not laws.greedy and self._times[key] < self._seen:
                 return self.verifier(forest, laws, chance)
@@ -77,13 +78,12 @@ class Captured:
             self._pool = self._pool or Pool(laws.logits.device)
             numbers = Numbers(forest, chance, reads, laws.logits.device)
             program = as_program(verifier, forest, laws, reads)
-            self._graphs[key] = Recording(
-                self._pool, program, numbers, laws.logits, q, self._compile and not laws.greedy
-            )
+            compiled = self._compile and not laws.greedy
+            self._graphs[key] = recording = Recording(self._pool, program, numbers, laws.logits, q, compiled)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        found = self._graphs[key](forest, chance, laws.logits, forest.q if drawn else None)
+        found = recording(forest, chance, laws.logits, forest.q if drawn else None)
         return Verdicts.written(found, spelled=forest.told_tokens is None)
 
     def places(self, forest: Forest, laws: ModelLaws) -> Places:
@@ -140,12 +140,13 @@ def shape_of(forest: Forest) -> Forest:
 
 def key_of(forest: Forest, laws: ModelLaws, reads: Rows[str] = TABLES) -> tuple[Any, ...]:
     """What two batches must agree in for one graph to serve both."""
-    about = shapes_of(forest, reads), laws.logits.shape, laws.logits.dtype, laws.shape, forest.told_tokens is None
-    if not set(reads) & set(LOOKED_UP):
+    about = reads, forest.nodes, laws.logits.shape, laws.logits.dtype, laws.shape, forest.told_tokens is None
+    looked_up = [name for name in reads if name in LOOKED_UP]
+    if not looked_up:
         return about
     assert forest.q is not None
     draws = frozenset(tree.draw for tree in forest.trees if len(tree) > 1)  # a bare root is like any other
-    return (*about, forest.q.dtype, forest.room.inner, *forest.widths, draws)
+    return (*about, shapes_of(forest, looked_up), forest.q.dtype, forest.room.inner, *forest.widths, draws)
 
 
 def shapes_of(forest: Forest, reads: Rows[str] = TABLES) -> tuple[torch.Size, ...]:
