@@ -611,7 +611,8 @@ MUTANTS = [
         "target/transformers.py",
         ("self._begun = None  # graphs share memory, so what it finds is overwritten", "pass"),
         ("self._begun = None  # slots may move", "pass"),
-        ("if not self._moved or self._graphs is None or furthest", "if self._graphs is None or furthest"),
+        ("if not self._moved or others or furthest", "if others or furthest"),
+        ("if not self._moved or others or furthest", "if not self._moved or furthest"),
         (" + found.paths.shape[1] + forest.nodes", " + forest.nodes"),
         ("forest.tokens = begun.forest.tokens", "pass", "trees of the tests lie on the host, which knows their tokens"),
     ),
@@ -619,7 +620,8 @@ MUTANTS = [
         "begun",
         "engine.py",
         ("if joining or any(generation.request.logprobs for generation in generations):", "if joining:"),
-        ("budget.depth - depth - 1) for budget in budgets]", "budget.depth) for budget in budgets]"),
+        ("self.target.context, depth + 1) for generation", "self.target.context) for generation"),
+        ("if scored is not ahead:", "if True:", "on a host the time is that of a call that returns at once"),
     ),
 ]  # fmt: skip
 

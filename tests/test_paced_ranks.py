@@ -54,6 +54,7 @@ def step(growth: PacedRanks, deep: int, budget: Budget = AMPLE) -> int:
     """One step in which the first-born are accepted so many levels down; how many nodes were drafted."""
     growth.begin(1, None)
     shape = growth.within(budget)
+    growth.drafted()
     tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
     path = [0]
     while len(path) <= deep and shape.children[path[-1]]:
@@ -102,6 +103,7 @@ def test_every_size_is_tried_at_the_beginning_and_once_in_a_while_a_plain_step_i
         shape = growth.within(AMPLE)
         tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
         drafted.append(len(tree) - 1)
+        growth.drafted()
         growth._ended = time.perf_counter() - (1 + len(tree) / 1000)  # as long as if the pass had taken so long
         path = tuple(shape.path(len(tree) - 1))  # the deepest node of the largest tree is always right
         growth.observe([Sequence([0])], [tree], scored(tree), [Verdict(path, 0)])
@@ -181,3 +183,24 @@ def test_back_on_a_host_the_clock_of_the_device_is_left_alone(monkeypatch: pytes
     while engine.busy:
         engine.step()
     assert not clock._seen
+
+
+def test_a_step_counts_with_its_own_size_where_the_next_one_is_foreseen_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(1e-6)
+    growth = on(machine, monkeypatch, PacedRanks())
+    growth.begin(1, None)
+    shape = growth.within(AMPLE)
+    growth.drafted()
+    tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
+    growth._wanted = 7  # for the next step
+    growth.observe([Sequence([0])], [tree], scored(tree), [Verdict((0,), 0)])
+    assert machine.seen == [len(shape)]
+
+
+def test_pacing_begins_where_trees_on_a_host_stay_smaller_than_asked_for() -> None:
+    target, drafter = ToyTarget(200), build_drafter("suffix", "paced-ranks")
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    engine.submit(Request((1, 2, 3, 1, 2, 3), max_new_tokens=150))
+    while engine.busy:
+        engine.step()
+    assert drafter.tree._turn > 0  # type: ignore[attr-defined]

@@ -132,10 +132,12 @@ class Generation:
     def _held(self) -> str:
         return "" if self.text is None else self.text.finish()
 
-    def budget(self, most: Budget, context: int) -> Budget:
-        """What a tree may hold so that nothing in it is past the wanted length or the context."""
-        wanted = self.request.max_new_tokens - (len(self.sequence.tokens) - self.sequence.prompt_length)
-        room = context - len(self.sequence.tokens)
+    def budget(self, most: Budget, context: int, further: int = 0) -> Budget:
+        """What a tree may hold so that nothing in it is past the wanted length or the context, if it stands so many
+        tokens further on."""
+        tokens = len(self.sequence.tokens) + further
+        wanted = self.request.max_new_tokens - (tokens - self.sequence.prompt_length)
+        room = context - tokens
         return Budget(most.nodes, depth=min(wanted, room, most.depth + 1) - 1)
 
 
@@ -159,7 +161,7 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._learning = False  # whether a step may have been learned from that is not committed
-        self._ahead = False  # whether the next pass is under way
+        self._ahead: Scored | None = None  # what the pass will find that is under way for the next step
         self.turn = threading.RLock()  # threads may share an engine; a step of one moves the texts of all
 
     @property
@@ -215,8 +217,7 @@ class Engine:
                 for generation in generations:
                     self._deal(generation.sequence)
                 self._learning = False
-            if not self._ahead:  # otherwise it goes on from the end of that pass
-                self._clock.start()
+            self._clock.start()
             try:
                 forest, scored, verdicts = self._judged(generations)
             except torch.OutOfMemoryError:
@@ -227,7 +228,7 @@ class Engine:
             self._tell(sequences, scored, verdicts)
             self.target.commit(sequences, verdicts)
             self._learning = False
-            if not self._ahead:
+            if self._ahead is None:
                 self._clock.lap("commit")
 
             seconds = self._clock.settle()
@@ -248,15 +249,15 @@ class Engine:
             with self._not_for_memory():
                 self.drafter.heed(scored, found)
 
-    def _begin_next(self, generations: list[Generation], budgets: Rows[Budget], depth: int, found: Verdicts) -> None:
+    def _begin_next(self, generations: list[Generation], depth: int, found: Verdicts) -> None:
         """Where a drafter foresees its next trees, the pass over them is launched behind the verdicts too: the device
         need not wait until the host has read them."""
-        if not (hasattr(self.drafter, "foresee") and hasattr(self.target, "score_ahead")):
+        if not (hasattr(self.drafter, "foresee") and getattr(self.target, "scores_ahead", False)):
             return
         joining = self._waiting and self.target.free_slots
         if joining or any(generation.request.logprobs for generation in generations):  # which are read from this pass
             return
-        least = [Budget(budget.nodes, budget.depth - depth - 1) for budget in budgets]
+        least = [generation.budget(self.most, self.target.context, depth + 1) for generation in generations]
         if min(budget.depth for budget in least) < 0:  # a text may be over
             return
         self._clock.lap("commit")
@@ -264,7 +265,10 @@ class Engine:
             trees = self.drafter.foresee(least)
             if trees is not None:
                 sequences = [generation.sequence for generation in generations]
-                self._ahead = self.target.score_ahead(sequences, self._forest(trees, sequences, least), found)
+                # A recorded verdict has room for paths that no tree of this step has.
+                paths = Verdicts(found.paths[:, : depth + 1], found.tokens)
+                forest = self._forest(trees, sequences, least)
+                self._ahead = self.target.score_ahead(sequences, forest, paths)  # type: ignore[attr-defined]
         except torch.OutOfMemoryError:  # of the next step, which will say so
             pass
         self._clock.lap("score")
@@ -281,12 +285,11 @@ class Engine:
         """Draft for all, score all trees in one pass, and see what each text keeps."""
         sequences = [generation.sequence for generation in generations]
         budgets = [generation.budget(self.most, self.target.context) for generation in generations]
-        begun, self._ahead = self._ahead, False
+        ahead, self._ahead = self._ahead, None
         forest = self._forest(self.drafter.draft(sequences, budgets), sequences, budgets)
-        if not begun:
-            self._clock.lap("draft")
+        self._clock.lap("draft")
         scored = self.target.score(sequences, forest)
-        if not begun:
+        if scored is not ahead:  # whose time is booked already
             self._clock.lap("score")
         laws = ModelLaws(scored.logits, forest, sequences)
         found = self._judge(forest, laws, self._chance(sequences, len(forest)))
@@ -296,7 +299,7 @@ class Engine:
         found.fetch()
         self._learning = True
         self._heed(scored, found)
-        self._begin_next(generations, budgets, forest.depth, found)
+        self._begin_next(generations, forest.depth, found)
         for generation in generations:  # while the device is at work
             generation.say()
         return forest, scored, found.read()[: len(sequences)]

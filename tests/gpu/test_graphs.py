@@ -246,7 +246,7 @@ def test_most_passes_begin_before_the_host_has_read_what_they_stand_behind(
     for waits in (True, False):
         target = Watched(model, slots=3)
         if waits:
-            monkeypatch.setattr(target, "score_ahead", lambda *given: False)
+            monkeypatch.setattr(target, "score_ahead", lambda *given: None)
         engine = Engine(target, build_drafter(draft), VERIFIERS.build("match"))
         sampling = SamplingParams(temperature=temperature, seed=4)
         asked = [

@@ -40,7 +40,9 @@ class Drafter(Protocol):
     its last tokens, and is told by `begin(sequence, logits)`: the last row is what follows the token before the root.
     One that learns on a device has `heed(scored, found)`, called while the verdicts are still there: nobody waits then.
     One that knows there what it will draft next has `foresee(budgets)`, called behind that: the next trees of the same
-    texts, or None. Their roots mean nothing. Budgets will be these or larger, and `draft` then returns these trees.
+    texts, or None. Their roots mean nothing. Budgets will be these or larger, and `draft` then returns these trees. The
+    pass over them may begin at once, and what lies in `scored` be gone when `observe` is called: such a drafter learns
+    in `heed`.
     """
 
     name: str

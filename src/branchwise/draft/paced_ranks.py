@@ -57,7 +57,8 @@ class PacedRanks(Ranks):
         self._clock: Clock | None = None
         self._rows: Callable[[int], int] = int
         """how many rows a pass has for a tree of so many nodes"""
-        self._ended = 0.0
+        self._ended, self._booked = 0.0, 1
+        """when the trees of the last step were laid, and with how many rows they count"""
 
     def _chances(self) -> NDArray[np.float64]:
         """What is taken to be accepted of every node before anything was seen: Zipf's law below each."""
@@ -89,15 +90,15 @@ class PacedRanks(Ranks):
         return super().within(Budget(min(budget.nodes, 1 + self._wanted), budget.depth), width)
 
     def drafted(self) -> None:
-        """The trees of a step are laid; they may have been foreseen long before."""
-        self._ended = time.perf_counter()
+        """The trees of a step are laid, or taken up that were foreseen: from here on the step is clocked."""
+        self._ended, self._booked = time.perf_counter(), self._rows(1 + self._wanted)
 
     def observe(
         self, sequences: Rows[Sequence], trees: Rows[DraftTree], scored: Scored, verdicts: Rows[Verdict]
     ) -> None:
         if self._clock is not None:
             # What is short of a size counts as it: on a device such a tree is scored in the same pass.
-            self._clock.saw(scored.logits.shape[1], time.perf_counter() - self._ended)
+            self._clock.saw(self._booked, time.perf_counter() - self._ended)
         self._tries *= FADING
         self._hits *= FADING
         for tree, verdict in zip(trees, verdicts, strict=True):

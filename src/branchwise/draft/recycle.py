@@ -154,11 +154,11 @@ class Recycle(Remembering):
         return trees
 
     def foresee(self, budgets: Rows[Budget]) -> list[DraftTree] | None:
-        found, self._ahead = self._ahead, None
-        if found is None or not isinstance(self.tree, Ranks) or min(b.depth for b in budgets) < self.tree.shape.depth:
-            self._ahead = found
+        if self._ahead is None or not isinstance(self.tree, Ranks):
             return None
-        self._foreseen = self._within(found, budgets)
+        if min(budget.depth for budget in budgets) < self.tree.shape.depth:  # they may come out smaller than they need
+            return None
+        self._foreseen, self._ahead = self._within(self._ahead, budgets), None
         return self._foreseen
 
     def _within(self, found: Tensor, budgets: Rows[Budget]) -> list[DraftTree]:
@@ -226,11 +226,9 @@ class Recycle(Remembering):
     def heed(self, scored: Scored, found: Verdicts) -> None:
         """On a device, learn from every node at once, before the host knows what was accepted, and look up the trees
         that come next."""
-        self._ahead, self._foreseen, self._expected = (
-            None,
-            None,
-            [],
-        )  # whoever interrupts this step finds nothing looked up
+        # Whoever interrupts this step finds nothing looked up.
+        self._ahead = self._foreseen = None
+        self._expected = []
         if not self.on_device:
             return
         nodes = scored.nodes or self._nodes(scored.logits)

@@ -83,8 +83,7 @@ class Target(Protocol):
     def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored: ...
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
         """Where it can, a target on a device moves rows before, by `heed(scored, found)`, called while the verdicts are
-        still there: nobody waits then. Behind that it may also begin a pass over the trees that come next, by
-        `score_ahead(sequences, forest, found)`, and says whether it did; a later `score` of these trees finds it done
-        or under way."""
+        still there: nobody waits then. One that `scores_ahead` may behind that also begin a pass over the trees that
+        come next, by `score_ahead(sequences, forest, found)`; a later `score` of these trees returns the same."""
 
     def close(self, sequence: Sequence) -> None: ...

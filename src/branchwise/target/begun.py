@@ -2,7 +2,7 @@
 
 A verdict lies on the device a while before the host has read it. Where a drafter foresees its next trees there, all
 that a pass over them still has to be told is how long each text has become and which token it ends with, and the device
-knows both. So the pass is launched right behind the verdict, and the device never waits for the host.
+knows both. So the pass is launched right behind the verdict, and a device need not wait for a host that keeps up.
 
 It counts for nothing until the verdict is committed, and for no other texts and trees: whoever wants others scores them
 as ever, over the same rows.
@@ -34,6 +34,7 @@ class Begun:
 
     def serves(self, sequences: Rows[Sequence], forest: Forest) -> bool:
         same = self.committed and self.sequences == tuple(sequences) and self.forest.laid is forest.laid
+        # A bare root is any other: it is the device that says which token it is.
         return same and all(
             one is other or len(one) == 1 for one, other in zip(self.forest.trees, forest.trees, strict=True)
         )

@@ -45,6 +45,11 @@ class Group:
     weight: Tensor | None = None
     bias: Tensor | None = None
 
+    @property
+    def free(self) -> bool:
+        """Whether nobody else wants to be in between."""
+        return not any("forward" in one.__dict__ for one in self.maps)
+
     def refresh(self) -> None:
         """Let each map hold its weights as a view of the stack; where one has got others, all are stacked anew."""
         for name in ("weight", "bias"):

@@ -49,9 +49,11 @@ class Brought:
         return self._here
 
     def bring(self) -> Tensor:
-        self.there.copy_(self._from, non_blocking=True)
-        if self._over is not None:
-            self._over.record(torch.cuda.current_stream(self.there.device))
+        try:
+            self.there.copy_(self._from, non_blocking=True)
+        finally:  # whoever interrupts this must not have numbers overwritten that are still on their way
+            if self._over is not None:
+                self._over.record(torch.cuda.current_stream(self.there.device))
         return self.there
 
 

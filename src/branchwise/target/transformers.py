@@ -53,9 +53,9 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDict
 _unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """models whose joined maps did not pass it"""
 
-_joined: weakref.WeakKeyDictionary[PreTrainedModel, list[Group]] = weakref.WeakKeyDictionary()
-"""The maps of a model that are joined: all its targets read one stack of their weights. Were they stacked anew for one
-target, what another has recorded would read memory that is gone."""
+_joined: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakSet[Group]] = weakref.WeakKeyDictionary()
+"""The maps of a model that are joined: all its targets read one stack of their weights, which goes with the last of
+them. Were they stacked anew for one target, what another has recorded would read memory that is gone."""
 
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -204,15 +204,21 @@ class TransformersTarget:
             logits = self._run(forest.tokens, current.lengths[:, None] + forest.depths, self.store)
         return Scored(logits, hidden)
 
-    def score_ahead(self, sequences: Rows[Sequence], forest: Forest, found: Verdicts) -> bool:
+    @property
+    def scores_ahead(self) -> bool:
+        return self._graphs is not None
+
+    def score_ahead(self, sequences: Rows[Sequence], forest: Forest, found: Verdicts) -> Scored | None:
+        assert self._graphs is not None, "passes begin ahead where kernels make them"
         furthest = max(map(self.store.length, sequences)) + found.paths.shape[1] + forest.nodes
-        if not self._moved or self._graphs is None or furthest > self.store.rows:
-            return False
+        others = len(sequences) < self.slots - self.free_slots  # whose next pass would overwrite this one
+        if not self._moved or others or furthest > self.store.rows:
+            return None
         if not self._graphs.knows(size_for(len(forest), forest.nodes, forest.nodes)):
-            return False  # a recording would count as part of this step
+            return None  # a recording would count as part of this step
         scored = self._score_sheet(sequences, forest, behind=found)
         self._begun = Begun(tuple(sequences), forest, scored)
-        return True
+        return scored
 
     def _score_sheet(self, sequences: Rows[Sequence], forest: Forest, behind: Verdicts | None = None) -> Scored:
         told = forest.told_tokens
@@ -253,9 +259,9 @@ class TransformersTarget:
 
     def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
         moved, self._moved = self._moved, False
-        if self._begun is not None:
-            self._begun.committed = self._begun.sequences == tuple(sequences)
         self.store.keep(sequences, [verdict.path for verdict in verdicts], moved_there=moved)
+        if self._begun is not None:  # only now: whoever was interrupted before makes this step again
+            self._begun.committed = self._begun.sequences == tuple(sequences)
 
     def close(self, sequence: Sequence) -> None:
         self._begun = None  # slots may move
@@ -282,8 +288,6 @@ class TransformersTarget:
 
     def _groups(self) -> list[Group]:
         """Linear maps that read the same input, found by watching a pass."""
-        if self.model in _joined:
-            return _joined[self.model]
         sequence = Sequence([0, 0, 0])
 
         def one_pass() -> None:
@@ -291,7 +295,11 @@ class TransformersTarget:
             self.close(sequence)
 
         with self._attending(self._route.name):  # nobody else's pass
-            return _joined.setdefault(self.model, same_inputs(self.model, one_pass))
+            groups = list(_joined.get(self.model, ()))
+            if not groups:
+                groups = same_inputs(self.model, one_pass)
+                _joined[self.model] = weakref.WeakSet(groups)
+            return [group for group in groups if group.free]
 
     # For a draft model: text that is followed, and trees that grow level by level
 
