@@ -211,8 +211,7 @@ class TransformersTarget:
     def score_ahead(self, sequences: Rows[Sequence], forest: Forest, found: Verdicts) -> Scored | None:
         assert self._graphs is not None, "passes begin ahead where kernels make them"
         furthest = max(map(self.store.length, sequences)) + found.paths.shape[1] + forest.nodes
-        others = len(sequences) < self.slots - self.free_slots  # whose next pass would overwrite this one
-        if not self._moved or others or furthest > self.store.rows:
+        if not self._moved or furthest > self.store.rows:
             return None
         if not self._graphs.knows(size_for(len(forest), forest.nodes, forest.nodes)):
             return None  # a recording would count as part of this step
