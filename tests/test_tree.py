@@ -146,6 +146,13 @@ def test_the_mask_of_a_leading_part_is_a_view_and_equals_a_rebuilt_one(
     assert again.ancestors.tolist() == ancestors_by_hand(again.parents)
 
 
+def test_bare_roots_have_one_shape_whatever_was_planted_between_them() -> None:
+    """Or every step of plain decoding would tell a device anew how its one node lies."""
+    one = DraftTree.root(811)
+    plant(branched([3, 2]))
+    assert DraftTree.root(812).topology is one.topology
+
+
 def test_a_shape_that_stops_early_finds_its_mask_where_it_was_planted() -> None:
     parents = branched([3, 2, 2])
     stale = topology(parents[:4])  # built before by itself

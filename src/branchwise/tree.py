@@ -17,6 +17,8 @@ from torch import Tensor
 from branchwise.errors import UsageError
 from branchwise.topology import Topology, chain_topology, topology
 
+BARE = topology((-1,))
+
 
 class Draw(Enum):
     """How the children of a node came about; it decides which verifiers are exact."""
@@ -99,7 +101,9 @@ class DraftTree:
     @lru_cache(maxsize=1024)
     def root(token: int) -> DraftTree:
         """The tree that drafts nothing."""
-        return DraftTree(torch.tensor([token]), (-1,))
+        tree = DraftTree(torch.tensor([token]), (-1,))
+        tree.__dict__["topology"] = BARE  # whatever becomes of shapes that are kept: what is laid out for it stays laid
+        return tree
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> DraftTree:

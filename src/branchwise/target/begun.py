@@ -33,10 +33,12 @@ class Begun:
     """whether the verdict before it is"""
 
     def serves(self, sequences: Rows[Sequence], forest: Forest) -> bool:
-        same = self.committed and self.sequences == tuple(sequences) and self.forest.laid is forest.laid
+        mine, theirs = self.forest.trees, forest.trees
+        same = self.committed and self.sequences == tuple(sequences)
+        same &= (self.forest.nodes, len(mine)) == (forest.nodes, len(theirs))
         # A bare root is any other: it is the device that says which token it is.
         return same and all(
-            one is other or len(one) == 1 for one, other in zip(self.forest.trees, forest.trees, strict=True)
+            one is other or len(one) == len(other) == 1 for one, other in zip(mine, theirs, strict=True)
         )
 
 
