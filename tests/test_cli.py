@@ -222,9 +222,17 @@ def test_bytes_that_are_no_text_are_one_sentence(where: str, tmp_path: Path) -> 
     assert b"Traceback" not in done.stderr
 
 
+MINDS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""A test run that was itself started in the background ignores Ctrl-C, and its children would inherit that."""
+
+
 def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation() -> None:
     with subprocess.Popen(
-        [*BRANCHWISE, "chat", "-n", "2000"],
+        [sys.executable, "-c", MINDS_CTRL_C, *BRANCHWISE, "chat", "-n", "2000"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -239,14 +247,6 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation() -> None:
         _, errors = process.communicate("/exit\n", timeout=60)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
-
-
-MINDS_CTRL_C = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-"""A test run that was itself started in the background ignores Ctrl-C, and its children would inherit that."""
 
 
 def writing() -> subprocess.Popen[str]:
