@@ -19,7 +19,8 @@ from branchwise.draft import Budget, build_drafter
 from branchwise.draft import peaks as peaks_module
 from branchwise.draft.peaks import Sums, peaks, peaks_at, peaks_here, told
 from branchwise.draft.ranks import Ranks, places_in
-from branchwise.draft.recycle import MOST_READ, Recycle, Table, averaged
+from branchwise.draft.recycle import Recycle
+from branchwise.draft.successors import MOST_READ, Table, averaged
 from branchwise.draft.topk import TopK
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError

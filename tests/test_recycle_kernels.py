@@ -17,7 +17,8 @@ from torch import Tensor
 
 from branchwise.draft import recycle
 from branchwise.draft.ranks import Ranks, slots, ways
-from branchwise.draft.recycle import ACCEPTED, HALF_DOWN, MOST_BY_KERNELS, PADDING, REJECTED, Recycle
+from branchwise.draft.recycle import ACCEPTED, MOST_BY_KERNELS, PADDING, REJECTED, Recycle
+from branchwise.draft.successors import HALF_DOWN
 from branchwise.sequence import Sequence
 from branchwise.testing import ToyTarget
 from branchwise.topology import Topology, chain_topology, topology

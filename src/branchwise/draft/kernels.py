@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from branchwise.draft import recycle
+from branchwise.draft import recycle, successors
 from branchwise.target.graphs import on
 
 PADDING = tl.constexpr(recycle.PADDING)
 ACCEPTED = tl.constexpr(recycle.ACCEPTED)
-HALF_DOWN = tl.constexpr(recycle.HALF_DOWN)
+HALF_DOWN = tl.constexpr(successors.HALF_DOWN)
 
 LAST = tl.constexpr((1 << 31) - 1)
 """no token"""

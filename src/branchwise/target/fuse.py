@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -104,6 +105,20 @@ def _follow(other: nn.Linear, number: int, found: dict[str, Any]) -> Callable[[T
         return nn.functional.linear(given, other.weight, other.bias)
 
     return forward
+
+
+_joined: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Group]] = weakref.WeakKeyDictionary()
+"""The groups of a model: all its targets read one stack of their weights, which goes with the last of them. Were they
+stacked anew for one target, what another has recorded would read memory that is gone."""
+
+
+def groups_of(model: nn.Module, run: Callable[[], object]) -> list[Group]:
+    """The linear maps of a model that can be joined, found once by watching a pass, which nobody else may run then."""
+    groups = list(_joined.get(model, ()))
+    if not groups:
+        groups = same_inputs(model, run)
+        _joined[model] = weakref.WeakSet(groups)
+    return [group for group in groups if group.free]
 
 
 def same_inputs(model: nn.Module, run: Callable[[], object]) -> list[Group]:

@@ -29,7 +29,7 @@ from branchwise.registry import nearest
 from branchwise.sequence import Sequence
 from branchwise.target import Nodes, Scored
 from branchwise.target.begun import Begun, standing, step_on
-from branchwise.target.fuse import Fusion, Group, same_inputs
+from branchwise.target.fuse import Fusion, Group, groups_of
 from branchwise.target.graphs import Found, Graphs, Replay, have_kernels
 from branchwise.target.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.target.route import Route
@@ -52,10 +52,6 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDict
 
 _unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """models whose joined maps did not pass it"""
-
-_joined: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakSet[Group]] = weakref.WeakKeyDictionary()
-"""The maps of a model that are joined: all its targets read one stack of their weights, which goes with the last of
-them. Were they stacked anew for one target, what another has recorded would read memory that is gone."""
 
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -286,7 +282,6 @@ class TransformersTarget:
             self._route.probe = self._route.store = None
 
     def _groups(self) -> list[Group]:
-        """Linear maps that read the same input, found by watching a pass."""
         sequence = Sequence([0, 0, 0])
 
         def one_pass() -> None:
@@ -294,11 +289,7 @@ class TransformersTarget:
             self.close(sequence)
 
         with self._attending(self._route.name):  # nobody else's pass
-            groups = list(_joined.get(self.model, ()))
-            if not groups:
-                groups = same_inputs(self.model, one_pass)
-                _joined[self.model] = weakref.WeakSet(groups)
-            return [group for group in groups if group.free]
+            return groups_of(self.model, one_pass)
 
     # For a draft model: text that is followed, and trees that grow level by level
 
