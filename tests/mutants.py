@@ -543,6 +543,8 @@ MUTANTS = [
         ("found.append(below.index_select(1, level))", "found.append(below.index_select(1, level.flip(0)))"),
         ("torch.where(accepted, ACCEPTED, REJECTED) * real", "torch.where(accepted, REJECTED, REJECTED) * real"),
         ("self._expected = []", "pass"),
+        ("left = max(self.wants_prefill - len(logits), 0)", "left = 0"),
+        ("*[PADDING] * left]", "*[ACCEPTED] * left]"),
     ),
     *family(
         "ranks",

@@ -19,7 +19,7 @@ from branchwise.draft import Budget, build_drafter
 from branchwise.draft import peaks as peaks_module
 from branchwise.draft.peaks import Sums, peaks, peaks_at, peaks_here, told
 from branchwise.draft.ranks import Ranks, places_in
-from branchwise.draft.recycle import Recycle
+from branchwise.draft.recycle import Recycle, learn_marked
 from branchwise.draft.successors import MOST_READ, Table, averaged
 from branchwise.draft.topk import TopK
 from branchwise.engine import Engine, Request
@@ -317,6 +317,27 @@ def test_nothing_is_learned_from_padding_or_from_trees_without_a_text() -> None:
         tables.append(drafter.save())
     assert torch.equal(tables[0]["tokens"], tables[1]["tokens"])
     assert torch.equal(tables[0]["masses"], tables[1]["masses"])
+
+
+def test_prompts_of_all_lengths_are_learned_from_in_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or kernels are compiled anew, which takes longer than many answers, whenever a length is the first of its kind.
+    shapes = set()
+
+    def learner(table: Tensor, masses: Tensor, tokens: Tensor, logits: Tensor, marks: Tensor, *, rate: float) -> None:
+        shapes.add((tokens.shape, logits.shape, marks.shape))
+        learn_marked(table, masses, tokens, logits, marks, rate=rate)
+
+    monkeypatch.setattr(Recycle, "_learner", property(lambda self: learner))
+    for length in (1, 16, 37, Recycle.wants_prefill):
+        drafter, slow = bound(), Slow(8, 0.5)
+        drafter.on_device = True
+        tokens = [(5 * place + place // 7) % VOCABULARY for place in range(length)]
+        logits = noise(length, VOCABULARY, seed=length)
+        drafter.begin(Sequence([*tokens, 3]), logits)
+        for token, row in dict(zip(tokens, logits, strict=True)).items():  # once for every token, the last time it came
+            slow.learn(token, row)
+        assert_holds(drafter.table, slow)
+    assert len(shapes) == 1
 
 
 def test_a_key_that_comes_twice_comes_with_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:

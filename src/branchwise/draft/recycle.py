@@ -213,8 +213,12 @@ class Recycle(Remembering):
     def begin(self, sequence: Sequence, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]
         if self.on_device:
-            there = _there(tokens, logits)[None]
-            self._learner(*self._tables, there, logits[None], torch.full_like(there, ACCEPTED), rate=self.rate)
+            # In one shape, however long the prompt is: kernels are compiled for the shapes that they meet.
+            left = max(self.wants_prefill - len(logits), 0)
+            there = _there([*tokens, *[0] * left], logits)[None]
+            marks = _there([*[ACCEPTED] * len(logits), *[PADDING] * left], logits)[None]
+            laws = torch.nn.functional.pad(logits, (0, 0, 0, left))[None]
+            self._learner(*self._tables, there, laws, marks, rate=self.rate)
             self.table.forget_read()
         else:
             self._learn_in_turn(tokens, peaks_here(logits, self.table.width))
