@@ -7,6 +7,7 @@ than rows are, so with other seeds a photo finish could end otherwise, about onc
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -22,12 +23,15 @@ from branchwise.chance import BLOCK, SeededChance, key_of, race, signed, wait_of
 from branchwise.draft import TREES, Budget, build_growth
 from branchwise.draft import dice as dice_module
 from branchwise.draft import replayed as replayed_module
+from branchwise.draft import urn as urn_module
 from branchwise.draft.dice import Dice, Races, SeededDice, SureDice, Throw, dice_of, thrown
 from branchwise.draft.few import TINY, Few, scattered, table
 from branchwise.draft.grown import Grown, Wish
 from branchwise.draft.growth import Found, Growth, Sapling, grow_with
 from branchwise.draft.paths import Paths
 from branchwise.draft.replayed import Replayed
+from branchwise.draft.topk import Likeliest
+from branchwise.draft.urn import Opening
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
 from branchwise.testing import ToyTarget
@@ -304,7 +308,8 @@ def test_the_audit_follows_few_tokens_as_it_follows_rows(spec: str) -> None:
 
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("spec", DRAWN)
-def test_a_policy_grows_the_same_tree_at_fixed_places(spec: str) -> None:
+def test_a_policy_grows_the_same_tree_at_fixed_places(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urn_module, "lies_on_host", lambda laws: False)
     races, law = Races(), rule(700)
     for seed in range(3):
         here = grown_from(build_growth(spec), law, SeededDice(seed, 4, races))
@@ -318,19 +323,25 @@ def test_a_policy_grows_the_same_tree_at_fixed_places(spec: str) -> None:
 # Several texts at once
 
 
-@pytest.mark.parametrize("orders", [False, True])
+@pytest.mark.parametrize("kind", ["picks", "orders", "urns", "likeliest"])
 @pytest.mark.parametrize("greedy", [False, True])
 def test_what_is_drawn_for_several_texts_in_one_go_is_what_each_draws_alone(
-    orders: bool, greedy: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, greedy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Caught here: keys of one text used for another, and rows of one text taken for those of the next."""
     monkeypatch.setattr(dice_module, "lies_on_host", lambda laws: False)
     races, throws = Races(), []
     for text, count in enumerate((3, 1, 2)):
-        dice = SureDice() if greedy else SeededDice(11 * text, 5 + text, races)
+        dice = SureDice(races) if greedy else SeededDice(11 * text, 5 + text, races)
         laws, numbers = rows_of(count, 700, text), [40 + row for row in range(count)]
-        draws = list(enumerate(numbers)) if orders else [(row % count, 7 * row) for row in range(2 * count)]
-        throws.append(Throw(dice, laws, draws, [2 + row % 2 for row in range(count)] if orders else None))
+        if kind == "likeliest":
+            throws.append(Likeliest.of(dice, laws, 3))
+        elif kind == "picks":
+            throws.append(Throw(dice, laws, [(row % count, 7 * row) for row in range(2 * count)]))
+        elif kind == "orders":
+            throws.append(Throw(dice, laws, list(enumerate(numbers)), [2 + row % 2 for row in range(count)]))
+        else:
+            throws.append(Opening(dice, laws, list(enumerate(numbers)), [3] * count))
     alone = [throw.alone() for throw in throws]
     asked: list[int] = []
     own = torch.Tensor.tolist
@@ -346,26 +357,62 @@ def test_texts_that_draw_in_different_ways_draw_by_themselves(monkeypatch: pytes
         Throw(SeededDice(1, 2), laws, [(0, 1), (1, 2)]),
         Throw(SureDice(), laws, [(0, 1)]),
         Throw(SeededDice(1, 2), laws, [(0, 3), (1, 4)], [2, 2]),
+        Opening(SeededDice(1, 2), laws, [(0, 3), (1, 4)], [2, 2]),
+        Likeliest.of(SeededDice(1, 2), laws, 2),
+        Likeliest.of(SureDice(), laws, 3),
         Throw(SeededDice(3, 2), [Few.of({5: 0.5, 9: 0.5}, 700, laws.device)], [(0, 1)]),
     ]
-    assert thrown(throws) == [throw.alone() for throw in throws]
+    for several in (*itertools.permutations(throws, 2), throws, throws[::-1]):
+        assert thrown(list(several)) == [throw.alone() for throw in several]
 
 
-@pytest.mark.parametrize("spec", ["paths:3x4", "chain:4", "rsd-c:2,2", "template:sequoia-24", "paths:2x3@1"])
-def test_a_batch_draws_the_trees_that_its_texts_draw_alone(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "paths:3x4",
+        "chain:4",
+        "rsd-c:2,2",
+        "template:sequoia-24",
+        "paths:2x3@1",
+        "rsd-s:3x3",
+        "dynamic:9",
+        "threshold:0.02,9",
+        "topk:9,depth=3,width=3",
+        "graph:9,width=3,depth=3",
+        "ranks:sequoia-24",
+        "fork-lossy:3x3",
+    ],
+)
+def test_a_batch_draws_the_trees_that_its_texts_draw_alone(
+    spec: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = ToyTarget(9)
-    sequences = [Sequence([1 + n, 2, n], SamplingParams(0.9, seed=n)) for n in range(4)]
+    pretend_a_device(monkeypatch)  # where rows are padded
+    sequences = [Sequence([1 + n, 2, n], SamplingParams(temperature, seed=n)) for n in range(5)]
+    looks: list[int] = []
+    own = torch.Tensor.tolist
 
     def trees(together: bool) -> list[DraftTree]:
-        monkeypatch.setattr(dice_module, "lies_on_host", lambda laws: not together)
+        for module in (dice_module, urn_module):
+            monkeypatch.setattr(module, "lies_on_host", lambda laws: not together)
         drafter = Tossing(build_growth(spec))
         drafter.bind(target)
-        return drafter.draft(sequences, [Budget(40, 6)] * 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda self: looks.append(1) or own(self))
+            return drafter.draft(sequences, [Budget(40, 6)] * 4 + [Budget(7, 2)])
 
-    for one, other in zip(trees(together=True), trees(together=False), strict=True):
+    joint = trees(together=True)
+    seen = len(looks)
+    for one, other in zip(joint, trees(together=False), strict=True):
         assert one.parents == other.parents
         assert one.tokens.tolist() == other.tokens.tolist()
-        assert torch.equal(one.q, other.q)  # type: ignore[arg-type]
+        if one.q is not None or other.q is not None:
+            assert torch.equal(one.q, other.q)  # type: ignore[arg-type]
+    # Whoever has more children than were drawn beforehand looks again for each of them.
+    if not spec.startswith(("dynamic", "threshold")):
+        assert seen <= max(tree.depth for tree in joint) + len(joint), "more than a look a level, and one a tree"
+    assert seen < len(looks) - seen
 
 
 class Tossing(Grown):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.growths import grown_trees
+from branchwise.audit.growths import ScriptedDice, grown_trees
 from branchwise.audit.longest import Begun
 from branchwise.draft import Budget, build_drafter
 from branchwise.draft.dice import SeededDice, SureDice
@@ -75,10 +75,13 @@ def test_production_dice_draw_the_same_law() -> None:
 
 def test_a_greedy_fork_begins_with_the_most_probable_tokens() -> None:
     growing = Fork("3x1").grow(0, Budget(9, 9), SureDice(), KNOWN)
-    next(growing)
-    with pytest.raises(StopIteration) as end:
-        growing.send(Found(torch.full((1, 4), 0.25)))
-    assert end.value.value.tokens.tolist() == [0, 3, 2, 1]
+    tree = grow_with(growing, lambda tree, nodes: Found(torch.full((1, 4), 0.25)))
+    assert tree.tokens.tolist() == [0, 3, 2, 1]
+
+
+def test_no_draw_is_made_twice_in_a_deep_fork() -> None:
+    tree = grown("fork-lossy:2x4", random_rule(4, 5), ScriptedDice([]))  # which refuse a number that they know
+    assert tree.depth == 4
 
 
 @pytest.mark.parametrize("known", [KNOWN, None], ids=["law known", "law unknown"])
@@ -126,11 +129,7 @@ def next_tree(verdict: Verdict, logits: Tensor, sampling: SamplingParams) -> Dra
     growth.observe([text], [TREE], Scored(logits[None]), [verdict])
     text.tokens += [*TREE.tokens[list(verdict.path[1:])].tolist(), verdict.token]
     growing = growth.plant(text, Budget(9, 9), SeededDice(1, 2))
-    next(growing)
-    with pytest.raises(StopIteration) as end:
-        growing.send(Found(torch.full((1, 4), 0.25)))
-    tree: DraftTree = end.value.value
-    return tree
+    return grow_with(growing, lambda tree, nodes: Found(torch.full((1, 4), 0.25)))
 
 
 LOGITS = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))

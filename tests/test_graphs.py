@@ -21,7 +21,7 @@ from branchwise.forest import Forest, Room, laid_out
 from branchwise.laws import ModelLaws
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
-from branchwise.target.fuse import Group, joined
+from branchwise.target.fuse import Group, groups_of, joined
 from branchwise.target.graphs import Pool, Replay
 from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
 from branchwise.target.slots import Layout, Moves, SlotStore
@@ -328,6 +328,23 @@ def test_all_targets_of_a_model_read_one_stack_of_its_weights() -> None:
         target.score([text], Forest([DraftTree.chain([7, 1])]))
         places.append([one.weight.data_ptr() for one in model.modules() if isinstance(one, torch.nn.Linear)])
     assert places[0] == places[1]
+
+
+def test_joined_maps_come_in_one_order_to_all_that_ask() -> None:
+    """A program that is compiled for one layer reads the stacks of all others in it."""
+
+    class Pair(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return self.one(given) + self.other(given)  # type: ignore[no-any-return]
+
+    model = torch.nn.Sequential(*(Pair() for _ in range(12)))
+    first, second = (groups_of(model, lambda: model(torch.zeros(1, 4))) for _ in range(2))
+    assert [group.maps[0] for group in first] == [pair.one for pair in model]
+    assert second == first
 
 
 def test_a_target_goes_when_nobody_holds_it() -> None:

@@ -14,12 +14,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.exact import TOLERANCE, emitted, lp_optimum
 from branchwise.audit.growths import ScriptedDice, arrivals, grown_trees
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.draft import TREES, Budget
+from branchwise.draft import TREES, Budget, build_growth
 from branchwise.draft.dice import Dice, SeededDice, SureDice
 from branchwise.draft.few import Few
 from branchwise.draft.growth import Growing, Growth, Sapling
@@ -549,7 +551,7 @@ def test_one_path_is_a_chain_wherever_it_would_branch() -> None:
 def test_what_is_left_in_an_urn_is_summed_and_not_subtracted(few: bool) -> None:
     masses = {0: 1.0, 1: 3e-20, 2: 1e-20}
     law = Few(masses, 3, torch.device("cpu")) if few else torch.tensor(list(masses.values()))
-    urn, tiny = Urn(law), pytest.approx(4e-20, rel=1e-6, abs=0)
+    urn, tiny = Urn(law, 0), pytest.approx(4e-20, rel=1e-6, abs=0)
     assert urn.draw(SureDice(), 0) == (0, 1.0, tiny)
     assert urn.mass == tiny
     token, share, rest = urn.draw(SureDice(), 1)
@@ -557,6 +559,37 @@ def test_what_is_left_in_an_urn_is_summed_and_not_subtracted(few: bool) -> None:
     assert urn.draw(SureDice(), 2)[2] == 0.0
     kept = list(law.masses.values()) if isinstance(law, Few) else law.tolist()
     assert kept == pytest.approx([1.0, 3e-20, 1e-20], rel=1e-6, abs=0), "the law itself is the q of the tree"
+
+
+@pytest.mark.parametrize("dice", [SeededDice(3, 5), SureDice()], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("turns", [1, 2, 6])
+def test_an_urn_that_was_opened_gives_what_one_gives_that_is_drawn_from_turn_by_turn(dice: Dice, turns: int) -> None:
+    """Also behind the turns made beforehand. Caught here: noise of another turn, and tokens that come twice."""
+    laws = torch.rand(2, 700, generator=torch.Generator().manual_seed(turns)) ** 8
+    laws[1, 5:] = 0.0
+    for law, node, opening in zip(laws, (4, 9), dice.openings(laws, turns, [4, 9]), strict=True):
+        urn, told = Urn(law, node), Urn(law, node, opening)
+        for number in range(5):
+            token, share, rest = urn.draw(dice, number)
+            found = told.draw(dice, number)
+            assert found.token == token
+            assert found == (token, pytest.approx(share, rel=1e-12), pytest.approx(rest, rel=1e-12))
+            assert told.mass == pytest.approx(urn.mass, rel=1e-12)
+        assert (told.mass == 0) == (node == 9), "five tokens are all that the second law has"
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
+def test_the_room_for_a_beam_holds_whatever_it_draws(width: int, length: int, seed: int) -> None:
+    growth = build_growth(f"rsd-s:{width}x{length}")
+    tree = grown(f"rsd-s:{width}x{length}", random_rule(9, seed), SeededDice(seed, 1), Budget(99, 9))
+    room = growth.room  # type: ignore[attr-defined]
+    forest = Forest([tree], room=room)
+    assert forest.nodes == room.nodes
+    assert forest.q is not None
+    assert max(forest.q.shape[1], room.inner) == room.inner
+    assert forest.children.shape[2] == room.children
+    assert forest.levels.shape[2] == room.width
+    assert forest.forks.shape[1] == room.forks
 
 
 # Specs

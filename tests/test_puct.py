@@ -20,7 +20,7 @@ from branchwise.draft.dice import SeededDice, SureDice
 from branchwise.draft.growth import Sapling
 from branchwise.draft.memory import Next
 from branchwise.draft.puct import WIDTH, Visited, chosen
-from branchwise.draft.topk import likeliest
+from branchwise.draft.topk import Likeliest
 from branchwise.errors import UsageError
 from branchwise.sampling import SamplingParams
 from branchwise.sequence import Sequence
@@ -210,7 +210,8 @@ def test_over_laws_the_tree_is_the_same_and_no_law_is_asked_for_twice() -> None:
         tree = grown("puct:12,simulations=25,length=3", rule, SureDice(), root=seed, asked=asked)
 
         def after(path: Path, rule=rule) -> list[Next]:  # type: ignore[no-untyped-def]
-            return [Next(t, math.exp(v), (*path, t)) for t, v in likeliest(rule(path)[None], WIDTH)[0]]
+            [likely] = Likeliest.of(SureDice(), rule(path)[None], WIDTH).alone()
+            return [Next(token, math.exp(value), (*path, token)) for token, value in likely]
 
         laid = TREES.build("puct:12,simulations=25,length=3").lay(seed, (), after, AMPLE).finish(Draw.FIXED)
         assert torch.equal(tree.tokens, laid.tokens)

@@ -18,7 +18,7 @@ from branchwise.draft.dice import SureDice
 from branchwise.draft.memory import Next
 from branchwise.draft.ranks import LEVELS, Ranks, find_ranked, promising
 from branchwise.draft.template import SHAPES, write_template
-from branchwise.draft.topk import likeliest
+from branchwise.draft.topk import Likeliest
 from branchwise.errors import UnknownName, UsageError
 from branchwise.topology import Topology, topology
 from branchwise.tree import Draw
@@ -42,7 +42,7 @@ def laid(growth: Ranks, rule: Rule, budget: Budget, successors: int = 99) -> lis
     """The paths of a tree over a memory that has laws by heart, and stands at the tokens since the root."""
 
     def after(place: Ranked) -> list[Next]:
-        [likely] = likeliest(rule(place)[None], successors)
+        [likely] = Likeliest.of(SureDice(), rule(place)[None], successors).alone()
         return [Next(token, math.exp(value), (*place, token)) for token, value in likely]
 
     return paths_of(growth.lay(0, (), after, budget).finish(Draw.FIXED))

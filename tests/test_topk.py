@@ -17,7 +17,7 @@ from branchwise.audit.instances import Drafts, Instance
 from branchwise.draft import TREES, Budget, build_drafter
 from branchwise.draft.dice import SeededDice, SureDice
 from branchwise.draft.growth import Found, Sapling, grow_with
-from branchwise.draft.topk import likeliest
+from branchwise.draft.topk import Likeliest
 from branchwise.errors import UsageError
 from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
@@ -50,7 +50,7 @@ def slow_tree(rule: Rule, nodes: int, depth: int, width: int) -> set[Path]:
     for _ in range(depth):
         below = []
         for path in sorted(level, key=lambda u: -value[u])[:width]:
-            for token, step in likeliest(rule(path)[None], width)[0]:
+            for token, step in Likeliest.of(SureDice(), rule(path)[None], width).alone()[0]:
                 value[*path, token] = value[path] + step
                 below.append((*path, token))
         level = below
@@ -134,7 +134,7 @@ def test_rounding_above_one_puts_no_child_before_its_parent() -> None:
     law = torch.tensor([1.0000002, 0.9999999])
     for nodes in range(1, 12):
         assert len(grown(f"topk:{nodes},depth=6,width=2", lambda path: law, SureDice())) == nodes + 1
-    assert likeliest(law[None], 2)[0][0] == (0, 0.0)
+    assert Likeliest.of(SureDice(), law[None], 2).alone()[0][0] == (0, 0.0)
 
 
 def test_paths_of_any_depth_are_told_apart_however_improbable() -> None:
@@ -154,7 +154,7 @@ def test_tokens_beyond_what_float32_counts_are_kept_whole() -> None:
     law = torch.zeros(1, (1 << 24) + 4)
     law[0, (1 << 24) + 1] = 0.75
     law[0, 3] = 0.25
-    assert [token for token, _ in likeliest(law, 2)[0]] == [(1 << 24) + 1, 3]
+    assert [token for token, _ in Likeliest.of(SureDice(), law, 2).alone()[0]] == [(1 << 24) + 1, 3]
 
 
 # When one more level is worth too little

@@ -105,6 +105,11 @@ class ScriptedDice(Dice):
             self._ask("order", draw)
         return [self._order(masses_of(law), size) for law, size in zip(laws, sizes, strict=True)]
 
+    def next_of(self, left: Law, node: int, turn: int, number: int) -> int:
+        self._ask(f"turn below {node}", turn)
+        assert ("order", node) not in self._asked, f"the policy drew an order below {node} twice"
+        return super().next_of(left, node, turn, number)
+
     def wait(self, draw: int) -> float:
         raise NotImplementedError("a wait has too many outcomes to follow; arrange the waits as for `Beam`")
 

@@ -17,14 +17,16 @@ from __future__ import annotations
 import heapq
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
-from branchwise.draft.urn import Urn
+from branchwise.draft.urn import urns_of
 from branchwise.errors import UsageError
+from branchwise.forest import Room
 from branchwise.tree import Draw
 
 
@@ -39,6 +41,9 @@ class Beam:
         if not found or not int(found[1]) or not int(found[2]):
             raise UsageError(f"RSD-S takes a width and a length, such as rsd-s:4x6, not rsd-s:{shape}.")
         self.width, self.length = int(found[1]), int(found[2])
+        forks = min(self.width - 1, 1) + (self.length - 1) * (self.width // 2)
+        self.room = replace(Room.for_paths(self.width, self.length), forks=forks)
+        """which nodes have children is chance: with room for all of it, every step has the same shape"""
 
     def levels(self, budget: Budget) -> int:
         return max(0, min(self.length, budget.depth, (budget.nodes - 1) // self.width))
@@ -51,8 +56,9 @@ class Beam:
         level = [0]
         for _ in range(self.levels(budget)):
             found = yield tree, level
-            tree.laws.update(zip(level, found.drawable, strict=True))
-            urns = {node: Urn(tree.laws[node]) for node in level}
+            laws = found.drawable
+            tree.laws.update(zip(level, laws, strict=True))
+            urns = yield from urns_of(laws, level, dice, self.width)
             whole = {node: urn.mass for node, urn in urns.items()}
             arrivals = [(time[node], turn, node) for turn, node in enumerate(level)]
             level = []

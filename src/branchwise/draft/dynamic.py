@@ -18,7 +18,7 @@ import heapq
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
-from branchwise.draft.urn import Urn
+from branchwise.draft.urn import FIRST_TURNS, Urn, urns_of
 from branchwise.errors import UsageError
 from branchwise.tree import Draw
 
@@ -48,8 +48,9 @@ class Dynamic:
                 # Values only fall: of the slots that there are, no more than the best `room` will ever be drawn in.
                 bare = sorted(node for *_, node in heapq.nsmallest(room, slots) if node not in urns)
                 found = yield tree, bare
-                tree.laws.update(zip(bare, found.drawable, strict=True))
-                urns.update((node, Urn(tree.laws[node])) for node in bare)
+                laws = found.drawable
+                tree.laws.update(zip(bare, laws, strict=True))
+                urns.update((yield from urns_of(laws, bare, dice, FIRST_TURNS)))
             value, _, parent = heapq.heappop(slots)
             token, share, rest = urns[parent].draw(dice, len(tree))
             child = tree.add(parent, token)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from branchwise.draft import Budget
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
+from branchwise.draft.few import alone
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.rows import total
@@ -53,14 +53,16 @@ class Fork:
             return self._bare(root, dice, known)
         found = yield tree, [0]  # asked for in any case: a source reads the text up to its root before what is below
         tree.laws[0] = found.drawable[0] if known is None else known
-        level = [tree.add(0, token) for token in dice.order(tree.laws[0], width, 0)]
+        [first] = yield Throw(dice, alone(tree.laws[0]), [(0, 0)], [width])
+        level = [tree.add(0, token) for token in first]
         for step in range(1, depth):
             found = yield tree, level
             laws = found.drawable
             tree.laws.update(zip(level, laws, strict=True))
-            tokens = dice.picks_from(laws, [(branch, step * self.width + branch) for branch in range(len(level))])
+            draws = [(branch, step * self.width + branch) for branch in range(len(level))]
+            tokens = yield Throw(dice, laws, draws)
             level = [tree.add(node, token) for node, token in zip(level, tokens, strict=True)]
-        return replace(tree.finish(self.draw), trusted=known is not None)
+        return tree.finish(self.draw, trusted=known is not None)
 
     def _bare(self, root: int, dice: Dice, known: Tensor | None) -> DraftTree:
         """No room for a branch. The one token that may be written is drawn here: nobody else knows its law."""

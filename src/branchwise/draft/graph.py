@@ -21,7 +21,7 @@ from itertools import count, islice
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
-from branchwise.draft.topk import Shoot, joined, likeliest
+from branchwise.draft.topk import Likeliest, Shoot, joined
 from branchwise.errors import UsageError
 from branchwise.tree import Draw
 
@@ -66,7 +66,8 @@ class Graph:
                 if vertex.parent is not None:
                     places[vertex] = tree.add(places[vertex.parent], vertex.token)
             found = yield tree, [places[vertex] for vertex in level]
-            for vertex, likely in zip(level, likeliest(found.laws, self.width), strict=True):
+            likeliest = yield Likeliest.of(dice, found.laws, self.width)
+            for vertex, likely in zip(level, likeliest, strict=True):
                 vertex.children = [
                     Vertex(token, vertex, value, vertex.total + value)
                     for token, value in likely

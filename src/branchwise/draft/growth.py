@@ -65,7 +65,7 @@ class Sapling:
         order = sorted(range(len(self)), key=self.depths.__getitem__)
         return {node: place for place, node in enumerate(order)}
 
-    def finish(self, draw: Draw, leaves: tuple[int, ...] = ()) -> DraftTree:
+    def finish(self, draw: Draw, leaves: tuple[int, ...] = (), *, trusted: bool = False) -> DraftTree:
         """The tree in level order."""
         place = self.places
         order = list(place)
@@ -79,6 +79,7 @@ class Sapling:
             draw,
             q,
             tuple(place[leaf] for leaf in leaves),
+            trusted=trusted,
             sources=tuple(self.sources.get(node, "") for node in order) if self.sources else (),
         )
 

@@ -25,7 +25,7 @@ from branchwise.draft import Budget
 from branchwise.draft.best import Look
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
-from branchwise.draft.topk import likeliest
+from branchwise.draft.topk import Likeliest
 from branchwise.errors import UsageError
 from branchwise.tree import Draw
 
@@ -80,7 +80,7 @@ class Puct:
             if path:
                 places[path] = tree.add(places[path[:-1]], path[-1])
             found = yield tree, [places[path]]
-            [likely] = likeliest(found.laws, WIDTH)
+            [likely] = yield Likeliest.of(dice, found.laws, WIDTH)
             known[path] = [Next(token, exp(value), (*path, token)) for token, value in likely]
 
 

@@ -18,7 +18,7 @@ from branchwise.draft.best import Look
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.draft.template import SHAPES, find_shape
-from branchwise.draft.topk import likeliest
+from branchwise.draft.topk import Likeliest
 from branchwise.errors import UnknownName
 from branchwise.forest import Room
 from branchwise.registry import nearest
@@ -70,7 +70,8 @@ class Ranks:
                 break
             found = yield tree, [places[node] for node in nodes]
             widest = max(len(shape.children[node]) for node in nodes)
-            for node, likely in zip(nodes, likeliest(found.laws, widest), strict=True):
+            likeliest = yield Likeliest.of(dice, found.laws, widest)
+            for node, likely in zip(nodes, likeliest, strict=True):
                 for child, (token, _) in zip(shape.children[node], likely, strict=False):
                     places[child] = tree.add(places[node], token)
         return tree.finish(self.draw)

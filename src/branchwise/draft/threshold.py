@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from branchwise.draft import Budget
 from branchwise.draft.dice import Dice
 from branchwise.draft.growth import Growing, Sapling
-from branchwise.draft.urn import Urn
+from branchwise.draft.urn import FIRST_TURNS, urns_of
 from branchwise.errors import UsageError
 from branchwise.sequence import Sequence
 from branchwise.tree import Draw
@@ -60,8 +60,9 @@ class Threshold:
                 break
             nodes = [node for _, node in layer]
             found = yield tree, nodes
-            tree.laws.update(zip(nodes, found.drawable, strict=True))
-            urns = {node: Urn(tree.laws[node]) for node in nodes}
+            laws = found.drawable
+            tree.laws.update(zip(nodes, laws, strict=True))
+            urns = yield from urns_of(laws, nodes, dice, FIRST_TURNS)
             heapq.heapify(layer)
             below = []
             while layer and room > 0:

@@ -14,14 +14,13 @@ import heapq
 import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from branchwise.draft import Budget
 from branchwise.draft.best import Look, best_first
-from branchwise.draft.dice import Dice
+from branchwise.draft.dice import Dice, Throw
 from branchwise.draft.growth import Growing, Sapling
 from branchwise.errors import UsageError
 from branchwise.tree import Draw
@@ -61,9 +60,10 @@ class TopK:
                 if shoot.parent is not None:
                     places[shoot] = tree.add(places[shoot.parent], shoot.token)
             found = yield tree, [places[shoot] for shoot in level]
+            likeliest = yield Likeliest.of(dice, found.laws, self.width)
             below = [
                 Shoot(parent.value + value, parent, token)
-                for parent, likely in zip(level, likeliest(found.laws, self.width), strict=True)
+                for parent, likely in zip(level, likeliest, strict=True)
                 for token, value in likely
             ]
             expected = sum(shoot.probability for shoot in best)
@@ -104,20 +104,31 @@ def joined(shoots: Rows[Shoot]) -> Sapling:
     return tree
 
 
-def likeliest(laws: Tensor, width: int) -> list[list[tuple[int, float]]]:
-    """For each law (n, vocabulary) its most probable tokens and the logarithms of their masses, best first.
+class Likeliest(Throw):
+    """For each law its most probable tokens, as many as `sizes` says, and the logarithms of their masses, best first.
 
-    Of equal ones that are found the smallest token comes first.
+    Nothing of it is left to chance, but a device is asked for it as for draws: once for all texts of a batch.
     """
-    masses, tokens = laws.topk(min(width, laws.shape[1]))
-    # Both come from the device in one copy, as float64, which holds tokens exactly. Rounding may leave a mass above 1;
-    # a child must not seem more probable than its parent for it.
-    rows = torch.stack([tokens.double(), masses.double()], dim=-1).tolist()
-    return [
-        [
-            (int(token), min(math.log(mass), 0.0))
-            for token, mass in sorted(row, key=lambda pair: (-pair[1], pair[0]))
-            if mass > 0
+
+    @classmethod
+    def of(cls, dice: Dice, laws: Tensor, width: int) -> Likeliest:
+        return cls(dice, laws, [(row, row) for row in range(len(laws))], [width] * len(laws))
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return (Likeliest,)
+
+    def alone(self) -> list[list[tuple[int, float]]]:
+        """Of equal ones that are found the smallest token comes first."""
+        assert isinstance(self.laws, Tensor), "most probable tokens are found in rows"
+        assert self.sizes is not None, "nobody said how many"
+        rows = self.dice.best(self.laws, max(self.sizes))
+        # Rounding may leave a mass above 1; a child must not seem more probable than its parent for it.
+        return [
+            [
+                (int(token), min(math.log(mass), 0.0))
+                for token, mass in sorted(row[:size], key=lambda pair: (-pair[1], pair[0]))
+                if mass > 0
+            ]
+            for row, size in zip(rows, self.sizes, strict=True)
         ]
-        for row in rows
-    ]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Generator
+from collections.abc import Sequence as Rows
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from branchwise.draft.dice import Dice
-from branchwise.draft.few import Law
+from branchwise.draft.dice import Dice, Throw, lies_on_host
+from branchwise.draft.few import Law, Level
 from branchwise.rows import total
+
+FIRST_TURNS = 4
+"""tokens below a node that are drawn beforehand where nobody knows how many it will have"""
 
 
 class Drawn(NamedTuple):
@@ -23,18 +28,38 @@ class Drawn(NamedTuple):
 class Urn:
     """What is left of a law. The law itself stays as it is: it is the q that a verifier asks for."""
 
-    def __init__(self, law: Law) -> None:
+    def __init__(self, law: Law, node: int, told: list[float] | None = None) -> None:
+        """The law below a node; `told` is what `Dice.openings` says of it."""
         self._left = law
+        self._node = node
+        self._turn = 0
         self._own = False
-        self.mass = float(total(law)) if isinstance(law, Tensor) else law.mass
+        self._told = [] if told is None else told[1:]
+        self._out: list[int] = []  # tokens that are still to be taken out of what is left
+        self.mass = told[0] if told else float(total(law)) if isinstance(law, Tensor) else law.mass
         """of all tokens that are left: a sum over them, since 1 minus the others would be mostly rounding"""
 
     def draw(self, dice: Dice, number: int) -> Drawn:
         """Take a token out; `number` tells this draw from the others of the tree."""
-        [token] = dice.picks(self._left, [number])
         before = self.mass
-        taken, self.mass = self._take(token)
+        if self._told:
+            first, taken, self.mass, *self._told = self._told
+            token = int(first)
+            self._out.append(token)
+        else:
+            self._take_out()
+            token = dice.next_of(self._left, self._node, self._turn, number)
+            taken, self.mass = self._take(token)
+        self._turn += 1
         return Drawn(token, taken / before, self.mass / before)
+
+    def _take_out(self) -> None:
+        """What was told beforehand is over: from here on draws are made from what it left."""
+        if self._out:
+            assert isinstance(self._left, Tensor), "only laws on a device are drawn from beforehand"
+            self._left, self._own = self._left.clone(), True
+            self._left[self._out] = 0.0
+            self._out = []
 
     def _take(self, token: int) -> tuple[float, float]:
         """The mass of a token that is taken out, and that of all others that are left."""
@@ -47,3 +72,20 @@ class Urn:
         self._left[token] = 0.0
         one, others = torch.stack([mass, total(self._left)]).tolist()  # one look at a device
         return one, others
+
+
+class Opening(Throw):
+    """The first turns of urns, as many as `sizes` says, below the nodes that the draws are numbered by."""
+
+    def alone(self) -> list[Any]:
+        assert isinstance(self.laws, Tensor), "laws of few tokens are drawn from where they are"
+        return self.dice.openings(self.laws, max(self.sizes or (0,)), self.numbers)
+
+
+def urns_of(laws: Level, nodes: Rows[int], dice: Dice, turns: int) -> Generator[Throw, Any, dict[int, Urn]]:
+    """Urns with the laws below these nodes. On a device the first turns of all are drawn in one go, for all texts of a
+    batch; nobody looks at a token before its turn has come."""
+    if not isinstance(laws, Tensor) or lies_on_host(laws):
+        return {node: Urn(law, node) for node, law in zip(nodes, laws, strict=True)}
+    told = yield Opening(dice, laws, list(enumerate(nodes)), [turns] * len(nodes))
+    return {node: Urn(law, node, opened) for node, law, opened in zip(nodes, laws, told, strict=True)}

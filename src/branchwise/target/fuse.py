@@ -107,17 +107,20 @@ def _follow(other: nn.Linear, number: int, found: dict[str, Any]) -> Callable[[T
     return forward
 
 
-_joined: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Group]] = weakref.WeakKeyDictionary()
+_joined: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Group]]] = weakref.WeakKeyDictionary()
 """The groups of a model: all its targets read one stack of their weights, which goes with the last of them. Were they
 stacked anew for one target, what another has recorded would read memory that is gone."""
 
 
 def groups_of(model: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """The linear maps of a model that can be joined, found once by watching a pass, which nobody else may run then."""
-    groups = list(_joined.get(model, ()))
+    """The linear maps of a model that can be joined, found once by watching a pass, which nobody else may run then.
+
+    All targets get them in one order: what is compiled for one layer reads the stacks of another in it.
+    """
+    groups = [group for known in _joined.get(model, ()) if (group := known())]
     if not groups:
         groups = same_inputs(model, run)
-        _joined[model] = weakref.WeakSet(groups)
+        _joined[model] = [weakref.ref(group) for group in groups]
     return [group for group in groups if group.free]
 
 
