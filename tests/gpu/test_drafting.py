@@ -85,6 +85,10 @@ def test_the_draws_of_a_level_are_those_of_the_host() -> None:
             for _ in range(2):  # recorded, then replayed
                 assert there.picks_from(laws.cuda(), draws) == here.picks_from(laws, draws)
                 assert there.orders(laws.cuda(), sizes, numbers) == here.orders(laws, sizes, numbers)
+                opened = there.openings(laws.cuda(), 3, numbers)
+                assert opened == [pytest.approx(row, rel=1e-6) for row in here.openings(laws, 3, numbers)]
+                best = here.best(laws, 3)
+                assert there.best(laws.cuda(), 3) == [[pytest.approx(pair, rel=1e-6) for pair in row] for row in best]
 
 
 @pytest.mark.parametrize("tree", ["chain:6", "paths:4x6", "paths:4x6@2", "rsd-c:4,2,1", "rsd-s:3x3", "dynamic:12"])
