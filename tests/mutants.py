@@ -460,7 +460,7 @@ MUTANTS = [
         ("key = mix_one(key + turn)", "key = mix_one(key)"),
         ("race(left, mix(keys + turn))", "race(left, mix(keys))"),
         ("left.scatter_(1, token, 0.0)", "pass"),
-        ("kinds = {(type(throw), type(throw.dice)", "kinds = {(type(throw.dice)"),
+        ("return type(self), type(self.dice), self.sizes is None", "return type(self.dice), self.sizes is None"),
         ("Jointly(seeded) if seeded else", "seeded[0] if seeded else"),
     ),
     *family(
