@@ -255,7 +255,11 @@ def summarise(records: list[dict[str, Any]]) -> None:
         print(f"  outside the two models {outside} of the step, {passes:.2f} draft passes a level")
         if many:
             ratio = median(many, "draft") / median(one, "draft")
-            print(f"  drafting for {many[0]['batch']} texts takes {ratio:.2f} times one")
+            alone, together = (statistics.median(r["draft"] / r["passes"] for r in these) for these in (one, many))
+            print(
+                f"  drafting for {many[0]['batch']} texts takes {ratio:.2f} times one, "
+                f"and a pass of it {together / alone:.2f} times one"
+            )
 
 
 def median(records: list[dict[str, Any]], field: str) -> float:
