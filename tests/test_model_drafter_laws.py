@@ -177,9 +177,9 @@ def test_every_law_that_is_said_or_recorded_is_one(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_laws_that_are_read_at_fixed_places_are_the_same(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Catches a law of one level that is overwritten by the next one before it is recorded as q.
+    # Catches a law of one level that is overwritten by the next one, before it is recorded as q or while it is kept.
     for tree, verify in ((Paths("3x3"), "cascade"), (Branching(2, 2), "traversal")):
-        texts, laws = [], []
+        texts, laws, said = [], [], []
         for fixed in (False, True):
             with monkeypatch.context() as patch:
                 if fixed:
@@ -187,5 +187,7 @@ def test_laws_that_are_read_at_fixed_places_are_the_same(variant: str, monkeypat
                 target, drafter = pair(variant, tree)
                 texts.append([text.token_ids for text in write(target, drafter, verify, texts=4, length=8)])
                 laws.append(torch.cat(drafter.recorded))
+                said.append(torch.cat(drafter.said))
         assert texts[0] == texts[1]
         assert torch.equal(*laws)
+        assert torch.equal(*said)
