@@ -1,0 +1,180 @@
+"""Golden texts: the token ids that every preset and every verifier wrote, in one file.
+
+    python -m tests.golden                     compare what is written now with the file; exits with 1 where they differ
+    python -m tests.golden --only toy          the toy target alone, in seconds
+    python -m tests.golden --write             write the file anew
+
+A change that is meant to change no text changes no line of `data/golden.json`. There are two targets: the toy with
+exact tiny distributions, on which the target itself with noise stands in for a draft model, and SmolLM2 in float32,
+whose draft model is its own first layers. Every entry is three prompts decoded one by one and as one batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from branchwise.draft import trim
+from branchwise.draft.weights import Weights
+from branchwise.engine import Engine, Request
+from branchwise.errors import LossyWarning
+from branchwise.index import About, fingerprint
+from branchwise.index.build import Writer
+from branchwise.llm import LLM, load
+from branchwise.methods import PRESETS, Method
+from branchwise.sampling import SamplingParams
+from branchwise.target import Target
+from branchwise.testing import ToyTarget
+from branchwise.tree import Draw
+from branchwise.verify import VERIFIERS
+from tests.test_index import write as write_index
+
+FILE = Path(__file__).parent / "data" / "golden.json"
+TEMPERATURES = (0.0, 0.8, 1.0)
+SEED = 18
+TREES = {
+    Draw.FIXED: "topk:12,depth=4,width=3",
+    Draw.WITHOUT_REPLACEMENT: "rsd-c:3,2,1",
+    Draw.PATHS: "paths:3x4",
+    Draw.FORK: "fork-lossy:3x3",
+}
+"""a tree for every kind of draw, so that every verifier judges all that it accepts"""
+
+TOY_VOCABULARY, TOY_LENGTH = 6, 24
+TOY_PROMPTS = [(1, 2, 3, 1, 2), (4,), (5, 0, 5, 0, 5, 0, 5)]
+REAL_LENGTH = 8
+REAL_PROMPTS = [
+    "Repeat after me: the cat sat on the mat, the cat sat on the mat.",
+    "Name three rivers and the seas that they reach.",
+    "def add(a, b):",
+]
+
+
+def verifiers(draft: str) -> Iterator[Method]:
+    """Every verifier with every kind of draw that it accepts."""
+    for name in VERIFIERS:
+        for draw, tree in TREES.items():
+            if draw in VERIFIERS.find(name).accepts:
+                yield Method(f"{name} on {tree}", draft, tree, name)
+
+
+def texts(target: Target, method: Method, prompts: list[tuple[int, ...]], length: int) -> dict[str, list[list[int]]]:
+    """Entry -> the texts of all prompts, for every temperature, one by one and as a batch."""
+    written = {}
+    for temperature in TEMPERATURES:
+        sampling = SamplingParams(temperature=temperature, seed=SEED)
+        requests = [Request(prompt, sampling, max_new_tokens=length) for prompt in prompts]
+        alone = [text for request in requests for text in run(target, method, [request])]
+        written |= {f"T={temperature:g} alone": alone, f"T={temperature:g} batch": run(target, method, requests)}
+    return written
+
+
+def run(target: Target, method: Method, requests: list[Request]) -> list[list[int]]:
+    torch.manual_seed(0)
+    engine = Engine(target, *method.build())
+    generations = [engine.submit(request) for request in requests]
+    while engine.busy:
+        engine.step()
+    return [generation.token_ids for generation in generations]
+
+
+def toy(folder: Path) -> dict[str, Any]:
+    index = folder / "index"
+    write_index(index, [[(i * i + j) % TOY_VOCABULARY for j in range(i + 3)] for i in range(40)], TOY_VOCABULARY)
+
+    def standing_in(method: Method) -> Method:
+        draft = method.draft.replace("model:trim=32768", "disturbed").replace("fused:model", "fused:trigram")
+        draft = draft.replace("model", "disturbed").replace("retrieval", f"retrieval{{}}{index}")
+        return replace(method, draft=draft.format("(" if "fused" in draft else ":") + (")" if "fused" in draft else ""))
+
+    methods = [*map(standing_in, PRESETS.values()), *verifiers("disturbed:sigma=1")]
+    return {method.name: texts(ToyTarget(TOY_VOCABULARY), method, TOY_PROMPTS, TOY_LENGTH) for method in methods}
+
+
+def real(folder: Path) -> dict[str, Any]:
+    llm = load("smollm2", draft="none", dtype="float32", device="cpu", max_batch=3)
+    target, prompts = llm.engine.target, [tuple(llm.encode(prompt)) for prompt in REAL_PROMPTS]
+    draft = first_layers(llm, 2)  # held here: models that are loaded are known only as long as somebody uses them
+    Weights._loaded[draft.name, torch.float32, "cpu"] = draft
+    trim.table_of = lambda target: folder / "counts.safetensors"  # type: ignore[assignment]
+    trim.save_counts(target, torch.arange(target.vocabulary, 0, -1), {})
+    index = folder / "real-index"
+    about = About("smollm2", fingerprint(llm.tokenizer), target.vocabulary, (), ())
+    with Writer(index, about, shard=1 << 10) as writer:
+        for prompt in prompts:
+            writer.extend(list(prompt))
+            writer.end_document()
+        writer.finish(["prompts"])
+    found = {}
+    for method in [*PRESETS.values(), *verifiers("model")]:
+        wanted = {"draft_model": draft.name} if "model" in method.blanks else {}
+        wanted |= {"index": str(index)} if "retrieval" in method.blanks else {}
+        found[method.name] = texts(target, method.drafting_with(**wanted), prompts, REAL_LENGTH)
+        print(f"smollm2 {method.name}", file=sys.stderr)
+    return found
+
+
+def first_layers(llm: LLM, count: int) -> Weights:
+    """The first layers of a model under its own head: a draft model that knows a little."""
+    config = type(llm.model.config).from_dict(llm.model.config.to_dict() | {"num_hidden_layers": count})
+    model = type(llm.model)(config).eval().requires_grad_(False)
+    model.load_state_dict(llm.model.state_dict(), strict=False)
+    return Weights("own/first-layers", model, llm.tokenizer)
+
+
+PARTS = {"toy": toy, "smollm2": real}
+
+
+def written(parts: list[str]) -> dict[str, Any]:
+    warnings.simplefilter("ignore", LossyWarning)
+    with TemporaryDirectory() as folder:
+        return {part: PARTS[part](Path(folder)) for part in parts}
+
+
+def differences(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """Every entry that is not in both, or not the same."""
+
+    def flat(part: dict[str, Any], name: str = "") -> dict[str, Any]:
+        if not isinstance(part, dict):
+            return {name: part}
+        return {key: text for inner in part for key, text in flat(part[inner], f"{name}/{inner}").items()}
+
+    here, there = flat(found), flat({part: known[part] for part in found})
+    return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    parts = arguments.only or list(PARTS)
+    found = written(parts)
+    if arguments.write:
+        whole = {"command": "python -m tests.golden --write", **(json.loads(FILE.read_text()) if FILE.exists() else {})}
+        text = json.dumps(whole | found, indent=1)
+        FILE.write_text(_compact(text) + "\n")
+        return 0
+    wrong = differences(found, json.loads(FILE.read_text()))
+    print("\n".join([*wrong, f"{len(wrong)} entries differ from {FILE.name} ({', '.join(parts)})"]))
+    return bool(wrong)
+
+
+def _compact(text: str) -> str:
+    """Texts of one entry on one line."""
+    import re
+
+    return re.sub(r"\[[\s\d,\[\]-]+\]", lambda found: re.sub(r"\s+", "", found.group()), text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
