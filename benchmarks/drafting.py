@@ -33,11 +33,11 @@ from measure import interval, progress, provenance
 import branchwise
 from branchwise.bench.own import EDITING, FREE
 from branchwise.cli import app
+from branchwise.core.sampling import SamplingParams
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import BranchwiseError
 from branchwise.llm import LLM
 from branchwise.methods import PRESETS, Method
-from branchwise.sampling import SamplingParams
 
 RECORDS = Path(__file__).parent / "records"
 NODES = 24

@@ -24,10 +24,10 @@ from measure import interval, progress, provenance, timed
 
 import branchwise
 from branchwise.bench.own import EDITING, FREE
-from branchwise.forest import Forest
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
 from branchwise.llm import LLM
-from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree
 
 PROMPTS = [("free writing", prompt) for prompt in FREE] + [("editing", prompt) for prompt in EDITING]
 BASELINE = "transformers.generate"
@@ -112,14 +112,14 @@ def scoring(llm: LLM, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Passes over chains of different length behind the same prefix, in turn."""
     target = llm.engine.target
     rng = random.Random(0)
-    sequence = Sequence([rng.randrange(1000, 20000) for _ in range(arguments.context)])
+    sequence = SequenceState([rng.randrange(1000, 20000) for _ in range(arguments.context)])
     target.open(sequence)
     drafted = [rng.randrange(1000, 20000) for _ in range(max(NODES))]
-    forests = {n: Forest([DraftTree.chain([sequence.root, *drafted[: n - 1]])], target.device) for n in NODES}
+    forests = {n: TreeBatch([DraftTree.chain([sequence.root, *drafted[: n - 1]])], target.device) for n in NODES}
     records = []
     for turn in range(-3, arguments.passes):
-        for nodes, forest in forests.items():
-            seconds, _ = timed(llm.model.device, target.score, [sequence], forest)
+        for nodes, batch in forests.items():
+            seconds, _ = timed(llm.model.device, target.score, [sequence], batch)
             if turn >= 0:
                 records.append(
                     {"kind": "scoring", "nodes": nodes, "turn": turn, "context": arguments.context, "seconds": seconds}

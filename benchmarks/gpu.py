@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from measure import interval, progress, provenance
 
+from branchwise.backends.transformers.probe import context_limit
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
-from branchwise.draft.recycle import Recycle
-from branchwise.draft.weights import bytes_read
+from branchwise.draft.model.draft_model import bytes_read
+from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, Generation, Request
-from branchwise.forest import Forest, Room
 from branchwise.methods import PRESETS
 from branchwise.models import load_model
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target.probe import context_limit
-from branchwise.target.transformers import TransformersTarget
-from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -191,22 +191,24 @@ def passes(target: TransformersTarget, wanted: list[tuple[int, int, int]], round
     """Passes behind contexts, for batches, over so many nodes."""
     rng = random.Random(0)
     for context, batch in dict.fromkeys((context, batch) for context, batch, _ in wanted):
-        texts = [Sequence([rng.randrange(1000, 20000) for _ in range(context - 200)])]
+        texts = [SequenceState([rng.randrange(1000, 20000) for _ in range(context - 200)])]
         target.open(texts[0])
         for _ in range(batch - 1):
-            texts.append(Sequence(list(texts[0].tokens)))
+            texts.append(SequenceState(list(texts[0].tokens)))
             target.fork(texts[0], texts[-1])
         sizes = [nodes for one, many, nodes in wanted if (one, many) == (context, batch)]
-        forests = {nodes: Forest([tree(nodes, rng) for _ in texts], "cuda", Room(nodes=nodes)) for nodes in sizes}
+        forests = {
+            nodes: TreeBatch([tree(nodes, rng) for _ in texts], "cuda", PadShape(nodes=nodes)) for nodes in sizes
+        }
         for turn in range(-3, rounds):
-            for nodes, forest in forests.items():
+            for nodes, tree_batch in forests.items():
                 progress(f"context {context}, {batch} texts, {nodes} nodes, round {turn + 1}")
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                target.score(texts, forest)
+                target.score(texts, tree_batch)
                 torch.cuda.synchronize()
                 seconds = time.perf_counter() - start
-                device = device_seconds(lambda: target.score(texts, forest), 3)  # noqa: B023
+                device = device_seconds(lambda: target.score(texts, tree_batch), 3)  # noqa: B023
                 if turn >= 0:
                     yield {
                         "kind": "pass",
@@ -236,7 +238,7 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
             seconds, ended = time.perf_counter() - ended, time.perf_counter()
             phases = {phase: spent - before.get(phase, 0.0) for phase, spent in text.stats.seconds.items()}
             nodes = 1 + text.stats.drafted_tokens - drafted
-            room = getattr(engine.drafter, "room", None) or Room()
+            room = getattr(engine.drafter, "room", None) or PadShape()
             rows = target.room(1, max(room.nodes, nodes))[1]
             if text.stats.steps > 1:  # the first one also writes the prompt
                 about = {"method": name, "step": text.stats.steps, "nodes": nodes, "rows": rows}

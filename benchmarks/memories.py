@@ -24,7 +24,8 @@ from measure import interval, progress, provenance
 
 import branchwise
 from branchwise.bench.own import EDITING, FREE
-from branchwise.draft import Drafter, build_drafter
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Drafter
 from branchwise.engine import Engine, Request
 from branchwise.llm import LLM
 from branchwise.verify import VERIFIERS

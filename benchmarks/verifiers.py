@@ -1,8 +1,8 @@
-"""What a verdict costs: every verifier on the same laws, side by side.
+"""What a verdict costs: every verifier on the same distributions, side by side.
 
-The laws look like those of a language model (a few tokens carry the mass, a long tail the rest) over a vocabulary of
-151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the tree
-4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync.
+The distributions look like those of a language model (a few tokens carry the mass, a long tail the rest) over a
+vocabulary of 151,936; drafts are four paths of six tokens, or, for verifiers of trees drawn without replacement, the
+tree 4,1,1,1,1,1. A time is from scored logits to the verdict on the host: warping, the rule, the drawn token, one sync.
 On a GPU there are three modes:
 
     placed    captured in a graph, logits and q where it reads them, as a scoring pass and a drafter may write them
@@ -29,17 +29,18 @@ import torch
 from measure import interval, progress, provenance, timed
 from torch import Tensor
 
-from branchwise.chance import SeededChance
-from branchwise.draft import TREES, Budget
-from branchwise.draft.dice import SeededDice
-from branchwise.draft.growth import Found, Growth, Sapling, grow_with
-from branchwise.forest import LOOKED_UP, Forest, Room
-from branchwise.laws import ModelLaws
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw
+from branchwise.core.batch import LOOKED_UP, PadShape, TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.verify_graph import CapturedVerifier
+from branchwise.draft import TREES
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
+from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verifier
-from branchwise.verify.capture import Captured
 
 SIMILARITIES = {"close": 0.5, "medium": 1.0, "far": 2.0}
 """noise between the logits of target and drafter"""
@@ -79,7 +80,7 @@ def chosen(wanted: list[str], device: torch.device) -> list[list[str]]:
 def built(names: list[str], modes: list[str]) -> dict[str, Verifier]:
     """Fresh verifiers: those in graphs keep the memory of every shape they have seen."""
     rules = {name: VERIFIERS.build(name) for name in names}
-    return rules if modes[0] in EAGER else {name: Captured(rule) for name, rule in rules.items()}
+    return rules if modes[0] in EAGER else {name: CapturedVerifier(rule) for name, rule in rules.items()}
 
 
 def parse() -> argparse.Namespace:
@@ -116,35 +117,35 @@ def measure(
     records = []
     for number in range(-1, arguments.drafts):
         drafts = {
-            draw: draft(growth, number, sigma, batch, arguments.vocabulary, device) for draw, growth in world.items()
+            draw: draft(policy, number, sigma, batch, arguments.vocabulary, device) for draw, policy in world.items()
         }
         for turn in range(arguments.repeat):
             for name, verifier in verifiers.items():
                 without = Draw.WITHOUT_REPLACEMENT in verifier.accepts and name != "match"
                 trees, logits = drafts[Draw.WITHOUT_REPLACEMENT if without else Draw.PATHS]
                 sequences = [
-                    Sequence([0, 1], SamplingParams(temperature=1.0, seed=1000 * number + 20 * turn + row))
+                    SequenceState([0, 1], SamplingParams(temperature=1.0, seed=1000 * number + 20 * turn + row))
                     for row in range(batch)
                 ]
-                room = Room() if without else Room.for_paths(4, 6)
-                forest = Forest(trees, device, room if device.type == "cuda" else None)
+                room = PadShape() if without else PadShape.for_paths(4, 6)
+                tree_batch = TreeBatch(trees, device, room if device.type == "cuda" else None)
                 seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
                 chance = SeededChance(seeds, torch.ones_like(seeds))
-                logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1]))
-                laws = ModelLaws(logits, forest, sequences)
+                logits = torch.nn.functional.pad(logits, (0, 0, 0, tree_batch.nodes - logits.shape[1]))
+                probs = WarpedProbs(logits, tree_batch, sequences)
                 for table in ("widths", "q", *LOOKED_UP):
-                    getattr(forest, table)  # part of the draft, not of the verdict
+                    getattr(tree_batch, table)  # part of the draft, not of the verdict
                 if number < 0 or turn == 0:
-                    verifier(forest, laws, chance)  # tables are looked up, kernels chosen, graphs captured
+                    verifier(tree_batch, probs, chance)  # tables are looked up, kernels chosen, graphs captured
                     if number < 0:
                         continue
                 for mode in modes:
                     if mode == "placed":
-                        read, laws = placed(verifier, forest, laws)
+                        read, probs = placed(verifier, tree_batch, probs)
                     else:
-                        read, laws = forest, ModelLaws(logits, forest, sequences)
+                        read, probs = tree_batch, WarpedProbs(logits, tree_batch, sequences)
                     chance = SeededChance(seeds, torch.ones_like(seeds))
-                    seconds, verdicts = timed(device, lambda v=verifier, f=read, p=laws, c=chance: v(f, p, c).read())
+                    seconds, verdicts = timed(device, lambda v=verifier, f=read, p=probs, c=chance: v(f, p, c).read())
                     tokens = statistics.mean(len(verdict.path) for verdict in verdicts)
                     about = {"similarity": similarity, "batch": batch, "verifier": name, "mode": mode}
                     records.append({**about, "draft": number, "turn": turn, "seconds": seconds, "tokens": tokens})
@@ -152,21 +153,21 @@ def measure(
     return records
 
 
-def placed(verifier: Verifier, forest: Forest, laws: ModelLaws) -> tuple[Forest, ModelLaws]:
-    """The same forest and laws, with logits and q where the graph reads them."""
-    assert isinstance(verifier, Captured)
-    assert forest.q is not None
-    places = verifier.places(forest, laws)
-    q = places.q[:, : forest.q.shape[1]]
-    q.copy_(forest.q[:, : q.shape[1]])
-    places.logits.copy_(laws.logits)
-    same = copy.copy(forest)
+def placed(verifier: Verifier, batch: TreeBatch, probs: WarpedProbs) -> tuple[TreeBatch, WarpedProbs]:
+    """The same batch of trees and distributions, with logits and q where the graph reads them."""
+    assert isinstance(verifier, CapturedVerifier)
+    assert batch.q is not None
+    places = verifier.places(batch, probs)
+    q = places.q[:, : batch.q.shape[1]]
+    q.copy_(batch.q[:, : q.shape[1]])
+    places.logits.copy_(probs.logits)
+    same = copy.copy(batch)
     same.__dict__["q"] = q
-    return same, laws.over(places.logits, same)
+    return same, probs.over(places.logits, same)
 
 
 def draft(
-    growth: Growth, number: int, sigma: float, batch: int, vocabulary: int, device: torch.device
+    policy: TreePolicy, number: int, sigma: float, batch: int, vocabulary: int, device: torch.device
 ) -> tuple[list[DraftTree], Tensor]:
     """Trees of a batch and the target's logits (batch, nodes, vocabulary) over them."""
     trees, logits = [], []
@@ -175,14 +176,14 @@ def draft(
         found: dict[int, Tensor] = {}
 
         def look(
-            _: Sapling, nodes: list[int], found: dict[int, Tensor] = found, generator: torch.Generator = generator
-        ) -> Found:
+            _: TreeBuilder, nodes: list[int], found: dict[int, Tensor] = found, generator: torch.Generator = generator
+        ) -> NodeProbs:
             for node in nodes:
                 found[node] = target_logits(vocabulary, generator)
             noise = [sigma * torch.randn(vocabulary, generator=generator) for _ in nodes]
-            return Found(torch.stack([(found[n] + e).softmax(dim=-1) for n, e in zip(nodes, noise, strict=True)]))
+            return NodeProbs(torch.stack([(found[n] + e).softmax(dim=-1) for n, e in zip(nodes, noise, strict=True)]))
 
-        tree = grow_with(growth.grow(1, Budget(128, 6), SeededDice(number * 64 + row, 1)), look)
+        tree = grow_with(policy.grow(1, Budget(128, 6), SeededSampler(number * 64 + row, 1)), look)
         for leaf in range(len(tree)):
             found.setdefault(leaf, target_logits(vocabulary, generator))
         trees.append(DraftTree(tree.tokens.to(device), tree.parents, tree.draw, tree.q.to(device), tree.leaves))
@@ -191,7 +192,8 @@ def draft(
 
 
 def target_logits(vocabulary: int, generator: torch.Generator) -> Tensor:
-    """(vocabulary,): a power law over tokens in random order, as language models have it, more or less sharp."""
+    """(vocabulary,): a power distribution over tokens in random order, as language models have it, more or less
+    sharp."""
     ranks = torch.randperm(vocabulary, generator=generator) + 1.0
     sharpness = 1.2 + float(torch.rand(1, generator=generator))
     return -sharpness * ranks.log() + 0.3 * torch.randn(vocabulary, generator=generator)

@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 
-from branchwise.draft import trim
-from branchwise.draft.weights import Weights
+from branchwise.backends.base import Target
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.tree import Draw
+from branchwise.draft.model import trim
+from branchwise.draft.model.draft_model import Weights
 from branchwise.engine import Engine, Request
 from branchwise.errors import LossyWarning
 from branchwise.index import About, fingerprint
 from branchwise.index.build import Writer
 from branchwise.llm import LLM, load
 from branchwise.methods import PRESETS, Method
-from branchwise.sampling import SamplingParams
-from branchwise.target import Target
 from branchwise.testing import ToyTarget
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.test_index import write as write_index
 

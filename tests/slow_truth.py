@@ -1,16 +1,16 @@
 # ruff: noqa: N803, N806  (P, Q, A, X, K are the letters of the papers)
 """The slow truth: every verifier as its paper reads, and every outcome of it with its exact probability.
 
-One recursive function per verifier, in float64, for one sequence, on laws small enough to enumerate. Nothing here is
-imported from Branchwise, so that a fast verifier and its truth cannot share a mistake.
+One recursive function per verifier, in float64, for one sequence, on distributions small enough to enumerate. Nothing
+here is imported from Branchwise, so that a fast verifier and its truth cannot share a mistake.
 
     prefix  tuple of tokens below the root; () is the root
-    law     a row over the vocabulary; p(u) follows prefix u in the target, q(u) is what the children of u were drawn
+    p, q    rows over the vocabulary; p(u) follows prefix u in the target, q(u) is what the children of u were drawn
             from. Verifiers take p and q as functions of the prefix, so any small tree will do.
     draft   tuple of prefixes in draw order: K paths with their repeats, or the members of a tree. The children of a
             node are the distinct next tokens of the members that run through it, in order of first appearance: a
             list of i.i.d. paths read as a tree is that list with repeats dropped.
-    chance  answers `coin(probability)` and `draw(law)`; `outcomes` follows every answer it could give.
+    chance  answers `coin(probability)` and `draw(distribution)`; `outcomes` follows every answer it could give.
 
 A verifier is called as verifier(p, q, draft, chance) and returns the accepted prefix and the token after it.
 """
@@ -30,7 +30,7 @@ from scipy.sparse import coo_array
 
 Prefix = tuple[int, ...]
 Row = np.ndarray
-Law = Callable[[Prefix], Row]
+Probs = Callable[[Prefix], Row]
 Draft = tuple[Prefix, ...]
 Drafts = Iterable[tuple[float, Draft]]
 Verdict = tuple[Prefix, int]
@@ -39,10 +39,10 @@ Result = TypeVar("Result")
 
 class Chance(Protocol):
     def coin(self, probability: float) -> bool: ...
-    def draw(self, law: Row) -> int: ...
+    def draw(self, probs: Row) -> int: ...
 
 
-Verifier = Callable[[Law, Law, Draft, Chance], Verdict]
+Verifier = Callable[[Probs, Probs, Draft, Chance], Verdict]
 
 
 # Instances
@@ -54,7 +54,7 @@ END = 0
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """Target and draft laws of every prefix, and how many paths of which depth are drafted."""
+    """Target and draft distributions of every prefix, and how many paths of which depth are drafted."""
 
     V: int
     L: int
@@ -68,17 +68,17 @@ class Instance:
     def from_case(cls, case: dict[str, Any]) -> Instance:
         """From the JSON form, whose keys are comma-joined tokens, "" for the root."""
 
-        def laws(rows: dict[str, list[float]]) -> dict[Prefix, Row]:
+        def probs(rows: dict[str, list[float]]) -> dict[Prefix, Row]:
             return {tuple(map(int, key.split(","))) if key else (): np.array(row) for key, row in rows.items()}
 
-        return cls(case["V"], case["L"], case["K"], laws(case["p"]), laws(case["q"]))
+        return cls(case["V"], case["L"], case["K"], probs(case["p"]), probs(case["q"]))
 
     @classmethod
     def random(cls, V: int, L: int, K: int, sigma: float, seed: int, kind: str = "plain") -> Instance:
         """p flat on the simplex, q = softmax(log p + sigma N(0, 1)): sigma 0.3 is close, 1 medium, 2 far.
 
         The awkward kinds: "ties" has exactly equal p/q among unequal tokens, "zeros" has tokens that only p, only q
-        or neither can emit, in "one-hot" every second law is certain, in "end" nothing but END follows END.
+        or neither can emit, in "one-hot" every second distribution is certain, in "end" nothing but END follows END.
         """
         assert kind in KINDS, kind
         rng = np.random.default_rng(seed)
@@ -115,9 +115,9 @@ def prefixes(V: int, L: int) -> Iterator[Prefix]:
     return itertools.chain.from_iterable(itertools.product(range(V), repeat=length) for length in range(L + 1))
 
 
-def joint(laws: dict[Prefix, Row], u: Prefix, start: int = 0) -> float:
-    """The probability that u[:start] is continued to u when every token is drawn from the law before it."""
-    return float(np.prod([laws[u[:i]][u[i]] for i in range(start, len(u))]))
+def joint(probs: dict[Prefix, Row], u: Prefix, start: int = 0) -> float:
+    """The probability that u[:start] is continued to u when every token is drawn from the distribution before it."""
+    return float(np.prod([probs[u[:i]][u[i]] for i in range(start, len(u))]))
 
 
 # Drafts: every one that can be drawn, with its probability
@@ -150,15 +150,15 @@ def rsd_c(instance: Instance, branching: Sequence[int] | None = None) -> Iterato
     return below(())
 
 
-def without_replacement(law: Row, k: int) -> Iterator[tuple[float, Prefix]]:
-    """k tokens in draw order, or all that the law carries."""
-    if k == 0 or not law.any():
+def without_replacement(probs: Row, k: int) -> Iterator[tuple[float, Prefix]]:
+    """k tokens in draw order, or all that the distribution carries."""
+    if k == 0 or not probs.any():
         yield 1.0, ()
         return
-    for t in np.flatnonzero(law):
-        left = np.where(np.arange(len(law)) == t, 0.0, law)
+    for t in np.flatnonzero(probs):
+        left = np.where(np.arange(len(probs)) == t, 0.0, probs)
         for weight, rest in without_replacement(left, k - 1):
-            yield float(law[t] / law.sum()) * weight, (int(t), *rest)
+            yield float(probs[t] / probs.sum()) * weight, (int(t), *rest)
 
 
 def rsd_s(instance: Instance) -> Iterator[tuple[float, Draft]]:
@@ -205,7 +205,7 @@ def children(draft: Draft, u: Prefix) -> list[int]:
 # Every outcome of a random program
 
 
-class Replay:
+class GraphedFunction:
     """Gives the scripted answers, after them the first possible one, and remembers those it did not give."""
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
@@ -219,10 +219,10 @@ class Replay:
         heads = min(max(float(probability), 0.0), 1.0)
         return bool(self._answer([1 - heads, heads]))
 
-    def draw(self, law: Row) -> int:
-        weights = law.tolist()
-        assert min(weights) >= 0, law
-        assert abs(sum(weights) - 1) < 1e-9, law
+    def draw(self, probs: Row) -> int:
+        weights = probs.tolist()
+        assert min(weights) >= 0, probs
+        assert abs(sum(weights) - 1) < 1e-9, probs
         return self._answer(weights)
 
     def _answer(self, weights: list[float]) -> int:
@@ -241,7 +241,7 @@ def outcomes(program: Callable[[Chance], Result]) -> Iterator[tuple[float, Resul
     """Every way a program can go, with its probability."""
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
-        chance = Replay(scripts.pop())
+        chance = GraphedFunction(scripts.pop())
         result = program(chance)
         scripts += chance.untaken
         yield chance.weight, result
@@ -253,15 +253,15 @@ class Emitted:
 
     verdicts: dict[tuple[Draft, Prefix, int], float]
     """the probability, given the draft, of each accepted prefix and token after it"""
-    law: dict[Prefix, float]
+    probs: dict[Prefix, float]
     """the first L + 1 tokens: those of the verdict, then the target's own"""
     total_variation: float
-    """distance of that law to the target's; 0 up to rounding where the verifier is lossless"""
+    """distance of that distribution to the target's; 0 up to rounding where the verifier is lossless"""
     block_efficiency: float
     """the mean number of emitted tokens: 1 + the mean length of the accepted prefix"""
 
 
-def emitted_law(instance: Instance, verifier: Verifier, drafts: Drafts) -> Emitted:
+def emitted_probs(instance: Instance, verifier: Verifier, drafts: Drafts) -> Emitted:
     p, q = instance.p.__getitem__, instance.q.__getitem__
     verdicts: dict[tuple[Draft, Prefix, int], float] = defaultdict(float)
     blocks: dict[Prefix, float] = defaultdict(float)
@@ -271,11 +271,13 @@ def emitted_law(instance: Instance, verifier: Verifier, drafts: Drafts) -> Emitt
             blocks[*u, y] += weight * probability
 
     texts = list(itertools.product(range(instance.V), repeat=instance.L + 1))
-    law = {x: sum(blocks.get(x[:n], 0.0) * joint(instance.p, x, start=n) for n in range(1, len(x) + 1)) for x in texts}
+    probs = {
+        x: sum(blocks.get(x[:n], 0.0) * joint(instance.p, x, start=n) for n in range(1, len(x) + 1)) for x in texts
+    }
     return Emitted(
         verdicts=dict(verdicts),
-        law=law,
-        total_variation=sum(abs(law[x] - joint(instance.p, x)) for x in texts) / 2,
+        probs=probs,
+        total_variation=sum(abs(probs[x] - joint(instance.p, x)) for x in texts) / 2,
         block_efficiency=sum(len(block) * mass for block, mass in blocks.items()),
     )
 
@@ -310,7 +312,7 @@ def remembered(rule: Rule) -> Rule:
 # One path
 
 
-def token(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
+def token(p: Probs, q: Probs, paths: Draft, chance: Chance) -> Verdict:
     """Token verification (Leviathan et al. 2023; Chen et al. 2023) of the first path."""
     x = paths[0]
     for i, t in enumerate(x):
@@ -320,15 +322,16 @@ def token(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
     return x, chance.draw(p(x))
 
 
-def block(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
+def block(p: Probs, q: Probs, paths: Draft, chance: Chance) -> Verdict:
     """Block verification (Sun et al. 2025) of the first path."""
     x = paths[0]
-    i, law = accept_block(x, p, [q(x[:i]) for i in range(len(x))], chance)
-    return x[:i], chance.draw(law)
+    i, probs = accept_block(x, p, [q(x[:i]) for i in range(len(x))], chance)
+    return x[:i], chance.draw(probs)
 
 
-def accept_block(x: Prefix, p: Law, rows: Sequence[Row], chance: Chance) -> tuple[int, Row]:
-    """How much of x block verification accepts when x[i] was drawn from rows[i], and the law of the token after it."""
+def accept_block(x: Prefix, p: Probs, rows: Sequence[Row], chance: Chance) -> tuple[int, Row]:
+    """How much of x block verification accepts when x[i] was drawn from rows[i], and the distribution of the token
+    after it."""
     w = [1.0]
     for i, t in enumerate(x):
         w.append(min(1.0, w[i] * p(x[:i])[t] / rows[i][t]))
@@ -356,23 +359,24 @@ def residual(P: Row, Q: Row, w: float = 1.0) -> Row:
 # K i.i.d. paths, as blocks
 
 
-def gbv(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
+def gbv(p: Probs, q: Probs, paths: Draft, chance: Chance) -> Verdict:
     """Greedy multi-path block verification (Thomas & Pal 2026): the highest-ranked path, as a block."""
     return lambda_gbv(p, q, paths, chance, lam=0.0)
 
 
-def lambda_gbv(p: Law, q: Law, paths: Draft, chance: Chance, lam: float | None = None) -> Verdict:
-    """With probability lam the first path, else the highest, as a block drawn from the mixture of both laws."""
+def lambda_gbv(p: Probs, q: Probs, paths: Draft, chance: Chance, lam: float | None = None) -> Verdict:
+    """With probability lam the first path, else the highest, as a block drawn from the mixture of both
+    distributions."""
     K = len(paths)
     if lam is None:
         lam = best_lam(p(()), q(()), K)
     s = paths[0] if chance.coin(lam) else highest(p, q, paths)
-    i, law = accept_block(s, p, mixture(p, q, s, K, lam), chance)
-    return s[:i], chance.draw(law)
+    i, probs = accept_block(s, p, mixture(p, q, s, K, lam), chance)
+    return s[:i], chance.draw(probs)
 
 
-def cascade(p: Law, q: Law, paths: Draft, chance: Chance, lam: float | None = None) -> Verdict:
-    """Lambda-GBV that goes on after a stop, with the paths that are left and what is known about their law.
+def cascade(p: Probs, q: Probs, paths: Draft, chance: Chance, lam: float | None = None) -> Verdict:
+    """Lambda-GBV that goes on after a stop, with the paths that are left and what is known about their distribution.
 
     A stage sees its own root as (): p(()) is what is wanted first, q(()) what the first tokens were drawn from.
     """
@@ -383,10 +387,10 @@ def cascade(p: Law, q: Law, paths: Draft, chance: Chance, lam: float | None = No
         lam = 1.0 if K == 1 else best_lam(p(()), q(()), K)
     first = chance.coin(lam)
     s = paths[0] if first else highest(p, q, paths)
-    i, law = accept_block(s, p, mixture(p, q, s, K, lam), chance)  # the same law whichever branch was taken
+    i, probs = accept_block(s, p, mixture(p, q, s, K, lam), chance)  # the same distribution whichever branch was taken
     v = s[:i]
     if i == len(s):
-        return s, chance.draw(law)
+        return s, chance.draw(probs)
     if first:  # nothing more is known about the others; copies of s stay among them
         rest = tuple(x[i:] for x in paths[1:] if x[:i] == v)
         next_draft = q(v)
@@ -395,14 +399,14 @@ def cascade(p: Law, q: Law, paths: Draft, chance: Chance, lam: float | None = No
         rank = ranks(p(v), q(v))
         next_draft = np.where(rank < rank[s[i]], q(v), 0)
     if not rest:
-        return v, chance.draw(law)
-    u, y = cascade(rerooted(p, v, law), rerooted(q, v, normalise(next_draft)), rest, chance, fixed)
+        return v, chance.draw(probs)
+    u, y = cascade(rerooted(p, v, probs), rerooted(q, v, normalise(next_draft)), rest, chance, fixed)
     return (*v, *u), y
 
 
-def rerooted(law: Law, v: Prefix, first: Row) -> Law:
-    """The laws below v as seen from v, with another law for the first token."""
-    return lambda u: law((*v, *u)) if u else first
+def rerooted(probs: Probs, v: Prefix, first: Row) -> Probs:
+    """The distributions below v as seen from v, with another distribution for the first token."""
+    return lambda u: probs((*v, *u)) if u else first
 
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -426,7 +430,7 @@ def ranks(P: Row, Q: Row) -> Row:
     return rank
 
 
-def highest(p: Law, q: Law, paths: Draft) -> Prefix:
+def highest(p: Probs, q: Probs, paths: Draft) -> Prefix:
     """The path whose tokens rank highest, level by level."""
     left = paths
     for i in range(len(paths[0])):
@@ -438,7 +442,7 @@ def highest(p: Law, q: Law, paths: Draft) -> Prefix:
 
 @remembered
 def skewed(P: Row, Q: Row, A: float, X: float, K: int) -> tuple[Row, Row]:
-    """The law of the next token of the highest of K paths, and the mass of Q that ranks below each token.
+    """The distribution of the next token of the highest of K paths, and the mass of Q that ranks below each token.
 
     A : X is the mass of paths below the present prefix to the mass of those through it.
     """
@@ -451,8 +455,9 @@ def skewed(P: Row, Q: Row, A: float, X: float, K: int) -> tuple[Row, Row]:
     return G, lo
 
 
-def mixture(p: Law, q: Law, s: Prefix, K: int, lam: float) -> list[Row]:
-    """Row i is the law of token i after s[:i] on a path that is the first with probability lam, else the highest."""
+def mixture(p: Probs, q: Probs, s: Prefix, K: int, lam: float) -> list[Row]:
+    """Row i is the distribution of token i after s[:i] on a path that is the first with probability lam, else the
+    highest."""
     rows = []
     A, X = 0.0, 1.0
     a, b = 1.0, 1.0  # the probability of s[:i] as the first path and as the highest
@@ -469,7 +474,7 @@ def mixture(p: Law, q: Law, s: Prefix, K: int, lam: float) -> list[Row]:
 # Node by node from the root
 
 
-def match(p: Law, q: Law, draft: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
+def match(p: Probs, q: Probs, draft: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
     """Draw from the target and walk while the tree holds the token; exact for any tree."""
     t = chance.draw(p(u))
     if t in candidates(draft, u):
@@ -477,7 +482,7 @@ def match(p: Law, q: Law, draft: Draft, chance: Chance, u: Prefix = ()) -> Verdi
     return u, t
 
 
-def mss(p: Law, q: Law, paths: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
+def mss(p: Probs, q: Probs, paths: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
     """Recursive rejection with replacement (SpecInfer, Miao et al. 2024; MCSD, Yang et al. 2024)."""
     P, drawn = p(u), candidates(paths, u)
     if not drawn:
@@ -490,7 +495,7 @@ def mss(p: Law, q: Law, paths: Draft, chance: Chance, u: Prefix = ()) -> Verdict
     return u, chance.draw(P)
 
 
-def rrs(p: Law, q: Law, tree: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
+def rrs(p: Probs, q: Probs, tree: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
     """Recursive rejection without replacement (RSD, Jeon et al. 2024; MCSD; Sequoia)."""
     P, drawn = p(u), children(tree, u)
     if not drawn:
@@ -510,7 +515,7 @@ def without(Q: Row, t: int) -> Row:
     return normalise(left) if left.any() else left
 
 
-def k_seq(p: Law, q: Law, paths: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
+def k_seq(p: Probs, q: Probs, paths: Draft, chance: Chance, u: Prefix = ()) -> Verdict:
     """SpecTr's k-sequential selection (Sun et al. 2023), with rho solved anew for the paths through each node."""
     P, drawn = p(u), candidates(paths, u)
     if not drawn:
@@ -539,7 +544,7 @@ def solve_rho(P: Row, Q: Row, m: int) -> float:
 # Bottom-up
 
 
-def traversal(p: Law, q: Law, tree: Draft, chance: Chance) -> Verdict:
+def traversal(p: Probs, q: Probs, tree: Draft, chance: Chance) -> Verdict:
     """Traversal verification (Weng et al. 2025): children before their parent, siblings in draw order."""
 
     def visit(u: Prefix, alpha: float) -> Verdict | None:

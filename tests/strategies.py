@@ -1,5 +1,5 @@
-"""What tests draw from: hypothesis strategies for shapes, trees and laws, with the awkward cases made likely, and
-worlds small enough to enumerate."""
+"""What tests draw from: hypothesis strategies for shapes, trees and distributions, with the awkward cases made likely,
+and worlds small enough to enumerate."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.instances import DRAWS, Drafts, Instance
-from branchwise.draft import TREES, Budget
-from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Found, Growth, Sapling, grow_with
-from branchwise.forest import Forest
-from branchwise.tree import DraftTree, Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft import TREES
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
+from branchwise.draft.sampler import DraftSampler
 from tests import slow_truth
 
 
@@ -58,7 +59,7 @@ def path_trees(draw: st.DrawFn, vocabulary: int = 3, max_depth: int = 3, max_pat
 
 
 @st.composite
-def laws(draw: st.DrawFn, min_vocabulary: int = 1, max_vocabulary: int = 12, scale: float | None = None) -> Tensor:
+def probs(draw: st.DrawFn, min_vocabulary: int = 1, max_vocabulary: int = 12, scale: float | None = None) -> Tensor:
     """(vocabulary,) float32 with mass: ties and zeros from small whole weights, one-hots, any size.
 
     Normalised unless a `scale` is given, which the total then is not tied to.
@@ -68,16 +69,18 @@ def laws(draw: st.DrawFn, min_vocabulary: int = 1, max_vocabulary: int = 12, sca
     uneven = st.lists(st.integers(-20, 0), min_size=size, max_size=size).map(lambda row: [10.0**w for w in row])
     certain = st.integers(0, size - 1).map(lambda token: [float(i == token) for i in range(size)])
     weights = draw(st.one_of(tied, uneven, certain).filter(any))
-    law = torch.tensor(weights, dtype=torch.float64)
-    return (law / law.sum() if scale is None else law * scale).float()
+    probs = torch.tensor(weights, dtype=torch.float64)
+    return (probs / probs.sum() if scale is None else probs * scale).float()
 
 
-# Small worlds: all laws of a target and a drafter, to enumerate; and trees drawn from laws of any size
+# Small worlds: all distributions of a target and a drafter, to enumerate; and trees drawn from distributions of any
+# size
 
 
 @st.composite
 def worlds(draw: st.DrawFn, max_vocabulary: int = 3, max_depth: int = 2, max_paths: int = 3) -> Instance:
-    """Laws of every prefix. Rows of p and q are awkward each in its own way, or equal, or certain of other tokens."""
+    """Distributions of every prefix. Rows of p and q are awkward each in its own way, or equal, or certain of other
+    tokens."""
     vocabulary, depth = draw(st.integers(2, max_vocabulary)), draw(st.integers(1, max_depth))
     row = st.one_of(
         st.lists(st.integers(0, 3), min_size=vocabulary, max_size=vocabulary).filter(any),  # ties and zeros
@@ -90,17 +93,19 @@ def worlds(draw: st.DrawFn, max_vocabulary: int = 3, max_depth: int = 2, max_pat
         return np.array([draw(row) for _ in range(vocabulary**level)])
 
     p = tuple(table(level) for level in range(depth + 1))
-    same = [np.array([draw(st.booleans()) for _ in laws])[:, None] for laws in p[:-1]]
-    q = tuple(np.where(alike, laws, table(level)) for level, (alike, laws) in enumerate(zip(same, p[:-1], strict=True)))
+    same = [np.array([draw(st.booleans()) for _ in probs])[:, None] for probs in p[:-1]]
+    q = tuple(
+        np.where(alike, probs, table(level)) for level, (alike, probs) in enumerate(zip(same, p[:-1], strict=True))
+    )
     return Instance(p, q, draw(st.integers(1, max_paths)))
 
 
 def world(truth: slow_truth.Instance) -> Instance:
     """An instance of the slow truth as one of the audit."""
 
-    def tables(laws: dict[tuple[int, ...], np.ndarray], levels: int) -> tuple[np.ndarray, ...]:
+    def tables(probs: dict[tuple[int, ...], np.ndarray], levels: int) -> tuple[np.ndarray, ...]:
         prefixes = [itertools.product(range(truth.V), repeat=level) for level in range(levels)]
-        return tuple(np.array([laws[prefix] for prefix in level]) for level in prefixes)
+        return tuple(np.array([probs[prefix] for prefix in level]) for level in prefixes)
 
     return Instance(tables(truth.p, truth.L + 1), tables(truth.q, truth.L), truth.K)
 
@@ -108,13 +113,15 @@ def world(truth: slow_truth.Instance) -> Instance:
 def as_truth(instance: Instance) -> slow_truth.Instance:
     """An instance of the audit as one of the slow truth."""
 
-    def laws(tables: tuple[np.ndarray, ...]) -> dict[tuple[int, ...], np.ndarray]:
+    def probs(tables: tuple[np.ndarray, ...]) -> dict[tuple[int, ...], np.ndarray]:
         found = {}
         for level, table in enumerate(tables):
             found |= zip(itertools.product(range(instance.vocabulary), repeat=level), table, strict=True)
         return found
 
-    return slow_truth.Instance(instance.vocabulary, instance.depth, instance.paths, laws(instance.p), laws(instance.q))
+    return slow_truth.Instance(
+        instance.vocabulary, instance.depth, instance.paths, probs(instance.p), probs(instance.q)
+    )
 
 
 def drafts_of(truth: slow_truth.Instance, drawn: slow_truth.Drafts, kind: str, *, by_token: bool = False) -> Drafts:
@@ -140,38 +147,38 @@ def drafts_of(truth: slow_truth.Instance, drawn: slow_truth.Drafts, kind: str, *
         trees.append(tree)
         weights.append(weight)
         codes.append([sum(t * truth.V ** (len(u) - 1 - i) for i, t in enumerate(u)) for u in nodes])
-    forest = Forest(trees)
-    padded = torch.tensor([row + [0] * (forest.nodes - len(row)) for row in codes])
-    return Drafts(kind, world(truth), trees, torch.tensor(weights, dtype=torch.float64), forest, padded)
+    batch = TreeBatch(trees)
+    padded = torch.tensor([row + [0] * (batch.nodes - len(row)) for row in codes])
+    return Drafts(kind, world(truth), trees, torch.tensor(weights, dtype=torch.float64), batch, padded)
 
 
 Rule = Callable[[tuple[int, ...]], Tensor]
-"""the law (vocabulary,) after the tokens below the root"""
+"""the distribution (vocabulary,) after the tokens below the root"""
 
 
 def grown(
-    spec: str | Growth,
-    law: Rule,
-    dice: Dice,
+    spec: str | TreePolicy,
+    probs: Rule,
+    sampler: DraftSampler,
     budget: Budget | None = None,
     root: int = 0,
     asked: list[list[int]] | None = None,
 ) -> DraftTree:
-    """The tree that a growth, or that of a spec such as `paths:4x3`, draws from these laws.
+    """The tree that a growth, or that of a spec such as `paths:4x3`, draws from these distributions.
 
     `asked` collects the nodes of every wish.
     """
-    growth = TREES.build(spec) if isinstance(spec, str) else spec
+    policy = TREES.build(spec) if isinstance(spec, str) else spec
 
-    def look(tree: Sapling, nodes: list[int]) -> Found:
+    def look(tree: TreeBuilder, nodes: list[int]) -> NodeProbs:
         if asked is not None:
             asked.append(list(nodes))
-        return Found(torch.stack([law(tuple(tree.path(node))) for node in nodes]))
+        return NodeProbs(torch.stack([probs(tuple(tree.path(node))) for node in nodes]))
 
-    return grow_with(growth.grow(root, budget or Budget(nodes=999, depth=99), dice), look)
+    return grow_with(policy.grow(root, budget or Budget(nodes=999, depth=99), sampler), look)
 
 
-def tokens_to(tree: Sapling | DraftTree, node: int) -> list[int]:
+def tokens_to(tree: TreeBuilder | DraftTree, node: int) -> list[int]:
     """The tokens from below the root to a node."""
     tokens = []
     while node > 0:
@@ -181,10 +188,11 @@ def tokens_to(tree: Sapling | DraftTree, node: int) -> list[int]:
 
 
 def random_rule(vocabulary: int, seed: int, spread: float = 2.0, near: Rule | None = None, far: float = 1.0) -> Rule:
-    """A law for every prefix: softmax of normal logits of this spread, or of those of another rule, disturbed."""
+    """A distribution for every prefix: softmax of normal logits of this spread, or of those of another rule,
+    disturbed."""
 
-    def law(prefix: tuple[int, ...]) -> Tensor:
+    def probs(prefix: tuple[int, ...]) -> Tensor:
         noise = torch.randn(vocabulary, generator=torch.Generator().manual_seed(hash((seed, *prefix)) % (1 << 62)))
         return torch.softmax(spread * noise if near is None else near(prefix).log() + far * noise, dim=-1)
 
-    return law
+    return probs

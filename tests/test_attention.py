@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.rows import pack_bits
-from branchwise.target.attention import attend, tree_mask
+from branchwise.backends.transformers.attention import attend, tree_mask
+from branchwise.core.rows import pack_bits
 
 try:
-    from branchwise.target import kernels
+    from branchwise.cuda import kernels
 except ImportError:
     kernels = None  # type: ignore[assignment]
 

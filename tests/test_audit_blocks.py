@@ -37,9 +37,9 @@ STOP = 0
 
 
 def toy_law(seed: int, vocabulary: int, sharpness: float, zeros: bool) -> Callable[[Block], Floats | None]:
-    """A fixed random law after every prefix; token 0 ends a text."""
+    """A fixed random distribution after every prefix; token 0 ends a text."""
 
-    def law(prefix: Block) -> Floats | None:
+    def probs(prefix: Block) -> Floats | None:
         if prefix and prefix[-1] == STOP:
             return None
         rng = np.random.default_rng([seed, *map(int, prefix)])
@@ -48,16 +48,16 @@ def toy_law(seed: int, vocabulary: int, sharpness: float, zeros: bool) -> Callab
             found[rng.integers(vocabulary)] = 0.0
         return found / found.sum()
 
-    return law
+    return probs
 
 
-def every_text(law: Callable[[Block], Floats | None], vocabulary: int, length: int) -> dict[Block, float]:
+def every_text(probs: Callable[[Block], Floats | None], vocabulary: int, length: int) -> dict[Block, float]:
     """All texts of at most `length` tokens with their probabilities, straight from the definition."""
     texts: dict[Block, float] = {(): 1.0}
     for _ in range(length):
         longer: dict[Block, float] = {}
         for text, mass in texts.items():
-            following = law(text)
+            following = probs(text)
             if following is None:
                 longer[text] = mass
             else:
@@ -77,13 +77,13 @@ def every_text(law: Callable[[Block], Floats | None], vocabulary: int, length: i
 def test_every_text_lies_in_one_cell_and_cells_have_the_mass_of_their_texts(
     seed: int, vocabulary: int, length: int, samples: int, sharpness: float, zeros: bool
 ) -> None:
-    law = toy_law(seed, vocabulary, sharpness, zeros)
-    partition = Partition(law, length=length, samples=samples)
+    probs = toy_law(seed, vocabulary, sharpness, zeros)
+    partition = Partition(probs, length=length, samples=samples)
     masses = np.zeros(len(partition))
-    for text, mass in every_text(law, vocabulary, length).items():
+    for text, mass in every_text(probs, vocabulary, length).items():
         cell = partition.cell_of(text)
         assert cell != Partition.IMPOSSIBLE or mass == 0
-        first = law(())
+        first = probs(())
         if samples >= 2 * EXPECTED and first is not None and first[int(text[0])] == 0:
             assert cell == Partition.IMPOSSIBLE
         masses[cell] += mass
@@ -124,8 +124,8 @@ def test_tokens_that_a_server_does_not_name_lie_with_any_other_token(
 
 
 def test_the_likeliest_prefixes_get_cells_first_whatever_their_length() -> None:
-    law = {(): [0.9, 0.1], (0,): [0.8, 0.2], (0, 0): [0.99, 0.01]}
-    partition = Partition(lambda prefix: np.array(law.get(prefix, [0.5, 0.5])), length=3, samples=100)
+    probs = {(): [0.9, 0.1], (0,): [0.8, 0.2], (0, 0): [0.99, 0.01]}
+    partition = Partition(lambda prefix: np.array(probs.get(prefix, [0.5, 0.5])), length=3, samples=100)
     assert partition.prefixes[:5] == [(), (0,), (0, 0), (0, 0, 0), (0, 1)]
     assert (0, 0, 1) not in partition.prefixes  # it would expect less than 1 count
 
@@ -133,21 +133,21 @@ def test_the_likeliest_prefixes_get_cells_first_whatever_their_length() -> None:
 def test_a_prefix_is_not_refined_into_cells_that_expect_too_little() -> None:
     asked: list[Block] = []
 
-    def law(prefix: Block) -> Floats:
+    def probs(prefix: Block) -> Floats:
         asked.append(prefix)
         return np.full(10, 0.1)
 
-    partition = Partition(law, length=3, samples=90)
+    partition = Partition(probs, length=3, samples=90)
     assert asked == [(), *((token,) for token in range(7))][: len(asked)]
     assert all(len(prefix) < 2 for prefix in partition.prefixes)
     assert min(partition.probabilities[2:]) * 90 >= EXPECTED
 
 
 @given(
-    law=st.lists(st.floats(1e-6, 1), min_size=1, max_size=30), counts=st.integers(0, 2000), seed=st.integers(0, 1000)
+    probs=st.lists(st.floats(1e-6, 1), min_size=1, max_size=30), counts=st.integers(0, 2000), seed=st.integers(0, 1000)
 )
-def test_pooled_cells_expect_enough_and_lose_nothing(law: list[float], counts: int, seed: int) -> None:
-    masses = np.array(law) / sum(law)
+def test_pooled_cells_expect_enough_and_lose_nothing(probs: list[float], counts: int, seed: int) -> None:
+    masses = np.array(probs) / sum(probs)
     observed = np.random.default_rng(seed).multinomial(counts, masses).astype(float)
     pooled, merged = _pool(observed, masses, counts)
     assert pooled.sum() == counts
@@ -157,8 +157,8 @@ def test_pooled_cells_expect_enough_and_lose_nothing(law: list[float], counts: i
 
 def flat(cells: int) -> Floats:
     """Uneven probabilities: the last cells expect few counts."""
-    law = np.linspace(3, 0.2, cells)
-    return law / law.sum()
+    probs = np.linspace(3, 0.2, cells)
+    return probs / probs.sum()
 
 
 @pytest.mark.parametrize(("cells", "samples"), [(4, 300), (12, 400), (50, 1000)])
@@ -172,10 +172,10 @@ def test_p_values_of_a_correct_decoder_are_as_rare_as_they_say(cells: int, sampl
 
 def test_a_correct_decoder_is_accused_no_more_often_than_stated_over_all_tests() -> None:
     rng = np.random.default_rng(7)
-    laws = [flat(cells) for cells in (3, 8, 20, 60, 60)]
+    probs = [flat(cells) for cells in (3, 8, 20, 60, 60)]
     alarms = 0
     for _ in range(1000):
-        tests = BlockTests(tuple(g_test(rng.multinomial(500, law), law) for law in laws), false_alarm=0.05)
+        tests = BlockTests(tuple(g_test(rng.multinomial(500, row), row) for row in probs), false_alarm=0.05)
         alarms += min(tests.adjusted) <= 0.05
     assert alarms / 1000 < 0.05 + 4 * math.sqrt(0.05 / 1000)
     assert alarms  # the rate is used up, not merely kept
@@ -184,19 +184,19 @@ def test_a_correct_decoder_is_accused_no_more_often_than_stated_over_all_tests()
 def test_the_sum_of_many_sparse_tests_keeps_its_middle() -> None:
     """Catches a G without Williams' correction, whose mean is too large by some percent where cells expect little."""
     rng = np.random.default_rng(1)
-    law = np.full(10, 0.1)
+    probs = np.full(10, 0.1)
     values = []
     for _ in range(400):
-        tests = BlockTests(tuple(g_test(row, law) for row in rng.multinomial(60, law, size=30)))
+        tests = BlockTests(tuple(g_test(row, probs) for row in rng.multinomial(60, probs, size=30)))
         values.append(tests.family[-1].p_value)
     assert np.mean(np.array(values) <= 0.5) == pytest.approx(0.5, abs=0.09)
 
 
 @pytest.mark.parametrize(("cells", "samples"), [(2, 300), (20, 1000), (50, 3000)])
 def test_the_stated_distance_is_found_nine_times_in_ten_in_the_hardest_direction(cells: int, samples: int) -> None:
-    law = np.full(cells, 1 / cells)
+    probs = np.full(cells, 1 / cells)
     level = 1e-3
-    distance = g_test(np.full(cells, samples // cells), law).detectable(level)
+    distance = g_test(np.full(cells, samples // cells), probs).detectable(level)
     half = np.where(np.arange(cells) < cells // 2, 1.0, -1.0)
     found = {}
     for name, direction in (
@@ -204,9 +204,9 @@ def test_the_stated_distance_is_found_nine_times_in_ten_in_the_hardest_direction
         ("one cell", np.append(1.0, np.full(cells - 1, -1 / (cells - 1)))),
     ):
         away = direction / np.abs(direction).sum() * 2 * distance
-        shifted = law + np.where(law + away < 0, 0, away)
+        shifted = probs + np.where(probs + away < 0, 0, away)
         rows = np.random.default_rng(3).multinomial(samples, shifted / shifted.sum(), size=600)
-        found[name] = np.mean([g_test(row, law).p_value <= level for row in rows])
+        found[name] = np.mean([g_test(row, probs).p_value <= level for row in rows])
     assert found["hardest"] == pytest.approx(0.9, abs=0.05)
     assert found["one cell"] >= found["hardest"] - 0.05
 
@@ -222,9 +222,9 @@ def test_more_samples_find_smaller_distances_and_more_cells_need_more_samples() 
 
 def test_all_contexts_together_find_a_bias_that_none_shows_alone() -> None:
     rng = np.random.default_rng(0)
-    law = np.full(10, 0.1)
-    biased = law + np.where(np.arange(10) < 5, 0.007, -0.007)
-    tests = BlockTests(tuple(g_test(rng.multinomial(1000, biased), law, str(i)) for i in range(40)))
+    probs = np.full(10, 0.1)
+    biased = probs + np.where(np.arange(10) < 5, 0.007, -0.007)
+    tests = BlockTests(tuple(g_test(rng.multinomial(1000, biased), probs, str(i)) for i in range(40)))
     assert min(tests.adjusted[:-1]) > tests.false_alarm
     assert tests.family[-1].context == "all contexts together"
     assert tests.adjusted[-1] <= tests.false_alarm
@@ -233,8 +233,8 @@ def test_all_contexts_together_find_a_bias_that_none_shows_alone() -> None:
 
 def test_a_drafter_that_records_another_law_than_it_drew_from_is_found_with_few_samples() -> None:
     """Drafting by argmax and recording the softmax as q: .75/.25/0 in place of .30/.50/.20."""
-    law, wrong = np.array([0.3, 0.5, 0.2]), np.array([0.75, 0.25, 0.0])
-    test = g_test(np.random.default_rng(0).multinomial(100, wrong), law, "a context")
+    probs, wrong = np.array([0.3, 0.5, 0.2]), np.array([0.75, 0.25, 0.0])
+    test = g_test(np.random.default_rng(0).multinomial(100, wrong), probs, "a context")
     finding = judge(BlockTests((test,)), activity=ACTIVE)
     assert finding.word is Word.NOT_LOSSLESS
     assert finding.evidence[0].startswith("a context: G = ")
@@ -270,9 +270,9 @@ def test_holm_adjusts_as_its_definition_says() -> None:
 
 def family_of(samples: int, bias: float = 0.0, false_alarm: float = 1e-3) -> BlockTests:
     """Counts as even as they come, shifted by a bias from one half of the cells to the other."""
-    law = np.full(10, 0.1)
+    probs = np.full(10, 0.1)
     shift = np.where(np.arange(10) < 5, bias, -bias) / 5
-    return BlockTests((g_test(np.round((law + shift) * samples).astype(np.int64), law, "a context"),), false_alarm)
+    return BlockTests((g_test(np.round((probs + shift) * samples).astype(np.int64), probs, "a context"),), false_alarm)
 
 
 def check(finding: Finding, word: Word, exit_code: int, *words: str) -> None:
@@ -355,7 +355,7 @@ def test_names_of_contexts_are_short_and_one_line() -> None:
 
 def test_importing_the_audits_imports_nothing_heavy() -> None:
     code = (
-        "import sys, branchwise.audit, branchwise.audit.commands;"
+        "import sys, branchwise.audit, branchwise.cli.audit;"
         "heavy = {'torch', 'transformers', 'numpy', 'scipy', 'rich.table'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

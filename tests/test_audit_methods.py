@@ -11,17 +11,18 @@ from typer.testing import CliRunner
 
 from branchwise.audit import methods as audit
 from branchwise.audit.methods import MethodAudited, audit_method, drafted, instances, small
-from branchwise.chance import Chance
 from branchwise.cli import app
-from branchwise.draft import TREES, Budget, build_growth
-from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Growing, Sapling
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import Draw
+from branchwise.draft import TREES, build_policy
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import BranchwiseError, LossyWarning
-from branchwise.forest import Forest
-from branchwise.laws import Laws
 from branchwise.methods import PRESETS, find_any
 from branchwise.registry import split_spec
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, Verdicts
 from branchwise.verify.token import Token
 
@@ -69,12 +70,15 @@ def test_the_lossy_preset_is_far_from_the_law_and_says_so(audits: dict[str, Meth
     assert 0.01 < found.tv < 1
     assert found.verdict == "LOSSY"
     assert found.kept, "what is called lossy may be lossy"
-    with pytest.warns(LossyWarning, match="changes the law") as told:
+    with pytest.warns(LossyWarning, match="changes the distribution") as told:
         PRESETS["improved-mcsd-lossy"].warn_if_lossy()
     PRESETS["cascade"].warn_if_lossy()  # a warning is an error here
     [text] = (str(one.message) for one in told)
     worlds = len(list(instances(found.method)))
-    assert f"measured on {found.tree} over {audit.VOCABULARY} tokens, every outcome of {worlds} small laws" in text
+    assert (
+        f"measured on {found.tree} over {audit.VOCABULARY} tokens, every outcome of {worlds} small distributions"
+        in text
+    )
     assert f"up to {found.tv:.3f} there; for fork-lossy:4x6 on the vocabulary of a model it is not known." in text
 
 
@@ -99,7 +103,7 @@ def test_a_drafter_without_a_tree_is_audited_with_its_own(spec: str, tree: str) 
 def test_every_tree_of_the_registry_has_a_small_one() -> None:
     assert set(audit.SMALL) == set(TREES)
     assert small("paths:4x6") == "paths:2x2"
-    assert build_growth(small("paths:4x6@3")).draw is Draw.WITHOUT_REPLACEMENT
+    assert build_policy(small("paths:4x6@3")).draw is Draw.WITHOUT_REPLACEMENT
     with pytest.raises(BranchwiseError, match="no small tree"):
         small("unknown:4")
 
@@ -121,13 +125,13 @@ class Choosy:
 
     draw = Draw.PATHS
 
-    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-        tree = Sapling([root])
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        tree = TreeBuilder([root])
         found = yield tree, [0]
-        tree.laws[0] = law = found.laws[0]
-        [token] = dice.picks(law, [0])
-        if law[token] < 0.4:
-            [token] = dice.picks(law, [1])
+        tree.probs[0] = probs = found.probs[0]
+        [token] = sampler.picks(probs, [0])
+        if probs[token] < 0.4:
+            [token] = sampler.picks(probs, [1])
         return tree.finish(self.draw, (tree.add(0, token),))
 
 
@@ -136,9 +140,9 @@ class Generous(Token):
 
     name = "generous"
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        nodes = torch.arange(forest.nodes).expand(len(forest.tokens), -1)
-        return Verdicts(nodes, chance.pick(laws.rows(nodes[:, -1]), 0))
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        nodes = torch.arange(batch.nodes).expand(len(batch.tokens), -1)
+        return Verdicts(nodes, chance.pick(probs.rows(nodes[:, -1]), 0))
 
 
 def test_a_policy_that_peeks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +193,10 @@ def test_the_command_shows_trees_distances_and_verdicts() -> None:
     assert "paths:2x2" in cascade
     assert "LOSSLESS" in cascade
     assert lossy.rstrip().endswith("LOSSY")
-    assert "LOSSLESS\n  Every outcome of 1 methods on 6 random laws over 3 tokens was followed" in shown
-    assert "improved-mcsd-lossy is lossy: on the same laws and fork-lossy:2x2 its distance is up to 0." in shown
+    assert "LOSSLESS\n  Every outcome of 1 methods on 6 random distributions over 3 tokens was followed" in shown
+    assert (
+        "improved-mcsd-lossy is lossy: on the same distributions and fork-lossy:2x2 its distance is up to 0." in shown
+    )
     assert "for fork-lossy:4x6 it is not known." in shown
 
 
@@ -210,7 +216,7 @@ def test_the_command_fails_for_a_method_that_is_not_lossless(monkeypatch: pytest
     monkeypatch.setattr(VERIFIERS, "_entries", {**VERIFIERS._entries, "generous": Generous})
     code, shown = audited("model/chain:2/generous", "block")
     assert code == 1
-    assert "NOT LOSSLESS\n  The emitted law is not the target's: model/chain:2/generous." in shown
+    assert "NOT LOSSLESS\n  The emitted distribution is not the target's: model/chain:2/generous." in shown
     code, shown = audited("model/chain:2/generous", "--json")
     assert code == 1
     assert json.loads(shown)["finding"] == "NOT LOSSLESS"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,22 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from branchwise.audit.blocks import Word
-from branchwise.audit.commands import app, read_prompts, split_names
-from branchwise.audit.model import ModelAudit, ModelAuditor, OwnLaw, Plan, audit_model
-from branchwise.chance import Chance
-from branchwise.draft import DRAFTERS, Budget, build_drafter
+from branchwise.audit.model import ModelAudit, ModelAuditor, OwnProbs, Plan, audit_model
+from branchwise.backends.base import Scored
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.cli.audit import app, read_prompts, split_names
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft import DRAFTERS, build_drafter
+from branchwise.draft.base import Budget
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UnknownName, UsageError
-from branchwise.forest import Forest
-from branchwise.laws import Laws
 from branchwise.llm import LLM
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from branchwise.verify.match import Match
 from tests.conformance.architectures import COMMON, build
@@ -53,7 +54,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model() -> PreTrainedModel:
     model = build(LlamaConfig(**(COMMON | {"vocab_size": len(WORDS), "num_hidden_layers": 2})))
-    model.get_output_embeddings().weight.mul_(3.0)  # laws that have an opinion
+    model.get_output_embeddings().weight.mul_(3.0)  # distributions that have an opinion
     model.get_output_embeddings().weight[2].mul_(0.2)  # and texts that seldom end
     return model
 
@@ -77,15 +78,15 @@ QUICK = Plan(samples=250, length=2, seed=5, greedy_tokens=8, near_ties=False, li
 
 
 class Sharpened(Match):
-    """Planted: the next token comes from a law that is a little too sure of itself."""
+    """Planted: the next token comes from a distribution that is a little too sure of itself."""
 
     name = "sharpened"
 
     @staticmethod
-    def _draw(laws: Laws, node: Tensor, chance: Chance, depth: int) -> Tensor:
-        if laws.greedy:
-            return laws.best(node)
-        return chance.token(laws.rows(node) ** 1.3, depth)
+    def _draw(probs: TargetProbs, node: Tensor, chance: Chance, depth: int) -> Tensor:
+        if probs.greedy:
+            return probs.best(node)
+        return chance.token(probs.rows(node) ** 1.3, depth)
 
 
 class SecondBest(Match):
@@ -94,10 +95,10 @@ class SecondBest(Match):
     name = "second-best"
 
     @staticmethod
-    def _draw(laws: Laws, node: Tensor, chance: Chance, depth: int) -> Tensor:
-        if not laws.greedy:
-            return chance.token(laws.rows(node), depth)
-        logits = laws.logits[torch.arange(len(node)), node]  # type: ignore[attr-defined]
+    def _draw(probs: TargetProbs, node: Tensor, chance: Chance, depth: int) -> Tensor:
+        if not probs.greedy:
+            return chance.token(probs.rows(node), depth)
+        logits = probs.logits[torch.arange(len(node)), node]  # type: ignore[attr-defined]
         return logits.topk(2, dim=-1).indices[:, 1] if depth else logits.argmax(dim=-1)
 
 
@@ -107,44 +108,44 @@ class ReplacesFromTheTarget:
     name = "replaces-from-p"
     accepts = frozenset({Draw.PATHS})
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        if laws.greedy:
-            return Match()(forest, laws, chance)
-        root = torch.zeros(len(forest), dtype=torch.long)
-        p = laws.rows(root)
-        q = torch.stack([tree.q[0] for tree in forest.trees if tree.q is not None])
-        token = forest.tokens[:, 1]
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        if probs.greedy:
+            return Match()(batch, probs, chance)
+        root = torch.zeros(len(batch), dtype=torch.long)
+        p = probs.rows(root)
+        q = torch.stack([tree.q[0] for tree in batch.trees if tree.q is not None])
+        token = batch.tokens[:, 1]
         odds = (p.gather(1, token[:, None]) / q.gather(1, token[:, None])).clamp(max=1)
         accepted = chance.first(odds, 0) == 0
         paths = torch.where(accepted[:, None], torch.tensor([[0, 1]]), torch.tensor([[0, -1]]))
         after = torch.where(accepted, 1, 0)
-        return Verdicts(paths, chance.pick(laws.rows(after)))
+        return Verdicts(paths, chance.pick(probs.rows(after)))
 
 
 class Guess:
-    """Chains of two tokens drawn from a fixed random law, which it may lie about."""
+    """Chains of two tokens drawn from a fixed random distribution, which it may lie about."""
 
     name = "guess"
     draw = Draw.PATHS
 
     def __init__(self, honest: bool = True) -> None:
         self.honest = honest
-        self.law = torch.softmax(2 * torch.randn(len(WORDS), generator=torch.Generator().manual_seed(2)), dim=-1)
+        self.probs = torch.softmax(2 * torch.randn(len(WORDS), generator=torch.Generator().manual_seed(2)), dim=-1)
         self._generator = torch.Generator().manual_seed(3)
 
-    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(*pair) for pair in zip(sequences, budgets, strict=True)]
 
-    def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+    def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
         length = min(2, budget.depth)
         if not length:
             return DraftTree.root(sequence.root)
-        drawn = torch.multinomial(self.law, length, replacement=True, generator=self._generator)
-        drawn = drawn if self.honest else self.law.argmax().repeat(length)
+        drawn = torch.multinomial(self.probs, length, replacement=True, generator=self._generator)
+        drawn = drawn if self.honest else self.probs.argmax().repeat(length)
         tokens = torch.cat([torch.tensor([sequence.root]), drawn])
-        return DraftTree(tokens, tuple(range(-1, length)), Draw.PATHS, self.law.expand(length + 1, -1), (length,))
+        return DraftTree(tokens, tuple(range(-1, length)), Draw.PATHS, self.probs.expand(length + 1, -1), (length,))
 
-    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         pass
 
 
@@ -158,31 +159,31 @@ def audit(llm: LLM, draft: Any = None, verify: str = "match", plan: Plan = PLAN,
 
 def test_the_exact_law_is_the_models_own_after_every_prefix(llm: LLM) -> None:
     prompt = llm.encode(PROMPTS[0])
-    law = OwnLaw(llm, prompt, SamplingParams(temperature=0.7))
+    probs = OwnProbs(llm, prompt, SamplingParams(temperature=0.7))
     with torch.inference_mode():
         logits = llm.model(input_ids=torch.tensor([[*prompt, 7, 9]])).logits[0].double()
     for prefix, row in (((), -3), ((7,), -2), ((7, 9), -1)):
-        assert law(prefix) == pytest.approx(torch.softmax(logits[row] / 0.7, dim=-1).numpy(), abs=1e-5)
-    assert law((7, 2)) is None  # the text has ended
+        assert probs(prefix) == pytest.approx(torch.softmax(logits[row] / 0.7, dim=-1).numpy(), abs=1e-5)
+    assert probs((7, 2)) is None  # the text has ended
 
 
 def test_a_cut_between_two_equal_tokens_is_not_taken_for_exact(llm: LLM) -> None:
     """Catches a decoder accused because rounding kept the other of two tokens."""
     prompt = llm.encode(PROMPTS[0])
-    logits = OwnLaw(llm, prompt, SamplingParams(temperature=1.0))(())
+    logits = OwnProbs(llm, prompt, SamplingParams(temperature=1.0))(())
     assert logits is not None
     third = int(np.argsort(-logits)[2])
     model = tiny_model()
     weight = model.get_output_embeddings().weight
     weight[5 if third != 5 else 6] = weight[third]
     twin = LLM("twin", model, llm.tokenizer, Engine(TransformersTarget(model, slots=2), *parts()))
-    assert OwnLaw(twin, prompt, SamplingParams(temperature=1.0, top_k=3))(()) is not None  # ties are kept together
-    law = OwnLaw(twin, prompt, SamplingParams(temperature=1.0, top_k=3))
+    assert OwnProbs(twin, prompt, SamplingParams(temperature=1.0, top_k=3))(()) is not None  # ties are kept together
+    probs = OwnProbs(twin, prompt, SamplingParams(temperature=1.0, top_k=3))
     weight[5 if third != 5 else 6] *= 1 + 1e-6
-    assert law(()) is None
+    assert probs(()) is None
     share = float(np.sort(logits)[::-1][:3].sum())
-    assert OwnLaw(llm, prompt, SamplingParams(temperature=1.0, top_p=share))(()) is None
-    assert OwnLaw(llm, prompt, SamplingParams(temperature=1.0, top_p=share - 1e-3))(()) is not None
+    assert OwnProbs(llm, prompt, SamplingParams(temperature=1.0, top_p=share))(()) is None
+    assert OwnProbs(llm, prompt, SamplingParams(temperature=1.0, top_p=share - 1e-3))(()) is not None
 
 
 def parts() -> tuple[Any, Any]:
@@ -321,7 +322,7 @@ def test_one_seed_gives_one_audit_and_its_report_is_json(llm: LLM) -> None:
 def test_what_is_exact_is_computed_once_for_several_verifiers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     auditor = ModelAuditor(llm, PROMPTS, QUICK)
     auditor.audit("ngram:max=2,min=1")
-    monkeypatch.setattr(OwnLaw, "__call__", None)
+    monkeypatch.setattr(OwnProbs, "__call__", None)
     assert auditor.audit("ngram:max=3,min=1").tests.samples == 750
 
 

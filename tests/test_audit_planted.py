@@ -12,16 +12,16 @@ import torch
 from typer.testing import CliRunner
 
 from branchwise.audit.blocks import Word
-from branchwise.audit.commands import app
-from branchwise.audit.instances import ExactLaws
+from branchwise.audit.instances import ExactProbs
 from branchwise.audit.model import Plan, audit_model
-from branchwise.chance import SeededChance
 from branchwise.cli import app as whole
+from branchwise.cli.audit import app
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import build_drafter
 from branchwise.errors import UsageError
-from branchwise.forest import Forest
 from branchwise.llm import LLM
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
 from tests.test_audit_model import PROMPTS, llm  # noqa: F401
 from tests.test_audit_server import END, LETTERS, P, Q, Toy, _no_waiting, word_of  # noqa: F401
@@ -41,7 +41,7 @@ def test_the_exact_audit_finds_it() -> None:
     found = CliRunner().invoke(whole, words)
     assert found.exit_code == 1, found.output
     assert "NOT LOSSLESS" in [line.strip() for line in found.output.splitlines()]
-    assert "The emitted law is not the target's: careless." in found.output
+    assert "The emitted distribution is not the target's: careless." in found.output
 
 
 def test_the_audit_of_a_model_finds_it(llm: LLM) -> None:  # noqa: F811
@@ -61,12 +61,12 @@ def test_the_audit_of_a_server_finds_it(rule: str, word: Word) -> None:
     verifier = VERIFIERS.build(rule)
 
     def step(last: str, rng: random.Random) -> str:
-        """The first token of one step of Branchwise over the toy's laws."""
-        p, q = (torch.tensor([[law[last][token] for token in TOKENS]]) for law in (P, Q))
+        """The first token of one step of Branchwise over the toy's distributions."""
+        p, q = (torch.tensor([[probs[last][token] for token in TOKENS]]) for probs in (P, Q))
         drafted = rng.choices(range(len(TOKENS)), q[0].tolist())
         tree = DraftTree(torch.tensor([0, *drafted]), (-1, 0), Draw.PATHS, q, (1,))
         chance = SeededChance(torch.tensor([rng.getrandbits(62)]), torch.tensor([0]))
-        [verdict] = verifier(Forest([tree]), ExactLaws(torch.stack([p, p], dim=1)), chance).read()
+        [verdict] = verifier(TreeBatch([tree]), ExactProbs(torch.stack([p, p], dim=1)), chance).read()
         return TOKENS[drafted[0] if len(verdict.path) > 1 else verdict.token]
 
     assert word_of(Toy(step)) is word

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from branchwise.audit import server as module
 from branchwise.audit.blocks import Word
-from branchwise.audit.commands import app
-from branchwise.audit.server import Answer, Asker, Server, ServerAudit, StatedLaw, audit_server, distinct
+from branchwise.audit.server import Answer, Asker, Server, ServerAudit, StatedProbs, audit_server, distinct
+from branchwise.cli.audit import app
 from branchwise.errors import UsageError
 
 LETTERS = "abcdef"
@@ -29,22 +29,22 @@ PROMPTS = ["fab", "d"]
 
 
 def bigram(seed: int) -> dict[str, dict[str, float]]:
-    """After every letter a law over the letters and the end of the text."""
+    """After every letter a distribution over the letters and the end of the text."""
     rng = random.Random(seed)
-    laws = {}
+    probs = {}
     for letter in LETTERS:
         weights = {token: rng.expovariate(1) ** 1.5 for token in [*LETTERS, END]}
         weights[END] = 0.1 * sum(weights.values())
-        laws[letter] = {token: weight / sum(weights.values()) for token, weight in weights.items()}
-    return laws
+        probs[letter] = {token: weight / sum(weights.values()) for token, weight in weights.items()}
+    return probs
 
 
 P = bigram(0)
 Q = bigram(1)
 
 
-def draw(law: dict[str, float], rng: random.Random) -> str:
-    return rng.choices(list(law), list(law.values()))[0]
+def draw(probs: dict[str, float], rng: random.Random) -> str:
+    return rng.choices(list(probs), list(probs.values()))[0]
 
 
 def honest(last: str, rng: random.Random) -> str:
@@ -120,14 +120,14 @@ class Toy:
     def _choice(self, request: dict[str, Any]) -> dict[str, Any]:
         last, tokens, tops, ended = request["prompt"][-1], [], [], False
         for _ in range(request["max_tokens"]):
-            law = P[last]
+            probs = P[last]
             token = self.step(last, self.rng)
             ended = token == END
             if ended and not self.reports_end:
                 break
-            best = sorted(law, key=lambda other: -law[other])[: request.get("logprobs", 0)]
+            best = sorted(probs, key=lambda other: -probs[other])[: request.get("logprobs", 0)]
             tokens.append(token)
-            tops.append({self.spell(other): math.log(law[other]) for other in best})
+            tops.append({self.spell(other): math.log(probs[other]) for other in best})
             if ended:
                 break
             last = token
@@ -298,7 +298,7 @@ def test_what_a_server_cuts_by_default_is_switched_off_where_it_allows_that() ->
 
 
 def test_tokens_spelt_otherwise_than_the_text_are_compared_one_at_a_time() -> None:
-    """Joined, such strings would be another text, after which the reference would state another law."""
+    """Joined, such strings would be another text, after which the reference would state another distribution."""
     spelt = Toy(spell=lambda token: f"▁{token}")
     found = audit(spelt, Toy(spell=lambda token: f"▁{token}"), samples=600, limit=0.2)
     assert found.finding.word is Word.UNDECIDED
@@ -315,10 +315,10 @@ def test_a_text_that_is_read_as_other_tokens_is_not_taken_for_its_tokens() -> No
             read = len(prompt) - prompt.count("fa")
             return [Answer(("a",), "a", ({"a": 0.5, "b": 0.5},), read)]
 
-    law = StatedLaw(Asker(Merging("http://127.0.0.1:1"), [{}]), "d")
-    assert law(()) == {"a": 0.5, "b": 0.5}
-    assert law(("b", "a")) == {"a": 0.5, "b": 0.5}
-    assert law(("f", "a")) is None
+    probs = StatedProbs(Asker(Merging("http://127.0.0.1:1"), [{}]), "d")
+    assert probs(()) == {"a": 0.5, "b": 0.5}
+    assert probs(("b", "a")) == {"a": 0.5, "b": 0.5}
+    assert probs(("f", "a")) is None
 
 
 def test_servers_that_name_their_tokens_differently_are_not_accused() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from branchwise.bench.commands import unequal
 from branchwise.bench.records import read
 from branchwise.bench.summary import cells, summarise
+from branchwise.cli.bench import unequal
 from branchwise.registry import split_specs
 from tests.test_bench_metrics import record as told
 from tests.test_cli import BRANCHWISE, assert_one_sentence, run
@@ -246,7 +246,7 @@ def test_whoever_runs_a_lossy_method_is_told_and_it_is_no_bug(
 ) -> None:
     _, done = drafted_run
     [line] = done.stderr.splitlines()
-    assert line.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the law")
+    assert line.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the distribution")
     assert re.search(r"up to 0\.\d{3} there; for fork-lossy:4x6 on", line)
 
 

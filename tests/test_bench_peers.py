@@ -21,17 +21,17 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.bench.contest import Answer, Asked, Contestant
 from branchwise.bench.peers import PEERS, build_peer
 from branchwise.bench.peers import openai as openai_module
 from branchwise.bench.records import PEER
+from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, ModelError, PairingError, UnknownName, UsageError
 from branchwise.llm import LLM
 from branchwise.models import ALIASES, cache_dir
-from branchwise.sampling import SamplingParams
-from branchwise.target.transformers import TransformersTarget
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import build, served
 

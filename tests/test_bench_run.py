@@ -17,7 +17,7 @@ from branchwise.bench.items import Item
 from branchwise.bench.ours import Ours
 from branchwise.bench.records import Ledger, Record, read
 from branchwise.bench.run import Contest, Play, Rules, digest, fitting, plan
-from branchwise.draft import Budget
+from branchwise.draft.base import Budget
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
 from branchwise.methods import PLAIN, find_method

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from branchwise.draft import Budget, Drafter, build_drafter
-from branchwise.draft.paths import Paths
-from branchwise.draft.recycle import Recycle
+from branchwise.backends.base import Scored
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.text import TextStream
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.policies.paths import Paths
+from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
-from branchwise.text import TextStream
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 
 VOCABULARY = 12
@@ -135,7 +136,7 @@ def test_no_tree_reaches_past_the_wanted_length_or_the_context() -> None:
     seen: list[tuple[int, Budget]] = []
 
     class Watching(RandomDrafter):
-        def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+        def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
             tree = super()._draft(sequence, budget)
             seen.append((len(sequence.tokens), budget))
             assert len(sequence.tokens) + tree.depth + 1 <= min(3 + 30, 20)
@@ -213,7 +214,7 @@ def test_an_interrupt_while_a_drafter_learns_loses_nothing() -> None:
     class Interrupted(RandomDrafter):
         calls = 0
 
-        def observe(self, *args: object) -> None:
+        def update(self, *args: object) -> None:
             self.calls += 1
             if self.calls == 2:
                 raise KeyboardInterrupt
@@ -234,7 +235,7 @@ def test_a_prompt_that_cannot_be_opened_does_not_block_the_others(monkeypatch: p
     good = running.submit(Request((2,), max_new_tokens=2))
     open_ = target.open
 
-    def failing(sequence: Sequence, tell: int = 0) -> Tensor:
+    def failing(sequence: SequenceState, tell: int = 0) -> Tensor:
         if sequence is bad.sequence:
             raise MemoryError
         return open_(sequence, tell)
@@ -380,7 +381,7 @@ def test_a_drafter_and_verifier_that_do_not_fit_are_refused_with_those_that_woul
 
 def test_a_drafter_that_starts_at_the_wrong_root_cannot_change_the_text() -> None:
     class Lost(RandomDrafter):
-        def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+        def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
             tree = super()._draft(sequence, budget)
             tokens = tree.tokens.clone()
             tokens[0] = (tokens[0] + 1) % VOCABULARY
@@ -392,7 +393,7 @@ def test_a_drafter_that_starts_at_the_wrong_root_cannot_change_the_text() -> Non
 
 def test_a_drafter_beyond_its_budget_or_short_of_trees_is_named() -> None:
     class Greedy(RandomDrafter):
-        def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+        def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
             return DraftTree.chain([sequence.root] * (budget.depth + 2))
 
     class Lazy(RandomDrafter):
@@ -448,7 +449,7 @@ class Lettered(LLM):
     def encode(self, prompt: object, *, raw: bool = False) -> list[int]:
         return [1, 2, 3]
 
-    def decode(self, tokens: Rows[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return letters(tokens)
 
 
@@ -509,7 +510,7 @@ def test_a_drafter_learns_from_every_step_before_tokens_join_the_sequence() -> N
     lengths = []
 
     class Learning(RandomDrafter):
-        def observe(self, sequences: list[Sequence], scored: object, verdicts: list[Verdict]) -> None:  # type: ignore[override]
+        def update(self, sequences: list[SequenceState], scored: object, verdicts: list[Verdict]) -> None:  # type: ignore[override]
             lengths.append((len(sequences[0].tokens), len(verdicts[0].path)))
 
     generation = write(engine(Learning(VOCABULARY)), max_new_tokens=10)
@@ -521,11 +522,11 @@ def test_a_drafter_on_a_device_learns_while_the_verdicts_are_still_there() -> No
     calls: list[tuple[str, list[list[int]]]] = []
 
     class Heeding(RandomDrafter):
-        def heed(self, scored: Scored, found: Verdicts) -> None:
+        def update_on_device(self, scored: Scored, found: Verdicts) -> None:
             assert len(scored.logits) == len(found.paths)
             calls.append(("heed", [[node for node in path if node >= 0] for path in found.paths.tolist()]))
 
-        def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
             calls.append(("observe", [list(verdict.path) for verdict in verdicts]))
 
     write(engine(Heeding(VOCABULARY, seed=5)), max_new_tokens=6)
@@ -537,7 +538,7 @@ def test_a_drafter_on_a_device_learns_while_the_verdicts_are_still_there() -> No
 def test_a_step_that_was_learned_from_and_interrupted_is_not_judged_by_the_same_draws(verifier: str) -> None:
     # The table knows the tokens that these draws drafted: drawn from it once more, they would not be draws.
     class Interrupted(Recycle):
-        def learn(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+        def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
             super().learn(sequences, scored, verdicts)
             if interrupts and interrupts.pop():
                 raise KeyboardInterrupt
@@ -546,15 +547,15 @@ def test_a_step_that_was_learned_from_and_interrupted_is_not_judged_by_the_same_
     running = Engine(ToyTarget(VOCABULARY), Interrupted(tree=Paths("2x3")), VERIFIERS.build(verifier))
     generation = running.submit(Request((1, 2, 3), SamplingParams(temperature=1.0, seed=5), max_new_tokens=12))
     running.step()
-    noise = [generation.sequence.noise]
+    rng_seed = [generation.sequence.rng_seed]
     with pytest.raises(KeyboardInterrupt):
         running.step()
     for _ in range(2):
         running.step()
-        noise.append(generation.sequence.noise)
-    assert noise[0] == 5
-    assert (noise[1] == noise[0]) == (verifier == "match")  # its tokens do not depend on the draft
-    assert noise[2] == noise[1]
+        rng_seed.append(generation.sequence.rng_seed)
+    assert rng_seed[0] == 5
+    assert (rng_seed[1] == rng_seed[0]) == (verifier == "match")  # its tokens do not depend on the draft
+    assert rng_seed[2] == rng_seed[1]
 
 
 def test_stats_add_up() -> None:
@@ -580,15 +581,15 @@ def test_the_seed_and_not_the_global_generator_decides() -> None:
 class Cramped(ToyTarget):
     """A device whose memory ends with the second text of a pass, or with a prompt of more than six tokens."""
 
-    def open(self, sequence: Sequence, tell: int = 0) -> Tensor:
+    def open(self, sequence: SequenceState, tell: int = 0) -> Tensor:
         if len(sequence.tokens) > 6:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().open(sequence, tell)
 
-    def score(self, sequences, forest, taps=()):  # type: ignore[no-untyped-def]
+    def score(self, sequences, batch, taps=()):  # type: ignore[no-untyped-def]
         if len(sequences) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().score(sequences, forest, taps)
+        return super().score(sequences, batch, taps)
 
 
 def test_texts_without_memory_end_with_an_error_and_the_others_go_on() -> None:

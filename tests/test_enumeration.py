@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.enumeration import Enumerator, outcomes
-from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
+from branchwise.audit.instances import DRAWS, Drafts, ExactProbs, Instance
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.strategies import worlds
 
@@ -47,25 +47,25 @@ ODDS = torch.tensor([[0.25, 0.5, 0.0], [1.0, 0.3, 0.2], [0.0, 0.0, 1.0], [0.125,
 
 def test_the_first_success_has_the_probability_that_all_before_it_fail() -> None:
     found = law_of(lambda rows, chance: [chance.first(ODDS[rows], 0)], rows=4)
-    for odds, law in zip(ODDS.tolist(), found, strict=True):
+    for odds, probs in zip(ODDS.tolist(), found, strict=True):
         failed, expected = 1.0, {}
         for turn, chance in enumerate([*odds, 1.0]):
             expected[turn,] = failed * chance
             failed *= 1 - chance
-        assert law == pytest.approx({way: weight for way, weight in expected.items() if weight})
+        assert probs == pytest.approx({way: weight for way, weight in expected.items() if weight})
 
 
 def test_a_law_is_followed_where_it_has_mass_normalised_or_not() -> None:
-    law = torch.tensor([[1.0, 0.0, 3.0], [0.0, 2.0, 0.0]])
-    found = law_of(lambda rows, chance: [chance.pick(law[rows])], rows=2)
+    probs = torch.tensor([[1.0, 0.0, 3.0], [0.0, 2.0, 0.0]])
+    found = law_of(lambda rows, chance: [chance.pick(probs[rows])], rows=2)
     assert found == [{(0,): 0.25, (2,): 0.75}, {(1,): 1.0}]
 
 
 def test_what_is_decided_later_may_depend_on_what_was_decided_before() -> None:
     def program(rows: Tensor, chance: Enumerator) -> list[Tensor]:
         head = chance.first(torch.full((len(rows), 1), 0.25), 0)
-        law = torch.where(head[:, None] == 0, torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.1, 0.9]))
-        return [head, chance.pick(law)]
+        probs = torch.where(head[:, None] == 0, torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.1, 0.9]))
+        return [head, chance.pick(probs)]
 
     [found] = law_of(program)
     assert found == pytest.approx({(0, 0): 0.125, (0, 1): 0.125, (1, 1): 0.075, (1, 2): 0.675})
@@ -125,8 +125,8 @@ def test_what_a_row_decides_only_because_another_needs_it_changes_nothing() -> N
             length += ~ended
         return [length]
 
-    for law in law_of(walk, rows=3):
-        assert law == pytest.approx({(0,): 1 / 2, (1,): 1 / 4, (2,): 1 / 8, (3,): 1 / 16, (4,): 1 / 16})
+    for probs in law_of(walk, rows=3):
+        assert probs == pytest.approx({(0,): 1 / 2, (1,): 1 / 4, (2,): 1 / 8, (3,): 1 / 16, (4,): 1 / 16})
 
 
 @settings(max_examples=15)
@@ -141,7 +141,7 @@ def test_the_weights_of_every_draft_sum_to_one(name: str, lazy: bool, instance: 
         drafts = Drafts.of(kind, instance)
 
         def verify(rows: Tensor, chance: Enumerator, drafts: Drafts = drafts) -> Verdicts:
-            found: Verdicts = verifier(drafts.forest.take(rows), ExactLaws(drafts.p[rows], lazy=lazy), chance)
+            found: Verdicts = verifier(drafts.batch.take(rows), ExactProbs(drafts.p[rows], lazy=lazy), chance)
             return found
 
         sums = torch.zeros(len(drafts.trees), dtype=torch.float64)
@@ -245,13 +245,13 @@ def test_a_coin_that_decides_nothing_may_be_tossed_again() -> None:
 
 def test_a_verifier_that_tosses_one_coin_for_two_decisions_is_refused() -> None:
     class Twice(VERIFIERS.find("token")):  # type: ignore[misc]
-        def __call__(self, forest, laws, chance):  # type: ignore[no-untyped-def]
-            chance.first(torch.full((len(forest), 1), 0.5), 0)
-            return super().__call__(forest, laws, chance)
+        def __call__(self, batch, probs, chance):  # type: ignore[no-untyped-def]
+            chance.first(torch.full((len(batch), 1), 0.5), 0)
+            return super().__call__(batch, probs, chance)
 
     drafts = Drafts.of("paths", Instance.random(3, 1, 1, 1.0, [0]))
     with pytest.raises(AssertionError, match="twice"):
-        list(outcomes(lambda rows, chance: Twice()(drafts.forest.take(rows), ExactLaws(drafts.p[rows]), chance), 3))
+        list(outcomes(lambda rows, chance: Twice()(drafts.batch.take(rows), ExactProbs(drafts.p[rows]), chance), 3))
 
 
 @pytest.mark.parametrize("row", [0, 1])

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from branchwise.audit.exact import TOLERANCE, Audited, audit_instance, emitted, lp_optimum
 from branchwise.audit.instances import DRAWS, SIMILARITIES, Drafts, Instance, read_cases
-from branchwise.chance import Chance
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.errors import UsageError
-from branchwise.forest import Forest
-from branchwise.laws import Laws
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdicts, Verifier, cascade
 from branchwise.verify.block import Kept
 from branchwise.verify.block import Path as OnePath
@@ -37,10 +37,10 @@ PLAIN = INSTANCES[1]
 # What is wrong is flagged
 
 
-def along(forest: Forest, laws: Laws) -> tuple[OnePath, Tensor, Tensor, Tensor]:
+def along(batch: TreeBatch, probs: TargetProbs) -> tuple[OnePath, Tensor, Tensor, Tensor]:
     """The first path, its rows of p and q (batch, n, vocabulary), and p/q at its tokens (batch, n)."""
-    path = OnePath.below(forest, forest.paths[:, 0])
-    p, q = laws.rows(path.nodes), forest.q_rows(path.nodes[:, :-1])
+    path = OnePath.below(batch, batch.paths[:, 0])
+    p, q = probs.rows(path.nodes), batch.q_rows(path.nodes[:, :-1])
     tokens = path.tokens[..., None]
     return path, p, q, (p[:, :-1].gather(2, tokens) / q.gather(2, tokens))[..., 0]
 
@@ -51,9 +51,9 @@ class StopsAtTheFirstFailure:
     name = "stops"
     accepts = frozenset({Draw.PATHS})
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        path, p, q, ratios = along(forest, laws)
-        w, kept, left = torch.ones(len(forest), dtype=torch.float64), torch.zeros_like(path.length), p[:, 0]
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        path, p, q, ratios = along(batch, probs)
+        w, kept, left = torch.ones(len(batch), dtype=torch.float64), torch.zeros_like(path.length), p[:, 0]
         left = (p[:, 0] - q[:, 0]).clamp_min(0)
         for i in range(1, path.tokens.shape[1] + 1):
             w = (w * ratios[:, i - 1]).clamp_max(1)
@@ -68,13 +68,13 @@ class StopsAtTheFirstFailure:
 
 
 class DrawsFromTheTargetAfterARejection:
-    """Token verification with the residual of the wrong law."""
+    """Token verification with the residual of the wrong distribution."""
 
     name = "wrong residual"
     accepts = frozenset({Draw.PATHS})
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        path, p, _, ratios = along(forest, laws)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        path, p, _, ratios = along(batch, probs)
         kept = chance.first(1 - ratios.clamp_max(1), 0)  # the first coin that rejects
         return path.verdicts(kept, chance.pick(p.gather(1, kept[:, None, None].expand(-1, 1, p.shape[2]))[:, 0]))
 
@@ -135,7 +135,7 @@ def test_drafts_of_the_best_token_that_pass_for_draws_are_flagged(name: str) -> 
     [tree] = truth.trees
     softmax = torch.from_numpy(np.array([PLAIN.q[0][0], PLAIN.q[1][int(tree.tokens[1])]]))
     pretended = [replace(tree, q=softmax)]
-    biased = replace(truth, trees=pretended, forest=Forest(pretended))
+    biased = replace(truth, trees=pretended, batch=TreeBatch(pretended))
     verifier = VERIFIERS.build(name)
     assert emitted(verifier, truth)[0] < TOLERANCE
     assert emitted(verifier, biased)[0] > 1e-2
@@ -180,12 +180,12 @@ class Nothing:
     accepts = frozenset(Draw)
     shift = 0.0
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        root = torch.zeros(len(forest), dtype=torch.long)
-        law = laws.rows(root)
-        paths = torch.full((len(forest), forest.depth + 1), -1)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        root = torch.zeros(len(batch), dtype=torch.long)
+        row = probs.rows(root)
+        paths = torch.full((len(batch), batch.depth + 1), -1)
         paths[:, 0] = 0
-        return Verdicts(paths, chance.pick(law * (1 - self.shift) + self.shift / law.shape[1]))
+        return Verdicts(paths, chance.pick(row * (1 - self.shift) + self.shift / row.shape[1]))
 
 
 def test_a_verifier_that_accepts_nothing_is_lossless_with_one_token_a_step() -> None:
@@ -197,7 +197,7 @@ def test_a_verifier_that_accepts_nothing_is_lossless_with_one_token_a_step() -> 
 def test_the_distance_is_half_the_sum_of_differences_of_whole_texts() -> None:
     verifier = Nothing()
     verifier.shift = 0.25
-    # Only the first token has another law, and what follows it is the target's own.
+    # Only the first token has another distribution, and what follows it is the target's own.
     expected = 0.25 * np.abs(PLAIN.p[0][0] - 1 / 3).sum() / 2
     assert emitted(verifier, Drafts.of("rsd-c", PLAIN))[0] == pytest.approx(expected, abs=1e-12)
 
@@ -246,8 +246,8 @@ def test_the_farther_the_draft_the_less_is_accepted() -> None:
 
 
 def case(**changes: object) -> dict[str, object]:
-    laws = {"": [0.5, 0.5], "0": [1.0, 0.0], "1": [0.25, 0.75]}
-    return {"V": 2, "L": 1, "K": 2, "p": laws, "q": {"": [0.9, 0.1]}} | changes
+    probs = {"": [0.5, 0.5], "0": [1.0, 0.0], "1": [0.25, 0.75]}
+    return {"V": 2, "L": 1, "K": 2, "p": probs, "q": {"": [0.9, 0.1]}} | changes
 
 
 def test_a_case_is_read_with_prefixes_in_their_places(tmp_path: Path) -> None:
@@ -267,9 +267,9 @@ def test_a_case_is_read_with_prefixes_in_their_places(tmp_path: Path) -> None:
         ("{}", "cannot be read as"),
         (json.dumps({"cases": [case(), {"V": 2}]}), "Case 1 of"),
         (json.dumps({"cases": [case(q={})]}), "Case 0 of"),
-        (json.dumps({"cases": [case(q={"": [0.9, 0.2]})]}), "Case 0 .* not a law"),
-        (json.dumps({"cases": [case(q={"": [1.5, -0.5]})]}), "Case 0 .* not a law"),
-        (json.dumps({"cases": [case(q={"": [0.5, 0.25, 0.25]})]}), "Case 0 .* not a law"),
+        (json.dumps({"cases": [case(q={"": [0.9, 0.2]})]}), "Case 0 .* not a distribution"),
+        (json.dumps({"cases": [case(q={"": [1.5, -0.5]})]}), "Case 0 .* not a distribution"),
+        (json.dumps({"cases": [case(q={"": [0.5, 0.25, 0.25]})]}), "Case 0 .* not a distribution"),
         (json.dumps({"cases": [case(V="two")]}), "Case 0 of"),
     ],
 )

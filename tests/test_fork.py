@@ -1,5 +1,5 @@
 """Forks: the target begins the branches, the draft continues them, and what the target wants is carried from step to
-step. With one branch whole texts keep the target's law; with more they do not, and these tests can tell.
+step. With one branch whole texts keep the target's distribution; with more they do not, and these tests can tell.
 
 Statistical tests run on fixed seeds. `FALSE_ALARM` of test_growth.py is how often each would fail had they been fresh.
 """
@@ -15,54 +15,55 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.growths import ScriptedDice, grown_trees
-from branchwise.audit.longest import Begun
-from branchwise.draft import Budget, build_drafter
-from branchwise.draft.dice import SeededDice, SureDice
-from branchwise.draft.fork import Fork
-from branchwise.draft.growth import Found, Sapling, grow_with
+from branchwise.audit.longest import InflightPass
+from branchwise.audit.policies import ScriptedDice, grown_trees
+from branchwise.backends.base import Scored
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState as Text
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeBuilder, grow_with
+from branchwise.draft.policies.fork import Fork
+from branchwise.draft.sampler import GreedySampler, SeededSampler
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import PairingError, UsageError
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence as Text
-from branchwise.target import Scored
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict
 from tests.slow_truth import without_replacement
 from tests.strategies import Rule, grown, random_rule, tokens_to
-from tests.test_growth import TEXTS, Remembered, assert_law, sampled, target_law
+from tests.test_builder import TEXTS, Remembered, assert_law, sampled, target_law
 
 KNOWN = torch.tensor([0.1, 0.2, 0.3, 0.4])
 
 
 def grow(spec: str, rule: Rule, known: Tensor | None, seed: int = 0, budget: Budget | None = None) -> DraftTree:
-    def look(tree: Sapling, nodes: list[int]) -> Found:
-        return Found(torch.stack([rule(tuple(tree.path(node))) for node in nodes]))
+    def look(tree: TreeBuilder, nodes: list[int]) -> NodeProbs:
+        return NodeProbs(torch.stack([rule(tuple(tree.path(node))) for node in nodes]))
 
-    return grow_with(Fork(spec).grow(3, budget or Budget(99, 9), SeededDice(seed, 0), known), look)
+    return grow_with(Fork(spec).grow(3, budget or Budget(99, 9), SeededSampler(seed, 0), known), look)
 
 
 # Drawing
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["law known", "law unknown"])
+@pytest.mark.parametrize("known", [True, False], ids=["distribution known", "distribution unknown"])
 def test_first_tokens_are_drawn_without_replacement_and_chains_from_the_draft(known: bool) -> None:
     def rule(prefix: tuple[int, ...]) -> Tensor:
         return random_rule(3, 5, spread=1.0)(prefix).double()
 
-    law = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    trees = grown_trees(Begun(2, 2, law if known else None), rule, Budget(99, 9))
+    probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    trees = grown_trees(InflightPass(2, 2, probs if known else None), rule, Budget(99, 9))
     expected = {
         (s, t, x, y): mass * float(rule((s,))[x] * rule((t,))[y])
-        for mass, (s, t) in without_replacement((law if known else rule(())).numpy(), 2)
+        for mass, (s, t) in without_replacement((probs if known else rule(())).numpy(), 2)
         for x, y in itertools.product(range(3), repeat=2)
     }
     assert {tuple(tree.tokens.tolist()[1:]): weight for weight, tree in trees} == pytest.approx(expected)
     for _, tree in trees:
         assert (tree.draw, tree.trusted, tree.parents) == (Draw.FORK, known, (-1, 0, 0, 1, 2))
         assert tree.q is not None
-        assert torch.equal(tree.q[0], law if known else rule(()))
+        assert torch.equal(tree.q[0], probs if known else rule(()))
         for node in (1, 2):
             assert torch.equal(tree.q[node], rule(tuple(tokens_to(tree, node))))
 
@@ -74,8 +75,8 @@ def test_production_dice_draw_the_same_law() -> None:
 
 
 def test_a_greedy_fork_begins_with_the_most_probable_tokens() -> None:
-    growing = Fork("3x1").grow(0, Budget(9, 9), SureDice(), KNOWN)
-    tree = grow_with(growing, lambda tree, nodes: Found(torch.full((1, 4), 0.25)))
+    growing = Fork("3x1").grow(0, Budget(9, 9), GreedySampler(), KNOWN)
+    tree = grow_with(growing, lambda tree, nodes: NodeProbs(torch.full((1, 4), 0.25)))
     assert tree.tokens.tolist() == [0, 3, 2, 1]
 
 
@@ -84,7 +85,7 @@ def test_no_draw_is_made_twice_in_a_deep_fork() -> None:
     assert tree.depth == 4
 
 
-@pytest.mark.parametrize("known", [KNOWN, None], ids=["law known", "law unknown"])
+@pytest.mark.parametrize("known", [KNOWN, None], ids=["distribution known", "distribution unknown"])
 def test_every_budget_is_kept(known: Tensor | None) -> None:
     rule = random_rule(4, 2)
     for nodes, depth in itertools.product(range(1, 16), range(5)):
@@ -125,11 +126,11 @@ TREE = DraftTree(torch.tensor([3, 0, 1, 2, 2]), (-1, 0, 0, 1, 2), Draw.FORK, Q)
 
 def next_tree(verdict: Verdict, logits: Tensor, sampling: SamplingParams) -> DraftTree:
     """The tree after a step that ended like this."""
-    growth, text = Fork("2x1"), Text([1, 3], sampling)
-    growth.observe([text], [TREE], Scored(logits[None]), [verdict])
+    policy, text = Fork("2x1"), Text([1, 3], sampling)
+    policy.update([text], [TREE], Scored(logits[None]), [verdict])
     text.tokens += [*TREE.tokens[list(verdict.path[1:])].tolist(), verdict.token]
-    growing = growth.plant(text, Budget(9, 9), SeededDice(1, 2))
-    return grow_with(growing, lambda tree, nodes: Found(torch.full((1, 4), 0.25)))
+    growing = policy.plant(text, Budget(9, 9), SeededSampler(1, 2))
+    return grow_with(growing, lambda tree, nodes: NodeProbs(torch.full((1, 4), 0.25)))
 
 
 LOGITS = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -165,17 +166,17 @@ def test_what_follows_a_token_that_was_not_drafted_is_not_known() -> None:
 
 
 def test_a_law_is_not_used_for_a_text_that_went_on_without_it_and_is_forgotten_with_its_text() -> None:
-    growth, text = Fork("2x1"), Text([1, 3], WARM)
-    growth.observe([text], [TREE], Scored(LOGITS[None]), [Verdict((0,), 1)])
-    assert len(growth._known) == 1
+    policy, text = Fork("2x1"), Text([1, 3], WARM)
+    policy.update([text], [TREE], Scored(LOGITS[None]), [Verdict((0,), 1)])
+    assert len(policy._known) == 1
     text.tokens += [1, 2]
-    growing = growth.plant(text, Budget(1, 0), SeededDice(1, 2))
+    growing = policy.plant(text, Budget(1, 0), SeededSampler(1, 2))
     with pytest.raises(StopIteration) as end:
         next(growing)
     assert not end.value.value.trusted
     del text, growing, end
     gc.collect()
-    assert len(growth._known) == 0
+    assert len(policy._known) == 0
 
 
 # Whole texts
@@ -245,5 +246,5 @@ def test_what_a_perfect_draft_proposes_is_kept_to_the_last_token() -> None:
 
 
 def test_the_registry_builds_it_over_any_source() -> None:
-    tree = grown("fork-lossy:2x3", random_rule(4, 1), SeededDice(1, 0))
+    tree = grown("fork-lossy:2x3", random_rule(4, 1), SeededSampler(1, 0))
     assert (len(tree), tree.depth, tree.trusted) == (7, 3, False)

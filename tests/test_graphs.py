@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,23 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from branchwise.chance import SeededChance
+from branchwise.backends.transformers.kv_cache import KVCache, Layout, Moves
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import PadShape, TreeBatch, lay_out
+from branchwise.core.rng import SeededChance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.topology import chain_topology, topology
+from branchwise.core.tree import DraftTree
+from branchwise.cuda.fuse import Group, groups_of, joined
+from branchwise.cuda.graphs import GraphedFunction, Pool
+from branchwise.cuda.inputs import BATCHES, NODES, PassInputs, Size, fitting, size_for
+from branchwise.cuda.verify_graph import bring
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
-from branchwise.forest import Forest, Room, laid_out
-from branchwise.laws import ModelLaws
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target.fuse import Group, groups_of, joined
-from branchwise.target.graphs import Pool, Replay
-from branchwise.target.sheet import BATCHES, NODES, Sheet, Size, fitting, size_for
-from branchwise.target.slots import Layout, Moves, SlotStore
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, ToyTarget
-from branchwise.topology import chain_topology, topology
-from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from branchwise.verify.capture import bring
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
 
@@ -49,7 +48,7 @@ def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str, there: bo
     model = build(SERVED[family])
     target = TransformersTarget(model, slots=4, max_nodes=12, kernels=True)
     rng = random.Random(family)
-    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
+    sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
     for sequence in sequences:
         target.open(sequence)
     for _ in range(2):
@@ -57,8 +56,8 @@ def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str, there: bo
         assert_scores_equal_own_forward(model, target, sequences, trees)
         paths = [tuple(tree.topology.path(len(tree) - 1)) for tree in trees]
         if there:
-            scored = target.score(sequences, Forest(trees))
-            target.heed(scored, Verdicts(padded(paths), torch.full((len(paths),), 7)))
+            scored = target.score(sequences, TreeBatch(trees))
+            target.update_on_device(scored, Verdicts(padded(paths), torch.full((len(paths),), 7)))
         target.commit(sequences, [Verdict(path, 7) for path in paths])
         for sequence, tree, path in zip(sequences, trees, paths, strict=True):
             sequence.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
@@ -67,7 +66,7 @@ def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str, there: bo
     assert_scores_equal_own_forward(model, target, sequences, trees)
 
 
-def padded(paths: Rows[tuple[int, ...]]) -> torch.Tensor:
+def padded(paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
     longest = max(map(len, paths)) + 1
     return torch.tensor([[*path, *[-1] * (longest - len(path))] for path in paths])
 
@@ -76,16 +75,16 @@ def test_trees_without_a_text_change_nothing_for_the_others() -> None:
     """A sheet has room for more: neither what fills it up nor the slots that it does not name may be touched."""
     pytest.importorskip("triton", reason="needs Triton's interpreter")
     target = TransformersTarget(build(SERVED["llama"]), slots=3, max_nodes=16, kernels=True)
-    texts = [Sequence([5, 6, 7]), Sequence([9, 8, 7, 6])]
+    texts = [SequenceState([5, 6, 7]), SequenceState([9, 8, 7, 6])]
     for text in texts:
         target.open(text)
     tree = DraftTree(torch.tensor([7, 1, 2, 3]), (-1, 0, 0, 1))
-    alone = target.score(texts[:1], Forest([tree])).logits[0, :4].clone()
+    alone = target.score(texts[:1], TreeBatch([tree])).logits[0, :4].clone()
     others = [tensor[:, 1:].clone() for tensor in target.store._tensors.values()]
     batch, nodes = target.room(1, 5)
-    forest = Forest([tree] * 3, room=Room(nodes=nodes))
+    tree_batch = TreeBatch([tree] * 3, room=PadShape(nodes=nodes))
     assert (batch, nodes) == (1, 8)
-    together = target.score(texts[:1], forest).logits
+    together = target.score(texts[:1], tree_batch).logits
     assert together.shape[:2] == (3, 8)
     torch.testing.assert_close(together[0, :4], alone, rtol=1e-5, atol=1e-5)
     for tensor, before in zip(target.store._tensors.values(), others, strict=True):
@@ -96,7 +95,7 @@ def test_a_tree_at_the_end_of_its_slot_is_scored_although_its_padding_has_no_row
     pytest.importorskip("triton", reason="needs Triton's interpreter")
     model = build(SERVED["llama"])
     target = TransformersTarget(model, slots=2, context=16, max_nodes=5, kernels=True)
-    text = Sequence(list(range(3, 19)))
+    text = SequenceState(list(range(3, 19)))
     target.open(text)
     assert_scores_equal_own_forward(model, target, [text], [DraftTree.chain([text.root, 4, 5, 6, 7])])
 
@@ -110,9 +109,9 @@ def test_drafting_with_a_model_by_kernels_writes_the_same_texts() -> None:
     model = build(config)
 
     def write(kernels: bool) -> list[list[int]]:
-        from branchwise.draft.model import ModelDrafter
-        from branchwise.draft.topk import TopK
-        from branchwise.draft.weights import Weights
+        from branchwise.draft.model.draft_model import Weights
+        from branchwise.draft.model.drafter import ModelDrafter
+        from branchwise.draft.policies.topk import TopK
 
         target = TransformersTarget(model, slots=2, context=64, kernels=kernels)
         blurred = build(config)
@@ -154,41 +153,41 @@ def test_bits_are_those_of_the_ancestors() -> None:
 
 
 def test_a_sheet_forgets_what_it_was_told_before() -> None:
-    sheet = Sheet(Size(2, 4, 1), torch.device("cpu"))
+    inputs = PassInputs(Size(2, 4, 1), torch.device("cpu"))
     whole = np.array([[0, 1, 2, 3]] * 2)
-    sheet.fill([3, 1], [10, 20], whole + 5, whole, np.full((2, 4, 1), 15, dtype=np.int32))
-    sheet.fill([2], [7], np.array([[9, 8]]), np.array([[0, 1]]), np.array([[[1], [3]]], dtype=np.int32))
-    assert sheet.slots.tolist() == [2, -1]
-    assert sheet.lengths.tolist() == sheet.starts.tolist() == [7, 0]
-    assert sheet.tokens.tolist() == [[9, 8, 0, 0], [0, 0, 0, 0]]
-    assert sheet.positions[0, :2].tolist() == [7, 8]
-    assert sheet.seen[..., 0].tolist() == [[1, 3, 0, 0], [0, 0, 0, 0]]
+    inputs.fill([3, 1], [10, 20], whole + 5, whole, np.full((2, 4, 1), 15, dtype=np.int32))
+    inputs.fill([2], [7], np.array([[9, 8]]), np.array([[0, 1]]), np.array([[[1], [3]]], dtype=np.int32))
+    assert inputs.slots.tolist() == [2, -1]
+    assert inputs.lengths.tolist() == inputs.starts.tolist() == [7, 0]
+    assert inputs.tokens.tolist() == [[9, 8, 0, 0], [0, 0, 0, 0]]
+    assert inputs.positions[0, :2].tolist() == [7, 8]
+    assert inputs.seen[..., 0].tolist() == [[1, 3, 0, 0], [0, 0, 0, 0]]
 
 
 def test_tokens_of_a_device_are_copied_there_and_roots_are_told_from_the_host() -> None:
     """Caught here: a drafter's root in the place of the text's, and shapes that are told once and then forgotten."""
-    sheet = Sheet(Size(2, 4, 1), torch.device("cpu"))
-    laid = laid_out((chain_topology(3), chain_topology(2)), 4)
+    inputs = PassInputs(Size(2, 4, 1), torch.device("cpu"))
+    layout = lay_out((chain_topology(3), chain_topology(2)), 4)
     for turn in (1, 2):
         drafted = torch.tensor([[99, 2, 3], [99, 4, 0]]) * turn
-        sheet.fill([0, 1], [5, 6 * turn], drafted, laid.depths, laid.seen, roots=[7, 8], laid=laid)
-        assert sheet.tokens.tolist() == [[7, 2 * turn, 3 * turn, 0], [8, 4 * turn, 0, 0]]
-        assert sheet.positions[:, :3].tolist() == [[5, 6, 7], [6 * turn, 6 * turn + 1, 6 * turn]]
-        assert sheet.seen[..., 0].tolist() == [[1, 3, 7, 0], [1, 3, 0, 0]]
-    other = laid_out((chain_topology(1), chain_topology(1)), 4)
-    sheet.fill([0], [5], np.array([[7, 0, 0, 0]] * 2), other.depths, other.seen, laid=other)
-    assert sheet.seen[..., 0].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
-    assert sheet.depths.count_nonzero() == 0
+        inputs.fill([0, 1], [5, 6 * turn], drafted, layout.depths, layout.seen, roots=[7, 8], layout=layout)
+        assert inputs.tokens.tolist() == [[7, 2 * turn, 3 * turn, 0], [8, 4 * turn, 0, 0]]
+        assert inputs.positions[:, :3].tolist() == [[5, 6, 7], [6 * turn, 6 * turn + 1, 6 * turn]]
+        assert inputs.seen[..., 0].tolist() == [[1, 3, 7, 0], [1, 3, 0, 0]]
+    other = lay_out((chain_topology(1), chain_topology(1)), 4)
+    inputs.fill([0], [5], np.array([[7, 0, 0, 0]] * 2), other.depths, other.seen, layout=other)
+    assert inputs.seen[..., 0].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    assert inputs.depths.count_nonzero() == 0
 
 
 def test_a_sheet_that_was_interrupted_is_told_anew() -> None:
-    sheet, tokens = Sheet(Size(1, 4, 1), torch.device("cpu")), np.array([[1, 2, 3, 4]])
-    a, b = (laid_out((shape,), 4) for shape in (topology((-1, 0, 0, 0)), chain_topology(4)))
-    sheet.fill([0], [5], tokens, a.depths, a.seen, laid=a)
+    inputs, tokens = PassInputs(Size(1, 4, 1), torch.device("cpu")), np.array([[1, 2, 3, 4]])
+    a, b = (lay_out((shape,), 4) for shape in (topology((-1, 0, 0, 0)), chain_topology(4)))
+    inputs.fill([0], [5], tokens, a.depths, a.seen, layout=a)
     with pytest.raises(ValueError, match="broadcast"):
-        sheet.fill([0], [5], tokens, b.depths, np.zeros((1, 9, 9), np.int32), laid=b)
-    sheet.fill([0], [5], tokens, a.depths, a.seen, laid=a)
-    assert sheet.depths.tolist() == a.depths.tolist()
+        inputs.fill([0], [5], tokens, b.depths, np.zeros((1, 9, 9), np.int32), layout=b)
+    inputs.fill([0], [5], tokens, a.depths, a.seen, layout=a)
+    assert inputs.depths.tolist() == a.depths.tolist()
 
 
 def test_moves_name_only_the_texts_of_this_step() -> None:
@@ -208,9 +207,11 @@ def test_nothing_moves_while_moves_are_recorded(monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace(replay=run), None
 
     monkeypatch.setattr(Pool, "record", record)
-    monkeypatch.setattr("branchwise.target.slots.move", lambda *inputs: named.append(inputs[-3].tolist()))
+    monkeypatch.setattr(
+        "branchwise.backends.transformers.kv_cache.move", lambda *inputs: named.append(inputs[-3].tolist())
+    )
     layout = Layout(((1, 1),), ((1, 1),))
-    store = SlotStore(layout, slots=2, rows=8, dtype=torch.float32, device=torch.device("cpu"), by_kernels=True)
+    store = KVCache(layout, slots=2, rows=8, dtype=torch.float32, device=torch.device("cpu"), by_kernels=True)
     store._moving.captures = True  # as on a device
     slots, lengths, paths = torch.tensor([1, 0]), torch.tensor([3, 3]), torch.tensor([[0, 2], [0, 2]])
     for _ in range(3):
@@ -230,9 +231,9 @@ def test_what_cannot_be_recorded_runs_on_its_device(monkeypatch: pytest.MonkeyPa
         yield
         there.pop()
 
-    monkeypatch.setattr("branchwise.target.graphs.on", on)
+    monkeypatch.setattr("branchwise.cuda.graphs.on", on)
     second = torch.device("cuda", 1)
-    assert Replay(lambda: list(there), second, capture=False)() == [second]
+    assert GraphedFunction(lambda: list(there), second, capture=False)() == [second]
 
 
 def foretelling(rng: random.Random) -> DraftTree:
@@ -252,15 +253,15 @@ def test_without_a_walk_match_says_the_same(temperature: float) -> None:
     accepted = 0
     for case in range(60):
         trees = [foretelling(rng) for _ in range(3)]
-        texts = [Sequence([1] * (4 + row), SamplingParams(temperature, seed=case + row)) for row in range(3)]
-        forest = Forest(trees, room=Room(nodes=rng.choice([0, 48])))
-        logits = torch.randn(3, forest.nodes, 6, generator=torch.Generator().manual_seed(case)) * 2
-        laws = ModelLaws(logits - torch.arange(6), forest, texts)
+        texts = [SequenceState([1] * (4 + row), SamplingParams(temperature, seed=case + row)) for row in range(3)]
+        batch = TreeBatch(trees, room=PadShape(nodes=rng.choice([0, 48])))
+        logits = torch.randn(3, batch.nodes, 6, generator=torch.Generator().manual_seed(case)) * 2
+        probs = WarpedProbs(logits - torch.arange(6), batch, texts)
         found = []
         for lazy in (True, False):
-            laws.lazy = lazy
+            probs.lazy = lazy
             chance = SeededChance(torch.tensor([text.seed for text in texts]), torch.tensor([3, 4, 5]))
-            found.append(VERIFIERS.build("match")(forest, laws, chance).read())
+            found.append(VERIFIERS.build("match")(batch, probs, chance).read())
         assert found[0] == found[1]
         accepted += sum(len(verdict.path) - 1 for verdict in found[0])
     assert accepted > 100
@@ -279,11 +280,11 @@ def test_a_fused_pass_scores_as_the_model_does(family: str, monkeypatch: pytest.
 
         return run
 
-    monkeypatch.setattr("branchwise.target.fuse.compiled", as_it_is)
+    monkeypatch.setattr("branchwise.cuda.fuse.compiled", as_it_is)
     model = build(SERVED[family])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     target = TransformersTarget(model, slots=1, max_nodes=8, kernels=True, compile=True)
-    text = Sequence([5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
+    text = SequenceState([5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
     target.open(text)
     assert_scores_equal_own_forward(model, target, [text], [DraftTree(torch.tensor([14, 1, 2, 3]), (-1, 0, 0, 1))])
     assert len(ran) >= 6, "three layers, checked and used"
@@ -323,9 +324,9 @@ def test_all_targets_of_a_model_read_one_stack_of_its_weights() -> None:
     places = []
     for _ in range(2):
         target = TransformersTarget(model, slots=2, max_nodes=8, kernels=True)
-        text = Sequence([5, 6, 7])
+        text = SequenceState([5, 6, 7])
         target.open(text)
-        target.score([text], Forest([DraftTree.chain([7, 1])]))
+        target.score([text], TreeBatch([DraftTree.chain([7, 1])]))
         places.append([one.weight.data_ptr() for one in model.modules() if isinstance(one, torch.nn.Linear)])
     assert places[0] == places[1]
 

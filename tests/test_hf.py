@@ -12,10 +12,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 import branchwise
-from branchwise.draft.ngram import NGram
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.sequence import SequenceState
+from branchwise.draft.lookup.ngram import NGram
 from branchwise.errors import LossyWarning, UsageError
-from branchwise.sequence import Sequence
-from branchwise.target.transformers import TransformersTarget
 from tests.conformance.architectures import VOCABULARY, build, served
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation flags.*")
@@ -159,7 +159,7 @@ def test_a_callback_that_raises_leaves_no_sequence_open() -> None:
         def bind(self, target: TransformersTarget) -> None:
             self.target = target
 
-        def close(self, sequence: Sequence) -> None:
+        def close(self, sequence: SequenceState) -> None:
             self.closed += 1
 
     def interrupt(row: int, token: int) -> None:
@@ -202,7 +202,7 @@ def test_a_draft_model_is_loaded_once_in_the_life_of_a_model(monkeypatch: pytest
         loaded.append(weakref.ref(draft))
         return draft, None
 
-    monkeypatch.setattr("branchwise.draft.weights.load_model", load)
+    monkeypatch.setattr("branchwise.draft.model.draft_model.load_model", load)
     model = build(served()["llama"])
     given = inputs(random_rows([5, 3]))
     own = model.generate(**given, max_new_tokens=8, do_sample=False)
@@ -220,7 +220,7 @@ def test_a_draft_model_is_loaded_once_in_the_life_of_a_model(monkeypatch: pytest
 
 def test_a_lossy_verifier_is_told() -> None:
     model = build(served()["llama"])
-    with pytest.warns(LossyWarning, match="changes the law"):
+    with pytest.warns(LossyWarning, match="changes the distribution"):
         model.generate(
             **inputs([[5, 6]]),
             max_new_tokens=2,

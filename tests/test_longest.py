@@ -14,19 +14,19 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from branchwise.audit.enumeration import Enumerator, outcomes
-from branchwise.audit.instances import Drafts, ExactLaws, Instance
-from branchwise.audit.longest import Begun, emitted_by_forks, lossy_distance
-from branchwise.chance import SeededChance
+from branchwise.audit.instances import Drafts, ExactProbs, Instance
+from branchwise.audit.longest import InflightPass, emitted_by_forks, lossy_distance
 from branchwise.cli import app
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.verify_graph import Places, as_program, numbers_of, packed, trace
 from branchwise.draft import TREES
 from branchwise.errors import UsageError
-from branchwise.forest import Forest
-from branchwise.laws import ModelLaws
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from branchwise.verify.capture import Places, as_program, numbers_of, packed, trace
 from branchwise.verify.longest import Longest, after_stop
 from tests.conformance.test_verifiers import WORLDS
 from tests.strategies import tokens_to, worlds
@@ -34,10 +34,10 @@ from tests.strategies import tokens_to, worlds
 TOLERANCE = 1e-9
 
 
-# How far it is from the target's law
+# How far it is from the target's distribution
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["law known", "law unknown"])
+@pytest.mark.parametrize("known", [True, False], ids=["distribution known", "distribution unknown"])
 @pytest.mark.parametrize("where", WORLDS)
 def test_one_branch_is_speculative_sampling_and_lossless(where: str, known: bool) -> None:
     for lazy in (True, False):
@@ -110,30 +110,30 @@ def slow_truth(tree: DraftTree, p: list[list[float]]) -> dict[Verdict, float]:
             alive, parent = alive * odds, node
         return [*found, alive]
 
-    law: dict[Verdict, float] = defaultdict(float)
+    probs: dict[Verdict, float] = defaultdict(float)
     for lengths in itertools.product(*(range(len(branch) + 1) for branch in branches)):
         weight = float(np.prod([runs(branch)[length] for branch, length in zip(branches, lengths, strict=True)]))
         best = max(lengths)
         kept = branches[lengths.index(best)][:best]
         if kept:
-            law[Verdict((0, *kept[:-1]), tokens[kept[-1]])] += weight
+            probs[Verdict((0, *kept[:-1]), tokens[kept[-1]])] += weight
         elif weight > 0:
             left = [max(mass - float(other), 0) for mass, other in zip(p[0], q[0], strict=True)]  # type: ignore[index]
             for token, mass in enumerate(left):
-                law[Verdict((0,), token)] += weight * mass / sum(left)
-    return {verdict: weight for verdict, weight in law.items() if weight > 1e-15}
+                probs[Verdict((0,), token)] += weight * mass / sum(left)
+    return {verdict: weight for verdict, weight in probs.items() if weight > 1e-15}
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("known", [True, False], ids=["law known", "law unknown"])
+@pytest.mark.parametrize("known", [True, False], ids=["distribution known", "distribution unknown"])
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_every_verdict_is_that_of_the_slow_truth(width: int, known: bool, lazy: bool) -> None:
     instance = Instance.random(3, 2, 2, 1.5, (7,))
-    drafts = Drafts.grown(Begun(width, 2, torch.from_numpy(instance.p[0][0]) if known else None), instance)
+    drafts = Drafts.grown(InflightPass(width, 2, torch.from_numpy(instance.p[0][0]) if known else None), instance)
     found: list[dict[Verdict, float]] = [defaultdict(float) for _ in drafts.trees]
 
     def verify(rows: Tensor, chance: Enumerator) -> Verdicts:
-        return Longest()(drafts.forest.take(rows), ExactLaws(drafts.p[rows], lazy=lazy), chance)
+        return Longest()(drafts.batch.take(rows), ExactProbs(drafts.p[rows], lazy=lazy), chance)
 
     for outcome in outcomes(verify, len(drafts.trees)):
         for row, weight, verdict in zip(
@@ -152,7 +152,7 @@ V = 4
 
 
 def fork(*branches: list[int], trusted: bool = True, root: int = 0) -> DraftTree:
-    """Branches of one length, drawn from even laws."""
+    """Branches of one length, drawn from even distributions."""
     width, depth = len(branches), len(branches[0])
     tokens = [root, *(branch[level] for level in range(depth) for branch in branches)]
     parents = (-1, *(max(node - width, 0) for node in range(1, len(tokens))))
@@ -162,13 +162,14 @@ def fork(*branches: list[int], trusted: bool = True, root: int = 0) -> DraftTree
 
 
 def sure(tree: DraftTree, wanted: dict[int, int]) -> Tensor:
-    """(nodes, V): laws that are certain of a token: of the given one after some nodes, of the last after the others."""
+    """(nodes, V): distributions that are certain of a token: of the given one after some nodes, of the last after the
+    others."""
     return torch.eye(V)[[wanted.get(node, V - 1) for node in range(len(tree))]]
 
 
 def verdict_of(tree: DraftTree, p: Tensor, *, lazy: bool = True) -> Verdict:
     chance = SeededChance(torch.tensor([3]), torch.tensor([5]))
-    return Longest()(Forest([tree]), ExactLaws(p[None], lazy=lazy), chance).read()[0]
+    return Longest()(TreeBatch([tree]), ExactProbs(p[None], lazy=lazy), chance).read()[0]
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
@@ -209,7 +210,7 @@ def test_what_is_wanted_after_a_stop() -> None:
 SAMPLING = [SamplingParams(temperature=1.0), SamplingParams(), SamplingParams(temperature=0.7), SamplingParams()]
 
 
-def batch_of(seed: int, *, same_shape: bool = False) -> tuple[list[DraftTree], list[Sequence], Tensor]:
+def batch_of(seed: int, *, same_shape: bool = False) -> tuple[list[DraftTree], list[SequenceState], Tensor]:
     """Forks of several shapes, trusted and not, and one without branches; logits for their nodes."""
     rng = np.random.default_rng(seed)
     shapes = [(3, 2)] * 4 if same_shape else [(3, 2), (1, 3), (2, 1), (2, 3)]
@@ -220,18 +221,18 @@ def batch_of(seed: int, *, same_shape: bool = False) -> tuple[list[DraftTree], l
         trees.append(fork(*branches, trusted=bool((row + seed) % 2)))
     if not same_shape:
         trees.append(DraftTree(torch.tensor([1]), (-1,), Draw.FORK))
-    sequences = [Sequence([0], replace(SAMPLING[row % 4], seed=row)) for row in range(len(trees))]
+    sequences = [SequenceState([0], replace(SAMPLING[row % 4], seed=row)) for row in range(len(trees))]
     nodes = max(map(len, trees))
     return trees, sequences, torch.from_numpy(rng.standard_normal((len(trees), nodes, V))).float() * 2
 
 
 def verdicts(
-    trees: list[DraftTree], sequences: list[Sequence], logits: Tensor, seeds: list[int], lazy: bool
+    trees: list[DraftTree], sequences: list[SequenceState], logits: Tensor, seeds: list[int], lazy: bool
 ) -> list[Verdict]:
-    forest = Forest(trees)
-    laws = ModelLaws(logits[:, : forest.nodes], forest, sequences)
-    laws.lazy = lazy
-    return Longest()(forest, laws, SeededChance(torch.tensor(seeds), torch.tensor(seeds) + 2)).read()
+    batch = TreeBatch(trees)
+    probs = WarpedProbs(logits[:, : batch.nodes], batch, sequences)
+    probs.lazy = lazy
+    return Longest()(batch, probs, SeededChance(torch.tensor(seeds), torch.tensor(seeds) + 2)).read()
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
@@ -258,24 +259,24 @@ def test_a_greedy_text_keeps_the_longest_run_of_the_target_s_best_tokens() -> No
         found = verdicts(trees, sequences, logits, list(range(5)), True)
         for row in (1, 3):
             tree, best = trees[row], logits[row].argmax(dim=-1).tolist()
-            law = slow_truth(tree, torch.eye(V)[best].tolist())
-            assert list(law) == [found[row]], "no coin decides"
+            probs = slow_truth(tree, torch.eye(V)[best].tolist())
+            assert list(probs) == [found[row]], "no coin decides"
 
 
 def test_traced_on_one_batch_it_serves_every_batch_of_the_same_shapes() -> None:
     # Catches Python that looks at values, which forks are trusted among them.
-    sampled = [Sequence([0], SamplingParams(temperature=1.0, seed=row)) for row in range(4)]
+    sampled = [SequenceState([0], SamplingParams(temperature=1.0, seed=row)) for row in range(4)]
 
     def places(trees: list[DraftTree], logits: Tensor) -> Places:
-        forest = Forest(trees)
-        assert forest.q is not None
-        return Places(packed(numbers_of(forest, chance)), logits, forest.q)
+        batch = TreeBatch(trees)
+        assert batch.q is not None
+        return Places(packed(numbers_of(batch, chance)), logits, batch.q)
 
     chance = SeededChance(torch.arange(4), torch.arange(4) + 2)
     first, _, logits = batch_of(0, same_shape=True)
-    laws = ModelLaws(logits, Forest(first), sampled)
-    laws.lazy = False
-    traced = trace(as_program(Longest(), Forest(first), laws), places(first, logits))
+    probs = WarpedProbs(logits, TreeBatch(first), sampled)
+    probs.lazy = False
+    traced = trace(as_program(Longest(), TreeBatch(first), probs), places(first, logits))
     for seed in range(8):
         trees, _, logits = batch_of(seed, same_shape=True)
         found = Verdicts.written(traced(*places(trees, logits))).read()
@@ -309,7 +310,7 @@ def test_the_audit_of_verifiers_does_not_pretend_to_prove_it() -> None:
         (lambda: replace(fork([0, 1], [1, 2]), parents=(-1, 0, 0, 2, 1)), "one chain a branch"),
         (lambda: replace(fork([0, 1], [1, 2]), parents=(-1, 0, 0, 1, 1)), "one chain a branch"),
         (lambda: replace(fork([0, 1]), draw=Draw.WITHOUT_REPLACEMENT), "Only a fork can be trusted"),
-        (lambda: DraftTree(torch.tensor([0]), (-1,), Draw.FORK, trusted=True), "carries the law"),
+        (lambda: DraftTree(torch.tensor([0]), (-1,), Draw.FORK, trusted=True), "carries the distribution"),
     ],
 )
 def test_what_is_no_fork_is_refused(tree, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -1,10 +1,10 @@
-"""Match: against a recursive form that reads like its definition, against plain decoding, and against the exact law."""
+"""Match: against a recursive form that reads like its definition, against plain decoding, and against the exact
+distribution."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.chance import SeededChance
-from branchwise.forest import Forest
-from branchwise.laws import ModelLaws
-from branchwise.sampling import Context, SamplingParams, warp
-from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.sampling import Context, SamplingParams, warp
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.verify import Verdict, Verdicts
 from branchwise.verify.match import Match
 from tests.strategies import path_trees, trees
@@ -34,31 +34,31 @@ def toy_logits(prefix: Tokens) -> Tensor:
     return torch.randn(VOCABULARY, generator=generator).mul(6).round().div(4)
 
 
-def score(sequences: Rows[Sequence], forest: Forest) -> ModelLaws:
+def score(sequences: Sequence[SequenceState], batch: TreeBatch) -> WarpedProbs:
     """What a target would find: row i is what follows the path to node i. Padding holds nonsense."""
-    logits = torch.full((len(forest), forest.nodes, VOCABULARY), float("nan"))
-    for row, (sequence, tree) in enumerate(zip(sequences, forest.trees, strict=True)):
+    logits = torch.full((len(batch), batch.nodes, VOCABULARY), float("nan"))
+    for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=True)):
         for node in range(len(tree)):
             logits[row, node] = toy_logits((*sequence.tokens[:-1], *tree.tokens[tree.topology.path(node)].tolist()))
-    return ModelLaws(logits, forest, sequences)
+    return WarpedProbs(logits, batch, sequences)
 
 
-def chance_for(sequences: Rows[Sequence]) -> SeededChance:
+def chance_for(sequences: Sequence[SequenceState]) -> SeededChance:
     seeds = torch.tensor([sequence.seed for sequence in sequences])
     return SeededChance(seeds, torch.tensor([len(sequence.tokens) - 1 for sequence in sequences]))
 
 
-def verify(sequences: Rows[Sequence], drafted: Rows[DraftTree]) -> list[Verdict]:
-    forest = Forest(drafted)
-    return Match()(forest, score(sequences, forest), chance_for(sequences)).read()
+def verify(sequences: Sequence[SequenceState], drafted: Sequence[DraftTree]) -> list[Verdict]:
+    batch = TreeBatch(drafted)
+    return Match()(batch, score(sequences, batch), chance_for(sequences)).read()
 
 
-def next_token(sequence: Sequence, prefix: list[int]) -> int:
+def next_token(sequence: SequenceState, prefix: list[int]) -> int:
     """Plain decoding, one token at a time, with nothing of the tree in sight."""
-    law = warp(toy_logits(tuple(prefix))[None], [sequence.sampling], [Context(prefix, sequence.prompt_length)])
+    probs = warp(toy_logits(tuple(prefix))[None], [sequence.sampling], [Context(prefix, sequence.prompt_length)])
     if sequence.sampling.greedy:
-        return int(law.argmax())
-    return int(SeededChance(torch.tensor([sequence.seed]), torch.tensor([len(prefix) - 1])).token(law, 0))
+        return int(probs.argmax())
+    return int(SeededChance(torch.tensor([sequence.seed]), torch.tensor([len(prefix) - 1])).token(probs, 0))
 
 
 def walk(tree: DraftTree, node: int, prefix: list[int], draw: Callable[[list[int]], int]) -> Verdict:
@@ -89,7 +89,7 @@ def rooted(tree: DraftTree, root: int) -> DraftTree:
 
 
 @st.composite
-def skilled_trees(draw: st.DrawFn, sequence: Sequence) -> DraftTree:
+def skilled_trees(draw: st.DrawFn, sequence: SequenceState) -> DraftTree:
     """Any tree, or one that holds what will be written, among siblings that are wrong."""
     if draw(st.booleans()):
         return rooted(draw(trees(VOCABULARY)), sequence.root)
@@ -108,22 +108,22 @@ def skilled_trees(draw: st.DrawFn, sequence: Sequence) -> DraftTree:
 
 
 @st.composite
-def batches(draw: st.DrawFn, size: int = 3) -> tuple[list[Sequence], list[DraftTree]]:
-    sequences = [Sequence(draw(prompts), draw(params)) for _ in range(draw(st.integers(1, size)))]
+def batches(draw: st.DrawFn, size: int = 3) -> tuple[list[SequenceState], list[DraftTree]]:
+    sequences = [SequenceState(draw(prompts), draw(params)) for _ in range(draw(st.integers(1, size)))]
     for sequence in sequences:
         sequence.tokens += draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=3))
     return sequences, [draw(skilled_trees(sequence)) for sequence in sequences]
 
 
 @given(batches())
-def test_a_verdict_is_that_of_the_recursive_form(batch: tuple[list[Sequence], list[DraftTree]]) -> None:
+def test_a_verdict_is_that_of_the_recursive_form(batch: tuple[list[SequenceState], list[DraftTree]]) -> None:
     sequences, drafted = batch
     for sequence, tree, verdict in zip(sequences, drafted, verify(sequences, drafted), strict=True):
         assert verdict == walk(tree, 0, sequence.tokens, lambda prefix, s=sequence: next_token(s, prefix))
 
 
 @given(batches(size=4))
-def test_a_batch_gives_each_sequence_what_it_gets_alone(batch: tuple[list[Sequence], list[DraftTree]]) -> None:
+def test_a_batch_gives_each_sequence_what_it_gets_alone(batch: tuple[list[SequenceState], list[DraftTree]]) -> None:
     sequences, drafted = batch
     alone = [verify([sequence], [tree])[0] for sequence, tree in zip(sequences, drafted, strict=True)]
     assert verify(sequences, drafted) == alone
@@ -131,10 +131,10 @@ def test_a_batch_gives_each_sequence_what_it_gets_alone(batch: tuple[list[Sequen
 
 @given(batches(size=1))
 def test_greedy_keeps_the_longest_path_that_the_target_would_write(
-    batch: tuple[list[Sequence], list[DraftTree]],
+    batch: tuple[list[SequenceState], list[DraftTree]],
 ) -> None:
     [sequence], [tree] = batch
-    sequence = Sequence(sequence.tokens)
+    sequence = SequenceState(sequence.tokens)
     [verdict] = verify([sequence], [tree])
     written: list[int] = []
     for _ in range(tree.depth + 1):
@@ -151,31 +151,31 @@ def test_greedy_keeps_the_longest_path_that_the_target_would_write(
     assert verdict.token == written[len(verdict.path) - 1]
 
 
-Grow = Callable[[Sequence, list[int]], DraftTree]
+Grow = Callable[[SequenceState, list[int]], DraftTree]
 
 
-def no_skill(sequence: Sequence, truth: list[int]) -> DraftTree:
+def no_skill(sequence: SequenceState, truth: list[int]) -> DraftTree:
     generator = torch.Generator().manual_seed(len(sequence.tokens))
     tokens = torch.randint(VOCABULARY, (7,), generator=generator)
     return rooted(DraftTree(tokens, (-1, 0, 0, 1, 1, 2, 3)), sequence.root)
 
 
-def all_truth(sequence: Sequence, truth: list[int]) -> DraftTree:
+def all_truth(sequence: SequenceState, truth: list[int]) -> DraftTree:
     return DraftTree.chain([sequence.root, *truth[:3]])
 
 
-def truth_among_siblings(sequence: Sequence, truth: list[int]) -> DraftTree:
+def truth_among_siblings(sequence: SequenceState, truth: list[int]) -> DraftTree:
     wrong = [(token + 1) % VOCABULARY for token in truth[:2]]
     return DraftTree(torch.tensor([sequence.root, wrong[0], truth[0], wrong[1], truth[1]]), (-1, 0, 0, 2, 2))
 
 
-def adversary(sequence: Sequence, truth: list[int]) -> DraftTree:
+def adversary(sequence: SequenceState, truth: list[int]) -> DraftTree:
     """Everything but the truth at first, and the truth below the wrong token."""
     wrong = [token for token in range(VOCABULARY) if token != truth[0]]
     return DraftTree(torch.tensor([sequence.root, *wrong, truth[1], truth[0]]), (-1, 0, 0, 0, 1, 2))
 
 
-def lookalike(sequence: Sequence, truth: list[int]) -> DraftTree:
+def lookalike(sequence: SequenceState, truth: list[int]) -> DraftTree:
     """The true token one level too deep, where its noise would be another position's."""
     return DraftTree.chain([sequence.root, (truth[0] + 1) % VOCABULARY, truth[0], truth[1]])
 
@@ -191,10 +191,10 @@ def test_with_the_same_seed_the_output_equals_plain_decoding(
     length = 24
     for seed in range(3):
         sampling = SamplingParams(temperature=temperature, seed=seed, **options)  # type: ignore[arg-type]
-        plain = Sequence([1, 2, 3], sampling)
+        plain = SequenceState([1, 2, 3], sampling)
         for _ in range(length + 4):
             plain.tokens.append(next_token(plain, plain.tokens))
-        sequence, steps = Sequence([1, 2, 3], sampling), 0
+        sequence, steps = SequenceState([1, 2, 3], sampling), 0
         while len(sequence.output) < length:
             tree = grow(sequence, plain.output[len(sequence.output) :])
             [verdict] = verify([sequence], [tree])
@@ -209,7 +209,7 @@ def test_with_the_same_seed_the_output_equals_plain_decoding(
 
 def test_a_one_node_tree_is_plain_decoding() -> None:
     for seed in range(20):
-        sequence = Sequence([1, 2], SamplingParams(temperature=1.0, seed=seed))
+        sequence = SequenceState([1, 2], SamplingParams(temperature=1.0, seed=seed))
         assert verify([sequence], [DraftTree.root(2)]) == [Verdict((0,), next_token(sequence, sequence.tokens))]
 
 
@@ -220,23 +220,23 @@ def test_any_draw_is_accepted_but_the_lossy_one() -> None:
 
 @given(path_trees(VOCABULARY), st.integers(0, 5))
 def test_how_a_tree_was_drawn_does_not_matter(tree: DraftTree, seed: int) -> None:
-    sequence = Sequence([2, 0], SamplingParams(temperature=1.0, seed=seed))
+    sequence = SequenceState([2, 0], SamplingParams(temperature=1.0, seed=seed))
     fixed = DraftTree(tree.tokens, tree.parents)
     assert verify([sequence], [rooted(tree, 0)]) == verify([sequence], [rooted(fixed, 0)])
 
 
 def test_a_batch_that_is_drawn_to_the_end_gives_the_same_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a device no walk ends early: rows that are done go on being drawn, and must not change.
-    sequences = [Sequence([1, 2], SamplingParams(temperature=1.0, seed=seed)) for seed in range(8)]
+    sequences = [SequenceState([1, 2], SamplingParams(temperature=1.0, seed=seed)) for seed in range(8)]
     drafted = [no_skill(sequence, []) for sequence in sequences[:4]]
     drafted += [DraftTree.chain([2, *plain_output(sequence, 3)]) for sequence in sequences[4:]]
     early = verify(sequences, drafted)
-    monkeypatch.setattr("branchwise.verify.match.settled", lambda laws, done: False)
+    monkeypatch.setattr("branchwise.verify.match.settled", lambda probs, done: False)
     assert verify(sequences, drafted) == early
     assert {len(verdict.path) for verdict in early} >= {1, 4}
 
 
-def plain_output(sequence: Sequence, length: int) -> list[int]:
+def plain_output(sequence: SequenceState, length: int) -> list[int]:
     tokens = list(sequence.tokens)
     for _ in range(length):
         tokens.append(next_token(sequence, tokens))
@@ -244,21 +244,21 @@ def plain_output(sequence: Sequence, length: int) -> list[int]:
 
 
 def test_a_walk_reads_no_rows_once_every_tree_is_done() -> None:
-    sequences = [Sequence([1, 2], SamplingParams(temperature=1.0, seed=seed)) for seed in range(2)]
+    sequences = [SequenceState([1, 2], SamplingParams(temperature=1.0, seed=seed)) for seed in range(2)]
     [wrong, other] = [(plain_output(sequence, 1)[0] + 1) % VOCABULARY for sequence in sequences]
-    forest = Forest([DraftTree.chain([2, wrong, 0, 0, 0]), DraftTree.chain([2, other, 1])])
-    laws = score(sequences, forest)
+    batch = TreeBatch([DraftTree.chain([2, wrong, 0, 0, 0]), DraftTree.chain([2, other, 1])])
+    probs = score(sequences, batch)
     asked: list[list[int]] = []
-    rows = laws.rows
-    laws.rows = lambda nodes: asked.append(nodes.tolist()) or rows(nodes)  # type: ignore[func-returns-value,method-assign]
-    Match()(forest, laws, chance_for(sequences))
+    rows = probs.rows
+    probs.rows = lambda nodes: asked.append(nodes.tolist()) or rows(nodes)  # type: ignore[func-returns-value,method-assign]
+    Match()(batch, probs, chance_for(sequences))
     assert asked == [[0, 0]]
 
 
 def test_greedy_asks_chance_for_nothing() -> None:
-    sequence = Sequence([1, 2])
-    forest = Forest([DraftTree.chain([2, *plain_output(sequence, 2)])])
-    [verdict] = Match()(forest, score([sequence], forest), chance=None).read()  # type: ignore[arg-type]
+    sequence = SequenceState([1, 2])
+    batch = TreeBatch([DraftTree.chain([2, *plain_output(sequence, 2)])])
+    [verdict] = Match()(batch, score([sequence], batch), chance=None).read()  # type: ignore[arg-type]
     assert verdict.path == (0, 1, 2)
 
 
@@ -267,7 +267,7 @@ def test_verdicts_are_read_without_their_padding() -> None:
     assert verdicts.read() == [Verdict((0, 2), 7), Verdict((0,), 8), Verdict((0, 1, 3), 9)]
 
 
-# The exact law, by following every outcome
+# The exact distribution, by following every outcome
 
 
 class EnumeratingChance:
@@ -280,9 +280,9 @@ class EnumeratingChance:
         """beginnings that no one has followed yet"""
         self.probability = 1.0
 
-    def token(self, law: Tensor, depth: int) -> Tensor:
+    def token(self, probs: Tensor, depth: int) -> Tensor:
         assert len(self.answers) == depth, "a position's noise is used once"
-        row = law[0].double() / law[0].double().sum()
+        row = probs[0].double() / probs[0].double().sum()
         if depth < len(self.prescribed):
             answer = self.prescribed[depth]
         else:
@@ -298,30 +298,30 @@ class EnumeratingChance:
     pick = order = accept  # type: ignore[assignment]
 
 
-def every_outcome(sequence: Sequence, tree: DraftTree) -> Iterator[tuple[Tokens, float]]:
+def every_outcome(sequence: SequenceState, tree: DraftTree) -> Iterator[tuple[Tokens, float]]:
     """The emitted tokens of one step, with their probability."""
-    forest = Forest([tree])
-    laws = score([sequence], forest)
+    batch = TreeBatch([tree])
+    probs = score([sequence], batch)
     waiting: list[Tokens] = [()]
     while waiting:
         chance = EnumeratingChance(waiting.pop())
-        [verdict] = Match()(forest, laws, chance).read()
+        [verdict] = Match()(batch, probs, chance).read()
         waiting += chance.open
         yield (*tree.tokens[list(verdict.path[1:])].tolist(), verdict.token), chance.probability
 
 
-def target_law(sequence: Sequence, length: int, written: Tokens = ()) -> dict[Tokens, float]:
+def target_law(sequence: SequenceState, length: int, written: Tokens = ()) -> dict[Tokens, float]:
     """The probability of every continuation of `written` to `length` tokens, by plain decoding."""
     if len(written) == length:
         return {written: 1.0}
     prefix = [*sequence.tokens, *written]
-    law = warp(toy_logits(tuple(prefix))[None], [sequence.sampling], [Context(prefix, sequence.prompt_length)])[
+    probs = warp(toy_logits(tuple(prefix))[None], [sequence.sampling], [Context(prefix, sequence.prompt_length)])[
         0
     ].double()
     found: dict[Tokens, float] = {}
-    for token in law.nonzero()[:, 0].tolist():
+    for token in probs.nonzero()[:, 0].tolist():
         for text, probability in target_law(sequence, length, (*written, token)).items():
-            found[text] = probability * float(law[token] / law.sum())
+            found[text] = probability * float(probs[token] / probs.sum())
     return found
 
 
@@ -329,7 +329,7 @@ def target_law(sequence: Sequence, length: int, written: Tokens = ()) -> dict[To
 def test_the_law_of_what_is_emitted_is_exactly_the_target_s(
     tree: DraftTree, prompt: list[int], sampling: SamplingParams
 ) -> None:
-    sequence = Sequence(prompt, sampling)
+    sequence = SequenceState(prompt, sampling)
     tree = rooted(tree, sequence.root)
     length = tree.depth + 1
     emitted: dict[Tokens, float] = defaultdict(float)

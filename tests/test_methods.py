@@ -13,14 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from branchwise.cli import app, main
-from branchwise.draft import Budget, build_drafter, build_growth
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.tree import Draw
+from branchwise.draft import build_drafter, build_policy
+from branchwise.draft.base import Budget
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, LossyWarning, UsageError
 from branchwise.llm import LLM, load
 from branchwise.methods import PLAIN, PRESETS, Method, choose_method, find_method, find_methods, table
-from branchwise.sampling import SamplingParams
 from branchwise.testing import ToyTarget
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, check_pairing
 
 ROOT = Path(__file__).parents[1]
@@ -73,8 +74,8 @@ def test_a_preset_draws_what_its_verifier_takes(name: str) -> None:
     method = PRESETS[name]
     assert method.tree is not None
     verifier = VERIFIERS.build(method.verify)
-    check_pairing(verifier, build_growth(method.tree).draw, name)
-    # A rule that changes the law says so in its name, and no other does.
+    check_pairing(verifier, build_policy(method.tree).draw, name)
+    # A rule that changes the distribution says so in its name, and no other does.
     assert getattr(verifier, "lossless", True) is method.lossless is ("lossy" not in name)
 
 
@@ -100,7 +101,7 @@ def test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget(name: str, te
 @pytest.mark.parametrize("name", FREE)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same(name: str, temperature: float) -> None:
-    """Sampled, seed for seed, with `match`; what is drawn has its law tested elsewhere."""
+    """Sampled, seed for seed, with `match`; what is drawn has its distribution tested elsewhere."""
     target, texts = ToyTarget(4, seed=3), []
     for method, most in ((PLAIN, None), (PRESETS[name], None), (PRESETS[name], Budget(6, 3))):
         drafter, verifier = method.build()
@@ -342,7 +343,9 @@ def test_whoever_joins_or_loads_a_lossy_method_is_told(monkeypatch: pytest.Monke
         lambda: llm.with_drafter("disturbed", "fork-lossy:4x6", "lossy-longest"),
         lambda: llm.with_drafter(build_drafter("disturbed", "fork-lossy:4x6"), verify="lossy-longest"),
     ):
-        with pytest.warns(LossyWarning, match="is lossy: it changes the law.*measured on fork-lossy:2x2 over 3 tokens"):
+        with pytest.warns(
+            LossyWarning, match="is lossy: it changes the distribution.*measured on fork-lossy:2x2 over 3 tokens"
+        ):
             assert join().engine.verifier.name == "lossy-longest"
     llm.with_method(on_toys("cascade"))  # a warning is an error here
 
@@ -356,7 +359,7 @@ def test_whoever_joins_or_loads_a_lossy_method_is_told(monkeypatch: pytest.Monke
 
 
 def test_a_lossy_rule_of_ones_own_was_not_measured() -> None:
-    with pytest.warns(LossyWarning, match="'my-lossy:3' is lossy: it changes the law.*was not measured"):
+    with pytest.warns(LossyWarning, match="'my-lossy:3' is lossy: it changes the distribution.*was not measured"):
         Method("mine", "ngram", None, "my-lossy:3").warn_if_lossy()
 
 
@@ -377,7 +380,7 @@ def test_every_command_tells_once_that_a_method_is_lossy(
     told = capsys.readouterr()
     assert told.out == ""
     lossy, ended = told.err.splitlines()
-    assert lossy.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the law")
+    assert lossy.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the distribution")
     assert "for fork-lossy:4x6 on the vocabulary of a model it is not known" in lossy
     assert ended == "branchwise: no weights"
 

@@ -1,9 +1,10 @@
-"""A draft model: its laws are those of the model on the whole text, at every node and after every rejection."""
+"""A draft model: its distributions are those of the model on the whole text, at every node and after every
+rejection."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,22 +12,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from branchwise.draft import Budget, build_drafter
-from branchwise.draft.dice import Dice
-from branchwise.draft.grown import Wish
-from branchwise.draft.growth import Found, Growing, Growth, Sapling, drawable
-from branchwise.draft.model import FOR_GREEDY, ModelDrafter, sound
-from branchwise.draft.paths import Paths
-from branchwise.draft.rsd import Branching
-from branchwise.draft.trim import frequent_tokens, save_counts, table_of
-from branchwise.draft.vocabulary import common, spellings
-from branchwise.draft.weights import Weights, bytes_read
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy, drawable
+from branchwise.draft.model.draft_model import Weights, bytes_read
+from branchwise.draft.model.drafter import FOR_GREEDY, ModelDrafter, sound
+from branchwise.draft.model.trim import frequent_tokens, save_counts, table_of
+from branchwise.draft.model.vocabulary import common, spellings
+from branchwise.draft.policies.paths import Paths
+from branchwise.draft.policies.rsd import Branching
+from branchwise.draft.sampler import DraftSampler
+from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, ModelError
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target.transformers import TransformersTarget
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 
 VOCABULARY = 24
@@ -62,37 +64,37 @@ class Wild:
 
     draw = Draw.WITHOUT_REPLACEMENT
 
-    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-        tree, order, waiting = Sapling([root]), random.Random(root), [0]
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        tree, order, waiting = TreeBuilder([root]), random.Random(root), [0]
         while waiting and len(tree) + 3 <= budget.nodes and len(tree) < 14:
             chosen = sorted(order.sample(waiting, order.randint(1, len(waiting))), reverse=len(tree) % 2 == 0)
             waiting = [node for node in waiting if node not in chosen]
             found = yield tree, chosen
-            for node, law in zip(chosen, drawable(found.laws), strict=True):
-                tree.laws[node] = law
+            for node, probs in zip(chosen, drawable(found.probs), strict=True):
+                tree.probs[node] = probs
                 if tree.depths[node] < budget.depth:
-                    waiting += [tree.add(node, token) for token in dice.order(law, 2, node)]
+                    waiting += [tree.add(node, token) for token in sampler.order(probs, 2, node)]
         return tree.finish(self.draw)
 
 
 class Checked(ModelDrafter):
-    """Compares every law with the draft model's own forward pass over the whole text."""
+    """Compares every distribution with the draft model's own forward pass over the whole text."""
 
     seen = 0
 
-    def look(self, wishes: Rows[Wish]) -> list[Found]:
-        found = super().look(wishes)
-        for wish, said in zip(wishes, found, strict=True):
-            for node, law in zip(wish.nodes, said.laws, strict=True):
-                text = [*wish.sequence.tokens, *wish.tree.path(node)]
-                assert torch.allclose(law, self.slow_law(text, wish), atol=1e-5)
+    def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
+        found = super().look(requests)
+        for request, said in zip(requests, found, strict=True):
+            for node, probs in zip(request.nodes, said.probs, strict=True):
+                text = [*request.sequence.tokens, *request.tree.path(node)]
+                assert torch.allclose(probs, self.slow_probs(text, request), atol=1e-5)
                 self.seen += 1
         return found
 
-    def slow_law(self, text: list[int], wish: Wish) -> Tensor:
+    def slow_probs(self, text: list[int], request: ExpandRequest) -> Tensor:
         with torch.inference_mode():
             logits = self.weights.model(torch.tensor([text])).logits[0, -1]
-        return torch.softmax(logits / (wish.sequence.sampling.temperature or FOR_GREEDY), dim=-1)
+        return torch.softmax(logits / (request.sequence.sampling.temperature or FOR_GREEDY), dim=-1)
 
 
 def run(drafter: object, verify: str, sampling: SamplingParams, length: int = 24) -> list[list[int]]:
@@ -115,7 +117,9 @@ def run(drafter: object, verify: str, sampling: SamplingParams, length: int = 24
     ids=["paths", "chain", "rsd-c", "wild", "wild by match"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_law_is_the_draft_models_own_after_the_whole_text(tree: Growth, verify: str, temperature: float) -> None:
+def test_every_law_is_the_draft_models_own_after_the_whole_text(
+    tree: TreePolicy, verify: str, temperature: float
+) -> None:
     # Catches rows kept of rejected nodes, rows in the wrong place, wrong positions, a mask that shows a sibling,
     # and slots mixed up when texts end and others join.
     drafter = Checked(weights(), tree=tree)
@@ -125,7 +129,7 @@ def test_every_law_is_the_draft_models_own_after_the_whole_text(tree: Growth, ve
 
 @pytest.mark.parametrize("tree", [Paths("2x3"), Branching(3, 1), Wild()], ids=["paths", "rsd-c", "wild"])
 @pytest.mark.parametrize("skill", ["another model", "the target itself"])
-def test_the_text_is_that_of_plain_decoding(tree: Growth, skill: str) -> None:
+def test_the_text_is_that_of_plain_decoding(tree: TreePolicy, skill: str) -> None:
     drafter = ModelDrafter(weights() if skill == "another model" else Weights("same", tiny(0), None), tree=tree)
     for temperature in (0.0, 0.9):
         sampling = SamplingParams(temperature=temperature, seed=3)
@@ -175,11 +179,11 @@ def test_drafters_that_take_turns_share_slots_and_others_do_not() -> None:
 def test_rooms_of_other_sizes_do_not_pile_up() -> None:
     shared = weights()
     for context in range(30, 45):
-        shared.give_back(shared.borrow(1, context))
+        shared.release(shared.acquire(1, context))
     assert [slots.context for _, slots in shared._idle] == [41, 42, 43, 44]
-    half = shared.borrow(1, 44)
-    half.store.open(Sequence([1]))
-    shared.give_back(half)
+    half = shared.acquire(1, 44)
+    half.store.open(SequenceState([1]))
+    shared.release(half)
     assert len(shared._idle) == 3, "what is not empty is not lent again"
 
 
@@ -228,17 +232,17 @@ def test_cost_is_what_a_pass_reads_of_the_draft_over_what_it_reads_of_the_target
 def test_hidden_states_are_what_the_head_saw_where_a_policy_wants_them() -> None:
     class Curious(Branching):
         wants_hidden = True
-        found: Found
+        found: NodeProbs
 
-        def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-            growing, answer = super().grow(root, budget, dice), None
+        def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+            growing, answer = super().grow(root, budget, sampler), None
             while True:
                 try:
                     asked = growing.send(answer)
                 except StopIteration as end:
                     return end.value  # type: ignore[no-any-return]
                 answer = yield asked
-                if isinstance(answer, Found):
+                if isinstance(answer, NodeProbs):
                     self.found = answer
 
     tree = Curious(2, 1)
@@ -249,8 +253,8 @@ def test_hidden_states_are_what_the_head_saw_where_a_policy_wants_them() -> None
     hidden = tree.found.hidden
     assert hidden is not None
     with torch.inference_mode():
-        laws = torch.softmax(drafter.weights.model.lm_head(hidden), dim=-1)
-    assert torch.allclose(laws, tree.found.laws, atol=1e-6)
+        probs = torch.softmax(drafter.weights.model.lm_head(hidden), dim=-1)
+    assert torch.allclose(probs, tree.found.probs, atol=1e-6)
     assert len(hidden) == 2
 
 
@@ -289,8 +293,8 @@ def test_a_draft_model_that_overflows_changes_nothing() -> None:
     while engine.busy:
         engine.step()
     assert len(set(generation.token_ids)) > 5
-    laws = torch.tensor([[0.5, 0.5, 0.0], [float("nan")] * 3, [0.0, 0.0, 0.0]])
-    assert torch.equal(sound(laws), torch.tensor([[0.5, 0.5, 0.0], [1 / 3] * 3, [1 / 3] * 3]))
+    probs = torch.tensor([[0.5, 0.5, 0.0], [float("nan")] * 3, [0.0, 0.0, 0.0]])
+    assert torch.equal(sound(probs), torch.tensor([[0.5, 0.5, 0.0], [1 / 3] * 3, [1 / 3] * 3]))
 
 
 def test_engines_that_share_a_draft_model_do_not_take_each_others_slots() -> None:
@@ -423,11 +427,11 @@ def test_tokens_are_matched_by_what_they_spell_whichever_way_they_are_written() 
 
 
 def test_an_end_of_text_that_is_spelled_alike_in_both_counts_once() -> None:
-    # Counted twice, its probability would be lost when the law is spread over the target's vocabulary.
+    # Counted twice, its probability would be lost when the distribution is spread over the target's vocabulary.
     theirs = byte_level([*WORDS[3:], "Ġbird"])
     vocabulary = common(byte_level(WORDS), len(WORDS) + 1, theirs, len(WORDS) - 1, "other")
-    laws = torch.softmax(torch.randn(4, len(vocabulary.tokens)), dim=-1)
-    assert torch.allclose(vocabulary.spread(laws).sum(dim=-1), torch.ones(4))
+    probs = torch.softmax(torch.randn(4, len(vocabulary.tokens)), dim=-1)
+    assert torch.allclose(vocabulary.spread(probs).sum(dim=-1), torch.ones(4))
     assert vocabulary.draft_of[len(WORDS)] == len(WORDS) - 2
 
 

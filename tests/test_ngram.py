@@ -10,14 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchwise.draft import Budget, Drafter, build_drafter
-from branchwise.draft.chain import Chain
-from branchwise.draft.evidence import WIDTH, share
-from branchwise.draft.ngram import PLACES, Index, NGram
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.lookup.ngram import PLACES, Index, NGram
+from branchwise.draft.lookup.ppm import WIDTH, share
 from branchwise.draft.none import Nothing
-from branchwise.draft.topk import TopK
-from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw
+from branchwise.draft.policies.chain import Chain
+from branchwise.draft.policies.topk import TopK
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 
@@ -38,7 +39,7 @@ def find_by_hand(tokens: list[int], low: int, high: int) -> int | None:
 def draft(tokens: list[int], budget: Budget = AMPLE, **options: int) -> list[int]:
     """The tokens drafted behind the root."""
     length = options.pop("length", 8)
-    [tree] = NGram(tree=Chain(length), **options).draft([Sequence(list(tokens))], [budget])
+    [tree] = NGram(tree=Chain(length), **options).draft([SequenceState(list(tokens))], [budget])
     assert int(tree.tokens[0]) == tokens[-1]
     assert tree.parents == tuple(range(-1, len(tree) - 1))
     return tree.tokens[1:].tolist()
@@ -109,7 +110,7 @@ def test_a_match_shorter_than_min_is_no_match() -> None:
 
 def test_a_drafter_follows_each_sequence_as_it_grows() -> None:
     drafter = NGram(max=3, min=1, tree=Chain(4))
-    one, other = Sequence([1, 2, 1]), Sequence([3, 3])
+    one, other = SequenceState([1, 2, 1]), SequenceState([3, 3])
     for more_one, more_other in (([], []), ([2, 5, 1], [1, 3]), ([2], [3, 3, 3])):
         one.tokens += more_one
         other.tokens += more_other
@@ -121,7 +122,7 @@ def test_a_drafter_follows_each_sequence_as_it_grows() -> None:
 
 def test_a_text_is_read_even_in_steps_without_room_to_draft() -> None:
     drafter = NGram(max=2, min=2, tree=Chain(1))
-    sequence = Sequence([1, 2, 3])
+    sequence = SequenceState([1, 2, 3])
     [tree] = drafter.draft([sequence], [Budget(nodes=1, depth=0)])
     assert len(tree) == 1
     sequence.tokens += [1, 2]
@@ -131,19 +132,19 @@ def test_a_text_is_read_even_in_steps_without_room_to_draft() -> None:
 
 def test_a_finished_sequence_leaves_nothing_behind() -> None:
     drafter = NGram()
-    drafter.draft([Sequence([1, 2, 3])], [AMPLE])
+    drafter.draft([SequenceState([1, 2, 3])], [AMPLE])
     gc.collect()
     assert len(drafter._indexes) == 0
 
 
 def test_a_draft_is_fixed() -> None:
-    [tree] = NGram(min=1).draft([Sequence([1, 1])], [AMPLE])
+    [tree] = NGram(min=1).draft([SequenceState([1, 1])], [AMPLE])
     assert tree.draw is NGram.draw is Draw.FIXED
     assert tree.q is None
 
 
 def test_drafting_nothing_is_a_root_for_every_sequence() -> None:
-    drafted: list[DraftTree] = Nothing().draft([Sequence([1, 2]), Sequence([3])], [AMPLE] * 2)
+    drafted: list[DraftTree] = Nothing().draft([SequenceState([1, 2]), SequenceState([3])], [AMPLE] * 2)
     assert [tree.tokens.tolist() for tree in drafted] == [[2], [3]]
 
 
@@ -172,7 +173,7 @@ def test_beliefs_are_those_of_all_n_grams_from_the_longest_on(
 ) -> None:
     low, high = bounds
     drafter = NGram(max=high, min=low)
-    place, end = drafter.find(Sequence(list(tokens))), list(tokens)
+    place, end = drafter.find(SequenceState(list(tokens))), list(tokens)
     for turn in [*turns, 0]:
         found = drafter.after(place)
         assert {one.token: one.mass for one in found} == pytest.approx(believed_by_hand(tokens, end, low, high))
@@ -188,7 +189,7 @@ def test_beliefs_are_those_of_all_n_grams_from_the_longest_on(
 
 def after(tokens: list[int], **options: int) -> dict[int, float]:
     drafter = NGram(**options)
-    return {one.token: one.mass for one in drafter.after(drafter.find(Sequence(list(tokens))))}
+    return {one.token: one.mass for one in drafter.after(drafter.find(SequenceState(list(tokens))))}
 
 
 def test_more_counts_and_longer_n_grams_are_believed_more() -> None:
@@ -215,7 +216,7 @@ def test_only_the_last_places_are_looked_at() -> None:
 
 def test_a_tree_holds_the_alternatives() -> None:
     drafter = NGram(tree=TopK(4, depth=2, width=2))
-    [tree] = drafter.draft([Sequence([1, 2, 7, 5, 1, 2, 8, 6, 1, 2])], [AMPLE])
+    [tree] = drafter.draft([SequenceState([1, 2, 7, 5, 1, 2, 8, 6, 1, 2])], [AMPLE])
     assert tree.draw is drafter.draw is Draw.FIXED
     assert (tree.tokens.tolist(), tree.parents) == ([2, 8, 7, 6, 5], (-1, 0, 0, 1, 2))
 
@@ -227,7 +228,7 @@ def test_a_chain_is_copied_and_other_trees_are_grown_as_they_say() -> None:
 
 
 def test_memory_is_of_the_texts_that_are_open() -> None:
-    drafter, sequence = NGram(tree=TopK(4)), Sequence([1, 2, 3] * 50)
+    drafter, sequence = NGram(tree=TopK(4)), SequenceState([1, 2, 3] * 50)
     drafter.draft([sequence], [AMPLE])
     some = drafter.memory_bytes
     sequence.tokens += range(150)
@@ -236,7 +237,7 @@ def test_memory_is_of_the_texts_that_are_open() -> None:
     drafter.close(sequence)
     assert drafter.memory_bytes == 0
     assert len(drafter.draft([sequence], [AMPLE])[0]) == 1
-    assert len(drafter.draft([Sequence([1, 2, 3, 1, 2])], [AMPLE])[0]) > 1
+    assert len(drafter.draft([SequenceState([1, 2, 3, 1, 2])], [AMPLE])[0]) > 1
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,19 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from branchwise.backends.transformers.attention import Window
+from branchwise.backends.transformers.kv_cache import batch_ancestors
+from branchwise.backends.transformers.probe import (
+    EXACT,
+    MOST_ROUNDED,
+    ROUNDED,
+    Probe,
+    check_against_own_forward,
+    own_rounding,
+)
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import TreeBatch
 from branchwise.errors import UnsupportedModel
-from branchwise.forest import Forest
-from branchwise.target.attention import Window
-from branchwise.target.probe import EXACT, MOST_ROUNDED, ROUNDED, Probe, check_against_own_forward, own_rounding
-from branchwise.target.slots import forest_ancestors
-from branchwise.target.transformers import TransformersTarget
 from tests.conformance.architectures import build, served
 
 
@@ -116,9 +123,9 @@ class Wrong(TransformersTarget):
         return super()._run(tokens, positions + torch.arange(positions.shape[1]), *rest, **more)
 
 
-def everything(forest: Forest, device: torch.device) -> Tensor:
+def everything(batch: TreeBatch, device: torch.device) -> Tensor:
     """A mask by which a node sees all that was drafted before it, in whatever branch."""
-    return forest_ancestors(forest, device).new_ones(len(forest), forest.nodes, forest.nodes).tril()
+    return batch_ancestors(batch, device).new_ones(len(batch), batch.nodes, batch.nodes).tril()
 
 
 def sharp(family: str, times: float) -> PreTrainedModel:
@@ -138,7 +145,7 @@ def test_wrong_positions_and_masks_are_refused_in_low_precision(
     with pytest.raises(UnsupportedModel, match="differs from its own forward by"):
         Wrong(model, slots=2, context=64)
     with monkeypatch.context() as patch:
-        patch.setattr("branchwise.target.transformers.forest_ancestors", everything)
+        patch.setattr("branchwise.backends.transformers.target.batch_ancestors", everything)
         with pytest.raises(UnsupportedModel, match="differs from its own forward by"):
             TransformersTarget(model, slots=2, context=64)
     target = TransformersTarget(model, slots=2, context=64)
@@ -148,15 +155,15 @@ def test_wrong_positions_and_masks_are_refused_in_low_precision(
 def test_a_model_that_magnifies_rounding_is_held_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the bound were too strict for a model that is served."""
     target = target_of("llama", torch.bfloat16)
-    monkeypatch.setattr("branchwise.target.probe.ROUNDED", 1e-3)
+    monkeypatch.setattr("branchwise.backends.transformers.probe.ROUNDED", 1e-3)
     check_against_own_forward(target)
-    monkeypatch.setattr("branchwise.target.probe.own_rounding", lambda *given: 0.0)
+    monkeypatch.setattr("branchwise.backends.transformers.probe.own_rounding", lambda *given: 0.0)
     with pytest.raises(UnsupportedModel, match="differs from its own forward"):
         check_against_own_forward(target)
 
 
 def test_no_rounding_excuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.target.probe.own_rounding", lambda *given: 10.0)
+    monkeypatch.setattr("branchwise.backends.transformers.probe.own_rounding", lambda *given: 10.0)
     assert MOST_ROUNDED < 0.5
     with pytest.raises(UnsupportedModel, match="differs from its own forward"):
         Wrong(sharp("llama", 4.0), slots=2, context=64)
@@ -166,7 +173,7 @@ def test_float32_is_not_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*given: object) -> float:
         raise AssertionError("nobody asks for rounding in float32")
 
-    monkeypatch.setattr("branchwise.target.probe.own_rounding", asked)
+    monkeypatch.setattr("branchwise.backends.transformers.probe.own_rounding", asked)
     with pytest.raises(UnsupportedModel, match="differs from its own forward"):
         Wrong(build(served()["llama"]), slots=2, context=64)
     assert EXACT <= 1e-3

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from branchwise.audit.exact import TOLERANCE, emitted
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.draft import TREES, Budget, build_drafter
-from branchwise.draft.dice import SeededDice, SureDice
-from branchwise.draft.growth import Sapling
-from branchwise.draft.memory import Next
-from branchwise.draft.puct import WIDTH, Visited, chosen
-from branchwise.draft.topk import Likeliest
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft import TREES, build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import TreeBuilder
+from branchwise.draft.lookup.base import Candidate
+from branchwise.draft.policies.puct import WIDTH, Visited, chosen
+from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.sampler import GreedySampler, SeededSampler
 from branchwise.errors import UsageError
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 from tests.strategies import grown, random_rule, tokens_to
@@ -47,10 +48,10 @@ def random_memory(seed: int, tokens: int = 5, ties: bool = False) -> Memory:
 
 
 def looking(memory: Memory):  # type: ignore[no-untyped-def]
-    return lambda path: [Next(token, mass, (*path, token)) for token, mass in memory.get(path, [])]
+    return lambda path: [Candidate(token, mass, (*path, token)) for token, mass in memory.get(path, [])]
 
 
-def paths_of(tree: Sapling) -> list[Path]:
+def paths_of(tree: TreeBuilder) -> list[Path]:
     return [tuple(tokens_to(tree, node)) for node in range(1, len(tree))]
 
 
@@ -173,7 +174,7 @@ def test_one_way_to_go_on_is_a_chain() -> None:
 def test_nothing_known_is_a_root_alone_and_one_look() -> None:
     asked = []
 
-    def after(place: object) -> list[Next]:
+    def after(place: object) -> list[Candidate]:
         asked.append(place)
         return []
 
@@ -193,29 +194,29 @@ def test_every_budget_is_kept() -> None:
 
 
 def test_who_proposed_a_token_is_kept() -> None:
-    def after(path: Path) -> list[Next]:
-        return [Next(0, 0.5, (*path, 0), "one"), Next(1, 0.3, (*path, 1), "other")]
+    def after(path: Path) -> list[Candidate]:
+        return [Candidate(0, 0.5, (*path, 0), "one"), Candidate(1, 0.3, (*path, 1), "other")]
 
     tree = TREES.build("puct:10,simulations=40").lay(0, (), after, AMPLE)
     assert {tree.tokens[node]: source for node, source in tree.sources.items()} == {0: "one", 1: "other"}
     assert set(tree.sources) == set(range(1, len(tree)))
 
 
-# Over laws
+# Over distributions
 
 
 def test_over_laws_the_tree_is_the_same_and_no_law_is_asked_for_twice() -> None:
     for seed in range(5):
         rule, asked = cache(random_rule(15, seed)), []
-        tree = grown("puct:12,simulations=25,length=3", rule, SureDice(), root=seed, asked=asked)
+        tree = grown("puct:12,simulations=25,length=3", rule, GreedySampler(), root=seed, asked=asked)
 
-        def after(path: Path, rule=rule) -> list[Next]:  # type: ignore[no-untyped-def]
-            [likely] = Likeliest.of(SureDice(), rule(path)[None], WIDTH).alone()
-            return [Next(token, math.exp(value), (*path, token)) for token, value in likely]
+        def after(path: Path, rule=rule) -> list[Candidate]:  # type: ignore[no-untyped-def]
+            [likely] = Likeliest.of(GreedySampler(), rule(path)[None], WIDTH).alone()
+            return [Candidate(token, math.exp(value), (*path, token)) for token, value in likely]
 
-        laid = TREES.build("puct:12,simulations=25,length=3").lay(seed, (), after, AMPLE).finish(Draw.FIXED)
-        assert torch.equal(tree.tokens, laid.tokens)
-        assert tree.parents == laid.parents
+        layout = TREES.build("puct:12,simulations=25,length=3").lay(seed, (), after, AMPLE).finish(Draw.FIXED)
+        assert torch.equal(tree.tokens, layout.tokens)
+        assert tree.parents == layout.parents
         assert [nodes for nodes in asked if len(nodes) != 1] == []
         assert len({nodes[0] for nodes in asked}) == len(asked)
 
@@ -231,8 +232,8 @@ def test_its_one_tree_keeps_the_law_of_the_target() -> None:
 
 def test_the_noise_that_judges_has_no_part_in_it() -> None:
     rule = cache(random_rule(5, 3))
-    trees = [grown("puct:12,simulations=20", rule, SeededDice(seed, 0)) for seed in range(3)]
-    texts = [Sequence([1, 2, 3, 1, 2, 4, 1, 2], SamplingParams(temperature=1.0, seed=seed)) for seed in range(3)]
+    trees = [grown("puct:12,simulations=20", rule, SeededSampler(seed, 0)) for seed in range(3)]
+    texts = [SequenceState([1, 2, 3, 1, 2, 4, 1, 2], SamplingParams(temperature=1.0, seed=seed)) for seed in range(3)]
     trees += [build_drafter("trigram", "puct:12").draft([text], [AMPLE])[0] for text in texts]
     for tree, like in zip(trees, [trees[0]] * 3 + [trees[3]] * 3, strict=True):
         assert torch.equal(tree.tokens, like.tokens)

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from branchwise.audit.exact import emitted
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.draft import TREES, Budget
-from branchwise.draft.dice import SureDice
-from branchwise.draft.memory import Next
-from branchwise.draft.ranks import LEVELS, Ranks, find_ranked, promising
-from branchwise.draft.template import SHAPES, write_template
-from branchwise.draft.topk import Likeliest
+from branchwise.core.topology import Topology, topology
+from branchwise.core.tree import Draw
+from branchwise.draft import TREES
+from branchwise.draft.base import Budget
+from branchwise.draft.lookup.base import Candidate
+from branchwise.draft.policies.ranks import LEVELS, Ranks, find_ranked, promising
+from branchwise.draft.policies.template import SHAPES, write_template
+from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.sampler import GreedySampler
 from branchwise.errors import UnknownName, UsageError
-from branchwise.topology import Topology, topology
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.strategies import Rule, grown, random_rule
 from tests.test_topk import paths_of
@@ -38,14 +39,14 @@ def ranks_of(shape: Topology) -> list[Ranked]:
     return found
 
 
-def laid(growth: Ranks, rule: Rule, budget: Budget, successors: int = 99) -> list[Ranked]:
-    """The paths of a tree over a memory that has laws by heart, and stands at the tokens since the root."""
+def layout(policy: Ranks, rule: Rule, budget: Budget, successors: int = 99) -> list[Ranked]:
+    """The paths of a tree over a memory that has distributions by heart, and stands at the tokens since the root."""
 
-    def after(place: Ranked) -> list[Next]:
-        [likely] = Likeliest.of(SureDice(), rule(place)[None], successors).alone()
-        return [Next(token, math.exp(value), (*place, token)) for token, value in likely]
+    def after(place: Ranked) -> list[Candidate]:
+        [likely] = Likeliest.of(GreedySampler(), rule(place)[None], successors).alone()
+        return [Candidate(token, math.exp(value), (*place, token)) for token, value in likely]
 
-    return paths_of(growth.lay(0, (), after, budget).finish(Draw.FIXED))
+    return paths_of(policy.lay(0, (), after, budget).finish(Draw.FIXED))
 
 
 # Shapes
@@ -79,11 +80,11 @@ def test_a_level_keeps_the_paths_with_the_least_product() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_of_a_shape_the_most_promising_nodes_are_kept(name: str) -> None:
-    growth = Ranks(name)
-    ranks = ranks_of(growth.shape)
+    policy = Ranks(name)
+    ranks = ranks_of(policy.shape)
     promise = {path: math.prod(0.5 / (1 + rank) for rank in path) for path in ranks}
     for nodes, depth in itertools.product(range(1, len(ranks) + 3), (0, 1, 2, 3, 99)):
-        kept = set(ranks_of(growth.within(Budget(nodes, depth))))
+        kept = set(ranks_of(policy.within(Budget(nodes, depth))))
         allowed = [path for path in ranks if len(path) <= depth]
         assert kept <= set(allowed)
         assert len(kept) == min(nodes, len(allowed))
@@ -100,9 +101,9 @@ def test_promise_falls_from_parents_to_children_and_from_elder_to_younger() -> N
 
 
 def test_a_narrow_memory_narrows_the_shape() -> None:
-    growth = Ranks()
-    narrow = set(ranks_of(growth.within(Budget(99, 99), width=2)))
-    assert narrow == {path for path in ranks_of(growth.shape) if all(rank < 2 for rank in path)}
+    policy = Ranks()
+    narrow = set(ranks_of(policy.within(Budget(99, 99), width=2)))
+    assert narrow == {path for path in ranks_of(policy.shape) if all(rank < 2 for rank in path)}
 
 
 # Trees
@@ -110,43 +111,43 @@ def test_a_narrow_memory_narrows_the_shape() -> None:
 
 @given(st.sampled_from(NAMES), st.integers(1, 90), st.integers(0, 8), st.integers(0, 50))
 def test_the_child_of_rank_i_is_the_token_of_rank_i(name: str, nodes: int, depth: int, seed: int) -> None:
-    rule, growth, budget = cache(random_rule(9, seed)), Ranks(name), Budget(nodes, depth)
+    rule, policy, budget = cache(random_rule(9, seed)), Ranks(name), Budget(nodes, depth)
     expected = []
-    for ranks in ranks_of(growth.within(budget)):
+    for ranks in ranks_of(policy.within(budget)):
         path: Ranked = ()
         for rank in ranks:
             path = (*path, int(rule(path).argsort(descending=True)[rank]))
         expected.append(path)
-    tree = grown(growth, rule, SureDice(), budget)
+    tree = grown(policy, rule, GreedySampler(), budget)
     assert paths_of(tree) == expected
     assert tree.draw is Draw.FIXED
-    assert laid(growth, rule, budget) == expected
+    assert layout(policy, rule, budget) == expected
 
 
 def test_where_fewer_tokens_are_known_the_rest_is_left_out_with_all_below_it() -> None:
-    rule, growth = cache(random_rule(9, 3)), Ranks()
-    whole = laid(growth, rule, Budget(99, 99))
-    few = laid(growth, rule, Budget(99, 99), successors=2)
-    shape = ranks_of(growth.shape)
+    rule, policy = cache(random_rule(9, 3)), Ranks()
+    whole = layout(policy, rule, Budget(99, 99))
+    few = layout(policy, rule, Budget(99, 99), successors=2)
+    shape = ranks_of(policy.shape)
     assert few == [path for path, ranks in zip(whole, shape, strict=True) if all(rank < 2 for rank in ranks)]
     assert (
-        paths_of(grown("ranks:mcsd", random_rule(3, 1), SureDice()))[1:4]
-        == laid(Ranks("mcsd"), random_rule(3, 1), Budget(9, 1))[1:4]
+        paths_of(grown("ranks:mcsd", random_rule(3, 1), GreedySampler()))[1:4]
+        == layout(Ranks("mcsd"), random_rule(3, 1), Budget(9, 1))[1:4]
     )
-    assert len(grown("ranks:mcsd", random_rule(3, 1), SureDice())) == 1 + 3 + 6 + 12
-    assert laid(growth, rule, Budget(99, 99), successors=0) == [()]
+    assert len(grown("ranks:mcsd", random_rule(3, 1), GreedySampler())) == 1 + 3 + 6 + 12
+    assert layout(policy, rule, Budget(99, 99), successors=0) == [()]
 
 
 def test_a_level_is_one_look() -> None:
     asked: list[list[int]] = []
-    tree = grown("ranks:recycling-80", random_rule(9, 1), SureDice(), asked=asked)
+    tree = grown("ranks:recycling-80", random_rule(9, 1), GreedySampler(), asked=asked)
     assert len(asked) == tree.depth == 6
     assert sorted(itertools.chain(*asked)) == sorted(set(tree.parents) - {-1})
 
 
 def test_who_proposed_a_node_is_kept() -> None:
-    def after(place: int) -> list[Next]:
-        return [Next(token, 0.1, token, source="ab"[token % 2]) for token in range(4)]
+    def after(place: int) -> list[Candidate]:
+        return [Candidate(token, 0.1, token, source="ab"[token % 2]) for token in range(4)]
 
     tree = Ranks("mcsd").lay(7, 0, after, Budget(99, 1)).finish(Draw.FIXED)
     assert tree.tokens.tolist() == [7, 0, 1, 2, 3]
@@ -155,9 +156,9 @@ def test_who_proposed_a_node_is_kept() -> None:
 
 def test_a_file_of_a_template_is_a_shape(tmp_path: Path) -> None:
     write_template(tmp_path / "own.json", (-1, 0, 0, 1), "for tests")
-    growth = TREES.build(f"ranks:{tmp_path / 'own.json'}")
-    assert laid(growth, random_rule(5, 1), Budget(99, 99))[-1][0] == int(random_rule(5, 1)(()).argmax())
-    assert growth.shape.parents == (-1, 0, 0, 1)
+    policy = TREES.build(f"ranks:{tmp_path / 'own.json'}")
+    assert layout(policy, random_rule(5, 1), Budget(99, 99))[-1][0] == int(random_rule(5, 1)(()).argmax())
+    assert policy.shape.parents == (-1, 0, 0, 1)
 
 
 def test_unknown_shapes_are_refused_with_a_sentence() -> None:

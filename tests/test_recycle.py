@@ -15,28 +15,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.draft import Budget, build_drafter
-from branchwise.draft import peaks as peaks_module
-from branchwise.draft.peaks import Sums, peaks, peaks_at, peaks_here, told
-from branchwise.draft.ranks import Ranks, places_in
-from branchwise.draft.recycle import Recycle, learn_marked
-from branchwise.draft.successors import MOST_READ, Table, averaged
-from branchwise.draft.topk import TopK
+from branchwise.backends.base import Scored
+from branchwise.backends.transformers.target import best_of
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.policies.ranks import Ranks, places_in
+from branchwise.draft.policies.topk import TopK
+from branchwise.draft.recycle import topk as peaks_module
+from branchwise.draft.recycle.adjacency import MOST_READ, AdjacencyTable, averaged
+from branchwise.draft.recycle.drafter import Recycle, learn_marked
+from branchwise.draft.recycle.topk import Sums, host_top_tokens, told, top_tokens, top_tokens_at
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
-from branchwise.target.transformers import best_of
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 from tests.test_topk import paths_of
 
 VOCABULARY = 12
 AMPLE = Budget(nodes=99, depth=99)
-Laws = dict[int, dict[int, float]]
+TargetProbs = dict[int, dict[int, float]]
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Slow:
 
     k: int
     rate: float
-    rows: Laws = field(default_factory=dict)
+    rows: TargetProbs = field(default_factory=dict)
 
     def learn(self, token: int, logits: Tensor) -> None:
         new = torch.softmax(logits.double(), dim=0).tolist()
@@ -69,7 +70,7 @@ def noise(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     return spread * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_holds(table: Table, slow: Slow) -> None:
+def assert_holds(table: AdjacencyTable, slow: Slow) -> None:
     for token in range(len(table)):
         row, expected = table.row(token), slow.rows.get(token, {})
         assert [found.token for found in row] == list(expected), token
@@ -79,7 +80,9 @@ def assert_holds(table: Table, slow: Slow) -> None:
         assert sum(found.mass for found in row) <= 1
 
 
-def scene(seed: int, texts: int = 2, nodes: int = 14) -> tuple[list[Sequence], list[DraftTree], Scored, list[Verdict]]:
+def scene(
+    seed: int, texts: int = 2, nodes: int = 14
+) -> tuple[list[SequenceState], list[DraftTree], Scored, list[Verdict]]:
     """Random trees with repeated tokens, their logits, and an accepted path in each."""
     rng = random.Random(seed)
     sequences, trees, verdicts = [], [], []
@@ -88,24 +91,24 @@ def scene(seed: int, texts: int = 2, nodes: int = 14) -> tuple[list[Sequence], l
         for node in range(1, nodes - 3 * text):
             parents.append(rng.randint(max(parents[-1], 0), node - 1))
         tokens = [rng.randrange(VOCABULARY) for _ in parents]
-        sequences.append(Sequence([rng.randrange(VOCABULARY), tokens[0]]))
+        sequences.append(SequenceState([rng.randrange(VOCABULARY), tokens[0]]))
         tree = DraftTree(torch.tensor(tokens), tuple(parents))
         trees.append(tree)
         verdicts.append(Verdict(tuple(tree.topology.path(rng.randrange(len(tree)))), rng.randrange(VOCABULARY)))
     return sequences, trees, Scored(noise(texts, nodes, VOCABULARY, seed=seed)), verdicts
 
 
-def teach(drafter: Recycle, sequences: list[Sequence], scored: Scored, verdicts: list[Verdict]) -> None:
+def teach(drafter: Recycle, sequences: list[SequenceState], scored: Scored, verdicts: list[Verdict]) -> None:
     """What the engine tells after a step."""
     longest = max(len(verdict.path) for verdict in verdicts)
     paths = [[*verdict.path, *[-1] * (longest - len(verdict.path))] for verdict in verdicts]
     tokens = torch.tensor([verdict.token for verdict in verdicts])
     judged = [numbers.to(scored.logits.device, non_blocking=True) for numbers in (torch.tensor(paths), tokens)]
-    drafter.heed(scored, Verdicts(*judged))
+    drafter.update_on_device(scored, Verdicts(*judged))
     drafter.learn(sequences, scored, verdicts[: len(sequences)])
 
 
-# The best tokens of a law
+# The best tokens of a distribution
 
 
 @given(st.sampled_from([1, 5, 63, 64, 130, 640, 1500]), st.integers(1, 12), st.integers(0, 99), st.booleans())
@@ -113,14 +116,14 @@ def test_the_best_tokens_are_those_of_a_sorted_vocabulary(vocabulary: int, k: in
     logits = noise(6, vocabulary, seed=seed)  # more than are worked on at once
     if tied:
         logits = logits.round()
-    found = peaks(logits.bfloat16() if seed % 2 else logits, k)
-    laws = torch.softmax((logits.bfloat16() if seed % 2 else logits).double(), dim=1)
-    best = laws.sort(dim=1, descending=True).values[:, :k]
+    found = top_tokens(logits.bfloat16() if seed % 2 else logits, k)
+    probs = torch.softmax((logits.bfloat16() if seed % 2 else logits).double(), dim=1)
+    best = probs.sort(dim=1, descending=True).values[:, :k]
     assert torch.allclose(found.masses.double(), best, rtol=1e-5)
-    assert torch.allclose(laws.gather(1, found.tokens), best, rtol=1e-9)
+    assert torch.allclose(probs.gather(1, found.tokens), best, rtol=1e-9)
     assert all(len(set(row)) == min(k, vocabulary) for row in found.tokens.tolist())
     rows, tokens = torch.tensor([5, 0]), torch.randint(0, vocabulary, (2, 4))
-    assert torch.allclose(found.of(rows, tokens).double(), laws[rows].gather(1, tokens), rtol=1e-5)
+    assert torch.allclose(found.of(rows, tokens).double(), probs[rows].gather(1, tokens), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,7 +131,7 @@ def test_some_rows_are_looked_at_however_large_they_are_and_all_are_left_as_they
     logits = (1000 * noise(9, 130, seed=3)).to(dtype)  # 2 of 130 tokens are in no stripe
     logits[4, 129] = 9000
     before, rows = logits.clone(), torch.tensor([8, 4, 4, 0, 7, 1])
-    some, every = peaks(logits, 5, rows), peaks(logits, 5)
+    some, every = top_tokens(logits, 5, rows), top_tokens(logits, 5)
     assert torch.equal(logits, before)
     assert torch.equal(some.tokens, every.tokens[rows])
     assert torch.equal(some.masses, every.masses[rows])
@@ -150,10 +153,10 @@ def test_rows_of_a_pass_are_summed_once_for_all_memories(monkeypatch: pytest.Mon
     asked = [(scored, [9, 3, 0, 4], 5), (scored, [4, 9], 6), (scored, [3, 9, 4, 0], 5), (other, [9, 3], 4)]
     asked += [(scored, [4, 5], 6), (scored, [5], 9), (other, [3, 9], 5)]
     for found, rows, k in asked:
-        alone = peaks(found.logits.flatten(0, 1), k, torch.tensor(rows))
+        alone = top_tokens(found.logits.flatten(0, 1), k, torch.tensor(rows))
         with monkeypatch.context() as patch:
             patch.setattr(peaks_module, "_summed_here", summed_here)
-            here = peaks_at(found, rows, k)
+            here = top_tokens_at(found, rows, k)
         assert here.tokens.tolist() == alone.tokens.tolist()
         assert here.masses.tolist() == alone.masses.tolist()
         line = torch.arange(0, 130, 7)[None]
@@ -192,18 +195,18 @@ class TensorsTold:
 def test_the_host_averages_like_a_device_number_for_number(
     seed: int, k: int, rate: float, tied: bool, telling: bool
 ) -> None:
-    rng, table = random.Random(seed), Table(130, k)
+    rng, table = random.Random(seed), AdjacencyTable(130, k)
     for turn in range(6):
         logits = noise(7, 130, seed=7 * seed + turn, spread=rng.choice([0.5, 3.0, 20.0]))
         logits = logits.round().bfloat16() if tied else logits
-        laws = {key: rng.randrange(7) for key in rng.sample(range(9), 5)}
-        keys, rows = torch.tensor(list(laws)), torch.tensor(list(laws.values()))
+        probs = {key: rng.randrange(7) for key in rng.sample(range(9), 5)}
+        keys, rows = torch.tensor(list(probs)), torch.tensor(list(probs.values()))
         best = best_of(logits[None], 2 * k)[0]
-        found = TensorsTold(best, k) if telling else peaks(logits, k)
+        found = TensorsTold(best, k) if telling else top_tokens(logits, k)
         expected = averaged(table.tokens[keys], table.masses[keys], found, rows, rate)  # type: ignore[arg-type]
-        others = [key for key in range(130) if key not in laws]
+        others = [key for key in range(130) if key not in probs]
         before = table.tokens[others], table.masses[others]
-        table.mix(laws, told(best.numpy(), k) if telling else peaks_here(logits, k), rate)
+        table.mix(probs, told(best.numpy(), k) if telling else host_top_tokens(logits, k), rate)
         assert torch.equal(table.tokens[keys], expected[0])
         assert torch.equal(table.masses[keys], expected[1])
         assert torch.equal(table.tokens[others], before[0])
@@ -214,7 +217,7 @@ def test_the_host_averages_like_a_device_number_for_number(
 def test_the_table_holds_what_a_dictionary_would(tokens: list[int], k: int, rate: float) -> None:
     drafter, slow = bound(k=k, rate=rate), Slow(k, rate)
     logits = noise(len(tokens), VOCABULARY, seed=len(tokens))
-    drafter.begin(Sequence([*tokens, 0]), logits)
+    drafter.begin(SequenceState([*tokens, 0]), logits)
     for token, row in zip(tokens, logits, strict=True):
         slow.learn(token, row)
     assert_holds(drafter.table, slow)
@@ -225,7 +228,7 @@ def test_tokens_that_fall_out_lose_their_place() -> None:
     for best, second in ((0, 1), (2, 3), (2, 3), (2, 3)):
         logits = torch.full((1, VOCABULARY), -9.0)
         logits[0, best], logits[0, second] = 5.0, 4.0
-        drafter.begin(Sequence([7, 7]), logits)
+        drafter.begin(SequenceState([7, 7]), logits)
     assert [found.token for found in drafter.after(7)] == [2, 3]
     first, _ = drafter.after(7)
     # 2 had half its mass when it joined, then three quarters, then seven eighths; a fresh start would have the whole.
@@ -236,7 +239,7 @@ def test_rows_never_seen_propose_nothing() -> None:
     drafter = bound()
     assert all(not drafter.after(token) for token in range(VOCABULARY))
     assert drafter.after(None) == []
-    [tree] = drafter.draft([Sequence([3])], [AMPLE])
+    [tree] = drafter.draft([SequenceState([3])], [AMPLE])
     assert tree.tokens.tolist() == [3]
 
 
@@ -244,7 +247,7 @@ def test_impossible_tokens_are_not_proposed() -> None:
     drafter = bound()
     logits = torch.full((1, VOCABULARY), -math.inf)
     logits[0, 4] = 0.0
-    drafter.begin(Sequence([1, 2]), logits)
+    drafter.begin(SequenceState([1, 2]), logits)
     [only] = drafter.after(1)
     assert only.token == 4
     assert 0.999 < only.mass <= 1
@@ -253,13 +256,13 @@ def test_impossible_tokens_are_not_proposed() -> None:
 def test_a_row_never_holds_more_than_all_mass() -> None:
     drafter = bound(k=VOCABULARY, rate=0.3)
     for seed in range(300):
-        drafter.begin(Sequence([seed % 3, 0]), noise(1, VOCABULARY, seed=seed, spread=1.0))
+        drafter.begin(SequenceState([seed % 3, 0]), noise(1, VOCABULARY, seed=seed, spread=1.0))
     for token in range(3):
         assert 0.98 < sum(found.mass for found in drafter.after(token)) <= 1
 
 
 def test_eight_successors_of_49152_tokens_are_less_than_2_megabytes() -> None:
-    table = Table(49_152, 8)
+    table = AdjacencyTable(49_152, 8)
     assert table.tokens.nbytes < 2_000_000
     assert table.bytes == 49_152 * 8 * 6 < 2_400_000
 
@@ -301,7 +304,7 @@ def test_a_device_learns_from_all_nodes_and_the_accepted_ones_come_last(seed: in
 
 
 def test_nothing_is_learned_from_padding_or_from_trees_without_a_text() -> None:
-    """Caught here: padding of a recorded batch, whose token 0 would get the laws of nobody."""
+    """Caught here: padding of a recorded batch, whose token 0 would get the distributions of nobody."""
     sequences, trees, scored, verdicts = scene(3)
     tables = []
     for spare in (0, 2):
@@ -333,7 +336,7 @@ def test_prompts_of_all_lengths_are_learned_from_in_one_shape(monkeypatch: pytes
         drafter.on_device = True
         tokens = [(5 * place + place // 7) % VOCABULARY for place in range(length)]
         logits = noise(length, VOCABULARY, seed=length)
-        drafter.begin(Sequence([*tokens, 3]), logits)
+        drafter.begin(SequenceState([*tokens, 3]), logits)
         for token, row in dict(zip(tokens, logits, strict=True)).items():  # once for every token, the last time it came
             slow.learn(token, row)
         assert_holds(drafter.table, slow)
@@ -351,7 +354,7 @@ def test_a_key_that_comes_twice_comes_with_the_same_row(monkeypatch: pytest.Monk
     drafter = bound()
     drafter.on_device = True
     drafter.table.tokens[:] = torch.arange(VOCABULARY, dtype=torch.int32)[:, None]  # every row tells its key
-    monkeypatch.setattr("branchwise.draft.recycle.averaged", averaged)
+    monkeypatch.setattr("branchwise.draft.recycle.drafter.averaged", averaged)
     sequences, drafter._drafted, scored, verdicts = scene(2)
     teach(drafter, sequences, scored, verdicts)
     assert len(set(told)) == len({key for key, _ in told}) < len(told)
@@ -397,21 +400,21 @@ def test_the_prompt_seeds_the_table_and_the_next_request_starts_warm() -> None:
 def test_a_tree_looked_up_on_a_device_is_that_of_the_host(shape: str, k: int) -> None:
     there, here = bound(k=k, tree=Ranks(shape)), bound(k=k, tree=Ranks(shape))
     there.on_device = True
-    everything = Sequence([*range(VOCABULARY), 0])
+    everything = SequenceState([*range(VOCABULARY), 0])
     for drafter in (there, here):
         drafter.begin(everything, noise(VOCABULARY, VOCABULARY, seed=3))
-    sequences = [Sequence([token]) for token in range(5)]
+    sequences = [SequenceState([token]) for token in range(5)]
     few = [Budget(17, 9), AMPLE, Budget(1, 4), Budget(40, 2)]
     budgets = [AMPLE, *(few if k == 8 else [AMPLE] * 4)]  # the host does not know how few successors will be found
-    looked_up, laid = there.draft(sequences, budgets), here.draft(sequences, budgets)
-    for one, other, budget in zip(looked_up, laid, budgets, strict=True):
+    looked_up, layout = there.draft(sequences, budgets), here.draft(sequences, budgets)
+    for one, other, budget in zip(looked_up, layout, budgets, strict=True):
         assert one.parents == other.parents
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.draw is other.draw
         assert len(one) <= budget.nodes
         assert one.depth <= budget.depth
     assert there._drafted is looked_up
-    assert len(laid[0]) > 20
+    assert len(layout[0]) > 20
 
 
 def test_trees_are_looked_up_before_the_host_knows_their_roots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,14 +434,14 @@ def test_trees_are_looked_up_before_the_host_knows_their_roots(monkeypatch: pyte
     look = drafter.looked_up
     monkeypatch.setattr(drafter, "looked_up", lambda roots: (told.append(roots), look(roots))[1])
 
-    def drafts(texts: list[Sequence]) -> list[list[int]]:
+    def drafts(texts: list[SequenceState]) -> list[list[int]]:
         return [tree.tokens.tolist() for tree in drafter.draft(texts, [AMPLE] * len(texts))]
 
     found = drafts(sequences)
     assert not told
     assert found == drafts(sequences)  # a second time nothing is at hand
     assert told == [[verdict.token for verdict in verdicts]]
-    for texts in (sequences[:2], sequences[::-1], [*sequences, Sequence([3])]):
+    for texts in (sequences[:2], sequences[::-1], [*sequences, SequenceState([3])]):
         step()
         assert [row[0] for row in drafts(texts)] == [text.root for text in texts]
     step()
@@ -455,7 +458,7 @@ def test_a_step_that_is_interrupted_leaves_no_trees_behind() -> None:
     drafter._drafted = trees
     teach(drafter, [sequence], scored, [verdict])
     sequence.tokens.append(verdict.token)
-    drafter.heed(scored, Verdicts(torch.tensor([[0]]), torch.tensor([(verdict.token + 1) % VOCABULARY])))
+    drafter.update_on_device(scored, Verdicts(torch.tensor([[0]]), torch.tensor([(verdict.token + 1) % VOCABULARY])))
     [tree] = drafter.draft([sequence], [AMPLE])
     assert int(tree.tokens[0]) == sequence.root
 
@@ -464,9 +467,9 @@ def test_what_empty_rows_propose_does_no_harm() -> None:
     there, here = bound(tree=Ranks()), bound(tree=Ranks())
     there.on_device = True
     for drafter in (there, here):
-        drafter.begin(Sequence([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
+        drafter.begin(SequenceState([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
     for root in range(VOCABULARY):
-        [one], [other] = there.draft([Sequence([root])], [AMPLE]), here.draft([Sequence([root])], [AMPLE])
+        [one], [other] = there.draft([SequenceState([root])], [AMPLE]), here.draft([SequenceState([root])], [AMPLE])
         assert set(paths_of(other)) <= set(paths_of(one))
         assert len(one) == 81
         assert len(other) < 81
@@ -503,14 +506,14 @@ def test_trees_can_be_drawn_from_the_table(spec: str) -> None:
 
 def test_what_a_device_tells_of_a_law_serves_like_the_law() -> None:
     """Where all that matters was among the best tokens; the others count as impossible."""
-    whole, few = Table(VOCABULARY, 4), Table(VOCABULARY, 4)
+    whole, few = AdjacencyTable(VOCABULARY, 4), AdjacencyTable(VOCABULARY, 4)
     for seed in range(40):
         logits = 6 * noise(3, VOCABULARY, seed=seed)
-        best = peaks(logits, VOCABULARY)
+        best = top_tokens(logits, VOCABULARY)
         every = torch.stack([best.tokens.float(), best.masses], dim=1).numpy()
-        laws = {seed % 5: 2, 5 + seed % 5: 0, 10: 1}
-        whole.mix(laws, peaks_here(logits, 4), 0.4)
-        few.mix(laws, told(every, 4), 0.4)
+        probs = {seed % 5: 2, 5 + seed % 5: 0, 10: 1}
+        whole.mix(probs, host_top_tokens(logits, 4), 0.4)
+        few.mix(probs, told(every, 4), 0.4)
         for token in range(VOCABULARY):
             one, other = whole.row(token), few.row(token)
             assert [found.token for found in one] == [found.token for found in other]
@@ -540,10 +543,10 @@ def test_nodes_are_learned_from_what_a_pass_told() -> None:
 
 def test_what_was_learnt_can_be_saved_and_restored() -> None:
     drafter, other = bound(), bound()
-    drafter.begin(Sequence([1, 2, 1, 5, 0]), noise(4, VOCABULARY))
+    drafter.begin(SequenceState([1, 2, 1, 5, 0]), noise(4, VOCABULARY))
     saved = drafter.save()
     other.restore(saved)
-    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY, seed=9))
+    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY, seed=9))
     fresh = bound()
     assert fresh.after(1) == []
     fresh.restore(saved)  # what was saved has not moved since
@@ -580,7 +583,7 @@ def damaged(saved: dict[str, Tensor]) -> list[tuple[str, dict[str, Tensor]]]:
 @pytest.mark.parametrize("case", range(12))
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(case: int) -> None:
     drafter = bound()
-    drafter.begin(Sequence([1, 2, 0]), noise(2, VOCABULARY))
+    drafter.begin(SequenceState([1, 2, 0]), noise(2, VOCABULARY))
     saved = drafter.save()
     [why, wrong] = damaged(saved)[case]
     with pytest.raises(UsageError, match=why):
@@ -593,8 +596,8 @@ def test_memory_is_bounded_over_200_000_tokens() -> None:
     drafter, sizes = bound(vocabulary=vocabulary), []
     assert drafter.memory_bytes == vocabulary * 8 * 6
     rng, logits = random.Random(0), noise(64, vocabulary)
-    for _ in range(200_000 // 64 // 8):  # texts of 512 tokens, of which the last 64 have laws
-        sequence = Sequence([rng.randrange(vocabulary) for _ in range(8 * 64 + 1)])
+    for _ in range(200_000 // 64 // 8):  # texts of 512 tokens, of which the last 64 have distributions
+        sequence = SequenceState([rng.randrange(vocabulary) for _ in range(8 * 64 + 1)])
         drafter.begin(sequence, logits)
         drafter.draft([sequence], [AMPLE])
         sizes.append(drafter.memory_bytes)
@@ -607,17 +610,17 @@ def test_memory_is_bounded_over_200_000_tokens() -> None:
 
 def test_rows_that_were_read_are_read_again_once_written() -> None:
     drafter = bound()
-    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY))
+    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY))
     before = drafter.after(1)
     assert drafter.after(1) is before
-    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY, seed=1))
+    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY, seed=1))
     assert drafter.after(1) != before
 
 
 def test_another_engine_on_the_same_target_keeps_the_table() -> None:
     drafter, target = Recycle(), ToyTarget(VOCABULARY)
     drafter.bind(target)
-    drafter.begin(Sequence([1, 0]), noise(1, VOCABULARY))
+    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY))
     drafter.bind(ToyTarget(VOCABULARY))
     assert drafter.after(1)
     with pytest.raises(UsageError, match="build a new one"):
@@ -632,7 +635,7 @@ def test_options_outside_their_range_are_refused() -> None:
 
 
 class Overwriting:
-    """What `Replay` does on a device: whoever asks again finds the answer in the same place."""
+    """What `GraphedFunction` does on a device: whoever asks again finds the answer in the same place."""
 
     def __init__(
         self, function: Callable[..., Tensor], device: torch.device, own: tuple[Tensor, ...] = (), **ways: Any
@@ -649,12 +652,12 @@ class Overwriting:
 
 
 def test_trees_of_two_shapes_do_not_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.draft.recycle.Replay", Overwriting)
+    monkeypatch.setattr("branchwise.draft.recycle.drafter.GraphedFunction", Overwriting)
     drafter = bound(tree=Ranks())
     drafter.on_device = True
-    everything = Sequence([*range(VOCABULARY), 0])
+    everything = SequenceState([*range(VOCABULARY), 0])
     drafter.begin(everything, noise(VOCABULARY, VOCABULARY, seed=3))
-    one, other = Sequence([1, 4]), Sequence([1, 9])
+    one, other = SequenceState([1, 4]), SequenceState([1, 9])
     alone = [drafter.draft([text], [AMPLE])[0].tokens.tolist() for text in (one, other)]
     found = drafter.draft([one, other, one], [AMPLE, Budget(64, 2), Budget(20, 9)])
     assert found[0].tokens.tolist() == alone[0]
@@ -664,7 +667,7 @@ def test_trees_of_two_shapes_do_not_overwrite_each_other(monkeypatch: pytest.Mon
 
 def test_what_was_learned_moves_with_the_table() -> None:
     drafter = bound(k=3)
-    drafter.begin(Sequence([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
+    drafter.begin(SequenceState([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
     before = drafter.save()
     drafter._bound_to = None  # as if it had lain on another device
     drafter.bind(ToyTarget(VOCABULARY))

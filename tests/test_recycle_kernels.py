@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.draft import recycle
-from branchwise.draft.ranks import Ranks, slots, ways
-from branchwise.draft.recycle import ACCEPTED, MOST_BY_KERNELS, PADDING, REJECTED, Recycle
-from branchwise.draft.successors import HALF_DOWN
-from branchwise.sequence import Sequence
+from branchwise.core.sequence import SequenceState
+from branchwise.core.topology import Topology, chain_topology, topology
+from branchwise.draft.policies.ranks import Ranks, slots, ways
+from branchwise.draft.recycle import drafter as recycle
+from branchwise.draft.recycle.adjacency import HALF_DOWN
+from branchwise.draft.recycle.drafter import ACCEPTED, MOST_BY_KERNELS, PADDING, REJECTED, Recycle
 from branchwise.testing import ToyTarget
-from branchwise.topology import Topology, chain_topology, topology
 from tests.test_attention import Compiled, compiled_by, interpreted
 from tests.test_recycle import AMPLE, VOCABULARY, Slow, assert_holds, bound, noise, scene, teach
 
 try:
-    from branchwise.draft import kernels
+    from branchwise.draft.recycle import kernels
 except ImportError:
     kernels = None  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ class Case:
     padding: float = 0.2
     """of the nodes but the first"""
     impossible: float = 0.0
-    """of the tokens of a law"""
+    """of the tokens of a distribution"""
     spread: float = 3.0
     tied: bool = False
     """logits are whole numbers"""
@@ -70,7 +70,7 @@ class Case:
 
 CASES = [
     Case("one node alone: the loop over the others finds itself", nodes=1, steps=3),
-    Case("a table that is full: what stays is not asked of the new law, or the sum is that of one part", steps=5),
+    Case("a table that is full: what stays is not asked of the new row, or the sum is that of one part", steps=5),
     Case("a vocabulary that ends in the middle of a group: what lies behind a row is read", 61, spare=(0, 0, 3)),
     Case("a vocabulary of less than a group: threads that read nothing win", 5, k=5),
     Case("several parts: their sums are not taken against one maximum", 400, spread=8.0),
@@ -83,11 +83,11 @@ CASES = [
     Case("sixteen successors: more than there are groups in a block of one load", 200, k=16, tile=(2, 1)),
     Case("as many successors as tokens: the best of a part are fewer than are asked for", 12, k=12, tile=(2, 1)),
     Case("two parts, one of them short: its missing tokens are taken for tokens", 66, k=5, tile=(1, 1)),
-    Case("texts in a batch: one text's law is read for another's node", batch=3, nodes=3, carried=5),
+    Case("texts in a batch: one text's distribution is read for another's node", batch=3, nodes=3, carried=5),
     Case("a pass with room for more: rows are counted without it", batch=2, nodes=4, spare=(1, 2, 16), carried=2),
     Case("one token everywhere: several nodes write, or an accepted one counts before a rejected one", 70, carried=1),
     Case("tokens of 8 bytes, as after a prompt", numbers=torch.int64),
-    Case("the new law alone counts", rate=1.0, steps=3),
+    Case("the new distribution alone counts", rate=1.0, steps=3),
     Case("most tokens are impossible: minus infinity from itself is no number", 200, impossible=0.97, steps=3),
     Case("nothing but the first node counts: padding is read, or writes", nodes=7, padding=1.0),
     Case("equal logits: a token comes twice, or none of two does", 150, k=6, tied=True, spread=1.0, tile=(1, 2)),
@@ -105,7 +105,7 @@ class Lesson:
     marks: Tensor
 
     def last(self) -> dict[int, Tensor]:
-        """token -> law of the node that counts: accepted ones last, then those that stand last."""
+        """token -> distribution of the node that counts: accepted ones last, then those that stand last."""
         found = {}
         for mark in (REJECTED, ACCEPTED):
             for text, node in (self.marks == mark).nonzero().tolist():
@@ -128,11 +128,11 @@ def lesson(case: Case, step: int, dtype: torch.dtype, device: str = "cpu") -> Le
                 continue
             marks[text, node] = rng.choice((REJECTED, ACCEPTED))
             tokens[text, node] = rng.choice(carried)
-            law = case.spread * torch.randn(case.vocabulary, generator=generator)
-            law = law.round() if case.tied else law
+            probs = case.spread * torch.randn(case.vocabulary, generator=generator)
+            probs = probs.round() if case.tied else probs
             ruled_out = torch.rand(case.vocabulary, generator=generator) < case.impossible
             ruled_out[rng.randrange(case.vocabulary)] = False
-            logits[text, node, : case.vocabulary] = law.masked_fill(ruled_out, -math.inf)
+            logits[text, node, : case.vocabulary] = probs.masked_fill(ruled_out, -math.inf)
     there = logits.to(device, dtype)[: case.batch, : case.nodes, : case.vocabulary]
     tokens, marks = (it.to(device)[: case.batch, : case.nodes] for it in (tokens, marks))
     return Lesson(tokens, there, marks)
@@ -155,15 +155,16 @@ def assert_learns_like_the_plain_one(case: Case, dtype: torch.dtype, device: str
 
 
 def assert_averaged(
-    before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], laws: dict[int, Tensor], rate: float
+    before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], probs: dict[int, Tensor], rate: float
 ) -> None:
-    """Rows of tokens that were met hold averages of what they held and of the law, and all others what they held."""
-    untouched = [token for token in range(len(before[0])) if token not in laws]
+    """Rows of tokens that were met hold averages of what they held and of the distribution, and all others what they
+    held."""
+    untouched = [token for token in range(len(before[0])) if token not in probs]
     assert torch.equal(before[0][untouched], after[0][untouched])
     assert torch.equal(before[1][untouched], after[1][untouched])
-    for token, logits in laws.items():
-        law = torch.softmax(logits.double(), dim=0).tolist()
-        least = sorted(law)[-before[0].shape[1]]
+    for token, logits in probs.items():
+        p = torch.softmax(logits.double(), dim=0).tolist()
+        least = sorted(p)[-before[0].shape[1]]
         held = {old: mass for old, mass in row(before, token) if mass > 0}
         share = rate if held else 1.0
         found = row(after, token)
@@ -173,12 +174,12 @@ def assert_averaged(
         real = [successor for successor, mass in found if mass > 0]
         assert len(set(real)) == len(real)
         for successor, mass in found:
-            expected = (1 - share) * held.get(successor, 0.0) + share * law[successor]
+            expected = (1 - share) * held.get(successor, 0.0) + share * p[successor]
             if mass == 0:
                 assert successor == 0
             else:
                 assert math.isclose(mass, expected * HALF_DOWN, rel_tol=2**-10, abs_tol=2**-24)
-                assert successor in held or law[successor] >= least * (1 - 1e-6)
+                assert successor in held or p[successor] >= least * (1 - 1e-6)
 
 
 def row(table: tuple[Tensor, Tensor], token: int) -> list[tuple[int, float]]:
@@ -246,8 +247,8 @@ def assert_a_broken_law_empties_its_row_and_no_other(tile: tuple[int, int], devi
     tokens = torch.zeros(256, 4, dtype=torch.int32, device=device)
     masses = torch.zeros(256, 4, dtype=torch.float16, device=device)
     there, marks = torch.tensor([[3, 7, 9, 2]]).to(device), torch.full((1, 4), REJECTED, device=device)
-    for law in (logits, broken):
-        kernels.learn_marked(tokens, masses, there, law, marks, rate=0.5, tiles=kernels.Tiling(*tile))
+    for probs in (logits, broken):
+        kernels.learn_marked(tokens, masses, there, probs, marks, rate=0.5, tiles=kernels.Tiling(*tile))
     assert not tokens[[3, 7, 2]].any()
     assert not masses[[3, 7, 2]].any()
     assert (masses[9] > 0).all()
@@ -354,9 +355,9 @@ def test_a_drafter_learns_and_drafts_by_kernels_what_a_dictionary_holds() -> Non
     plain.on_device = True
     start = noise(4, VOCABULARY, seed=9)
     for one in (drafter, plain):
-        one.begin(Sequence([1, 2, 5, 8, 0]), start)
-    for token, law in zip((1, 2, 5, 8), start, strict=True):
-        slow.learn(token, law)
+        one.begin(SequenceState([1, 2, 5, 8, 0]), start)
+    for token, probs in zip((1, 2, 5, 8), start, strict=True):
+        slow.learn(token, probs)
     for seed in range(2):
         sequences, trees, scored, verdicts = scene(seed, nodes=7)
         for one in (drafter, plain):
@@ -367,8 +368,8 @@ def test_a_drafter_learns_and_drafts_by_kernels_what_a_dictionary_holds() -> Non
             for text, (tree, verdict) in enumerate(zip(trees, verdicts, strict=True)):
                 for node in verdict.path if accepted else set(range(len(tree))) - set(verdict.path):
                     last[int(tree.tokens[node])] = scored.logits[text, node]
-        for token, law in last.items():
-            slow.learn(token, law)
+        for token, probs in last.items():
+            slow.learn(token, probs)
         drafts = [one.draft(sequences, [AMPLE] * 2) for one in (drafter, plain)]
         for mine, other in zip(*drafts, strict=True):
             assert mine.parents == other.parents
@@ -379,7 +380,7 @@ def test_a_drafter_learns_and_drafts_by_kernels_what_a_dictionary_holds() -> Non
 
 
 def test_kernels_are_taken_where_there_are_some_and_then_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.draft.recycle.have_kernels", lambda device: device.type == "meta")
+    monkeypatch.setattr("branchwise.draft.recycle.drafter.have_kernels", lambda device: device.type == "meta")
 
     def taken(device: str = "meta", k: int = 8, tree: Any = None, **options: bool) -> tuple[bool, bool]:
         target = ToyTarget(40)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from branchwise.core.tree import Draw
 from branchwise.draft import DRAFTERS, TREES, build_drafter
-from branchwise.draft.disturbed import Disturbed
-from branchwise.draft.ngram import NGram
+from branchwise.draft.lookup.ngram import NGram
+from branchwise.draft.noisy_target import NoisyTarget
 from branchwise.errors import PairingError, UnknownName, UsageError
 from branchwise.registry import Registry, split_spec
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, check_pairing
 from branchwise.verify.match import Match
 
@@ -203,7 +203,7 @@ def test_a_list_may_stand_beside_options_and_what_the_caller_gives() -> None:
 
 def test_a_drafter_grows_the_tree_of_a_list() -> None:
     drafter = build_drafter("disturbed:0.5", "rsd-c:3,1")
-    assert isinstance(drafter, Disturbed)
+    assert isinstance(drafter, NoisyTarget)
     assert (drafter.sigma, drafter.tree.branching) == (0.5, (3, 1))  # type: ignore[attr-defined]
 
 

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchwise.draft import Budget, build_drafter
-from branchwise.draft.retrieval import CHILDREN, Retrieval, trust
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.lookup.retrieval import CHILDREN, Retrieval, trust
 from branchwise.engine import Engine, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.index.build import build_index
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
 from branchwise.testing import ToyTarget
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.test_index import tokenizer, write
 
@@ -32,9 +33,9 @@ def test_it_continues_the_longest_end_of_the_text(folder: Path) -> None:
     drafter = build_drafter(f"retrieval:{folder}", "topk:4,depth=9")
     assert drafter.name == "retrieval"
     assert drafter.draw is Draw.FIXED
-    (tree,) = drafter.draft([Sequence([5, 1, 2, 3])], [Budget(9, 9)])  # three tokens match, so 8 is not expected
+    (tree,) = drafter.draft([SequenceState([5, 1, 2, 3])], [Budget(9, 9)])  # three tokens match, so 8 is not expected
     assert tree.tokens.tolist() == [3, 4, 5, 0, 6]
-    (tree,) = drafter.draft([Sequence([7, 2, 3])], [Budget(9, 9)])
+    (tree,) = drafter.draft([SequenceState([7, 2, 3])], [Budget(9, 9)])
     assert set(tree.tokens.tolist()) == {3, 4, 8, 5, 0}
     assert tree.parents[:3] == (-1, 0, 0)
 
@@ -42,14 +43,15 @@ def test_it_continues_the_longest_end_of_the_text(folder: Path) -> None:
 def test_all_texts_of_a_batch_get_their_own_tree(folder: Path) -> None:
     drafter = Retrieval(str(folder))
     trees = drafter.draft(
-        [Sequence([9, 2, 3]), Sequence([2]), Sequence([4, 4]), Sequence([3, 4, 5])], [Budget(3, 3)] * 3 + [Budget(1, 3)]
+        [SequenceState([9, 2, 3]), SequenceState([2]), SequenceState([4, 4]), SequenceState([3, 4, 5])],
+        [Budget(3, 3)] * 3 + [Budget(1, 3)],
     )
     assert [tree.tokens.tolist() for tree in trees] == [[3, 8], [2], [4], [5]]
 
 
 def test_min_and_max_bound_the_match(folder: Path) -> None:
     def matched(text: list[int], **options: int) -> int | None:
-        place = Retrieval(str(folder), **options).find(Sequence(text))
+        place = Retrieval(str(folder), **options).find(SequenceState(text))
         return place and place.length
 
     assert matched([1, 2, 3, 4]) == 4
@@ -63,7 +65,7 @@ def test_min_and_max_bound_the_match(folder: Path) -> None:
 
 def test_masses_grow_with_the_match_and_the_count_and_are_no_more_than_one(folder: Path) -> None:
     drafter = Retrieval(str(folder))
-    long, short = drafter.find(Sequence([9, 2, 3])), drafter.find(Sequence([2, 3]))
+    long, short = drafter.find(SequenceState([9, 2, 3])), drafter.find(SequenceState([2, 3]))
     (sure,) = drafter.after(long)
     first, second = drafter.after(short)
     assert (sure.token, first.token, second.token) == (8, 4, 8)
@@ -77,7 +79,7 @@ def test_masses_grow_with_the_match_and_the_count_and_are_no_more_than_one(folde
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=8))
 def test_looking_changes_nothing_and_tokens_are_distinct(text: list[int]) -> None:
     drafter = HELD
-    place = drafter.find(Sequence(text))
+    place = drafter.find(SequenceState(text))
     found = drafter.after(place)
     assert drafter.after(place) == found
     assert len({entry.token for entry in found}) == len(found) <= CHILDREN

@@ -1,4 +1,5 @@
-"""From logits to laws, against a slow truth written from the definitions and against transformers' own processors."""
+"""From logits to distributions, against a slow truth written from the definitions and against transformers' own
+processors."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from branchwise.core.sampling import Context, SamplingParams, adjust, one_hot, unnormalised, warp
 from branchwise.errors import UsageError
-from branchwise.sampling import Context, SamplingParams, adjust, one_hot, unnormalised, warp
 
 EMPTY = Context((), 0)
 
@@ -34,7 +35,7 @@ def normal(rows: int, vocabulary: int, *, seed: int = 0, scale: float = 3.0) -> 
 
 
 def law_of(logits: Sequence[float] | Tensor, context: Context = EMPTY, **params: Any) -> Tensor:
-    """(vocabulary,) the law of one row."""
+    """(vocabulary,) the distribution of one row."""
     return warp(torch.as_tensor(logits)[None], [SamplingParams(**params)], [context])[0]
 
 
@@ -54,34 +55,34 @@ class Reference:
         for token, bias in params.logit_bias.items():
             scores[token] += bias
         self.scores = scores
-        self.law = self._greedy() if params.greedy else self._sampled(params)
+        self.probs = self._greedy() if params.greedy else self._sampled(params)
 
     def _greedy(self) -> np.ndarray:
-        law = np.zeros_like(self.scores)
-        law[self.scores.argmax()] = 1
-        return law
+        probs = np.zeros_like(self.scores)
+        probs[self.scores.argmax()] = 1
+        return probs
 
     def _sampled(self, params: SamplingParams) -> np.ndarray:
         scores = self.scores / params.temperature
-        law = self._normal(np.exp(scores - scores.max()))
+        probs = self._normal(np.exp(scores - scores.max()))
         if params.top_k:
-            law = self._keep(law, np.sort(law)[::-1][min(params.top_k, len(law)) - 1])
+            probs = self._keep(probs, np.sort(probs)[::-1][min(params.top_k, len(probs)) - 1])
         if params.top_p < 1:
-            falling = np.sort(law)[::-1]
+            falling = np.sort(probs)[::-1]
             before = np.concatenate([[0.0], np.cumsum(falling)[:-1]])
             self.margin = min(self.margin, abs(before - params.top_p)[falling > 0].min())
-            law = self._keep(law, falling[before < params.top_p][-1])
-        floor = params.min_p * law.max()
+            probs = self._keep(probs, falling[before < params.top_p][-1])
+        floor = params.min_p * probs.max()
         if 0 < params.min_p < 1:
-            self.margin = min(self.margin, abs(law - floor)[law > 0].min())
-        return self._keep(law, floor)
+            self.margin = min(self.margin, abs(probs - floor)[probs > 0].min())
+        return self._keep(probs, floor)
 
-    def _keep(self, law: np.ndarray, floor: float) -> np.ndarray:
-        return self._normal(np.where(law >= floor, law, 0))
+    def _keep(self, probs: np.ndarray, floor: float) -> np.ndarray:
+        return self._normal(np.where(probs >= floor, probs, 0))
 
     @staticmethod
-    def _normal(law: np.ndarray) -> np.ndarray:
-        return law / law.sum()
+    def _normal(probs: np.ndarray) -> np.ndarray:
+        return probs / probs.sum()
 
 
 params_of_any_kind = st.builds(
@@ -116,7 +117,7 @@ def test_laws_are_those_of_the_definitions(rows: list[tuple[list[float], Samplin
     logits, sampling, before = (list(column) for column in zip(*rows, strict=True))
     found = warp(torch.tensor(logits), sampling, before)
     assert found.dtype == torch.float32
-    expected = np.stack([reference.law for reference in references])
+    expected = np.stack([reference.probs for reference in references])
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
     kept = (found > 0).numpy()
     assert kept[expected > 1e-30].all()
@@ -135,7 +136,7 @@ def test_laws_of_a_device_are_those_of_the_host(rows: list[tuple[list[float], Sa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "softmax", lambda scaled, dim: unnormalised(scaled))
         found = warp(torch.tensor(logits), sampling, before)
-    np.testing.assert_allclose(found.numpy(), np.stack([reference.law for reference in references]), atol=2e-6)
+    np.testing.assert_allclose(found.numpy(), np.stack([reference.probs for reference in references]), atol=2e-6)
     np.testing.assert_allclose(found.double().sum(dim=-1).numpy(), 1.0, atol=1e-6)
     host = warp(torch.tensor(logits), sampling, before)
     assert torch.equal(found > 1e-30, host > 1e-30)
@@ -189,18 +190,18 @@ def test_a_large_law_does_not_depend_on_its_batch() -> None:
 
 @given(st.lists(tied_logits, min_size=1, max_size=4))
 def test_greedy_takes_the_first_of_the_best(rows: list[list[float]]) -> None:
-    law = warp(torch.tensor(rows), [SamplingParams()] * len(rows), [EMPTY] * len(rows))
-    assert law.argmax(dim=-1).tolist() == [row.index(max(row)) for row in rows]
-    assert ((law == 0) | (law == 1)).all()
-    assert (law.sum(dim=-1) == 1).all()
+    probs = warp(torch.tensor(rows), [SamplingParams()] * len(rows), [EMPTY] * len(rows))
+    assert probs.argmax(dim=-1).tolist() == [row.index(max(row)) for row in rows]
+    assert ((probs == 0) | (probs == 1)).all()
+    assert (probs.sum(dim=-1) == 1).all()
 
 
 def test_a_greedy_row_among_sampled_ones_is_certain() -> None:
     logits = normal(3, 50)
     hot = SamplingParams(temperature=5.0, top_p=0.9)
-    law = warp(logits, [hot, SamplingParams(top_k=5, top_p=0.5, min_p=0.1), hot], [EMPTY] * 3)
-    assert torch.equal(law[1], one_hot(logits.argmax(dim=-1), 50)[1])
-    assert (law[0] > 0).sum() > 1
+    probs = warp(logits, [hot, SamplingParams(top_k=5, top_p=0.5, min_p=0.1), hot], [EMPTY] * 3)
+    assert torch.equal(probs[1], one_hot(logits.argmax(dim=-1), 50)[1])
+    assert (probs[0] > 0).sum() > 1
 
 
 def test_greedy_sees_penalties_and_bias() -> None:
@@ -215,9 +216,9 @@ def test_greedy_sees_penalties_and_bias() -> None:
 @pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-38, 1e-12])
 def test_a_tiny_temperature_is_nearly_greedy_and_never_nan(temperature: float) -> None:
     logits = normal(1, 1000, scale=30.0)[0]
-    law = law_of(logits, temperature=temperature)
-    assert law.argmax() == logits.argmax()
-    assert law.max() == 1
+    probs = law_of(logits, temperature=temperature)
+    assert probs.argmax() == logits.argmax()
+    assert probs.max() == 1
     assert law_of([4.0, 4.0, 1.0], temperature=temperature).tolist() == [0.5, 0.5, 0.0]
 
 
@@ -269,12 +270,14 @@ def test_partial_selection_equals_a_full_sort(scale: float, top_p: float) -> Non
     logits = normal(3, 5000, scale=scale)
     sampling = [SamplingParams(temperature=1.0, top_p=p) for p in (top_p, 0.3, 1.0)]
     found = warp(logits, sampling, [EMPTY] * 3)
-    for row, params, law in zip(logits, sampling, found, strict=True):
+    for row, params, probs in zip(logits, sampling, found, strict=True):
         reference = Reference(row.tolist(), params, EMPTY)
-        kept, expected = law > 0, torch.from_numpy(reference.law > 0)
+        kept, expected = probs > 0, torch.from_numpy(reference.probs > 0)
         # Where rounding decides which token reaches the mass, one more or less is right as well.
         assert (kept ^ expected).sum() <= 1
-        np.testing.assert_allclose(law.double()[kept & expected], reference.law[(kept & expected).numpy()], rtol=1e-3)
+        np.testing.assert_allclose(
+            probs.double()[kept & expected], reference.probs[(kept & expected).numpy()], rtol=1e-3
+        )
 
 
 def test_nuclei_of_every_size_were_among_them() -> None:
@@ -290,9 +293,9 @@ def test_rows_that_keep_all_do_not_make_others_sort_everything(monkeypatch: pyte
     sizes: list[int] = []
     topk = Tensor.topk
 
-    def recording(law: Tensor, size: int, dim: int = -1) -> Any:
+    def recording(probs: Tensor, size: int, dim: int = -1) -> Any:
         sizes.append(size)
-        return topk(law, size, dim=dim)
+        return topk(probs, size, dim=dim)
 
     monkeypatch.setattr(Tensor, "topk", recording)
     logits = normal(3, 50_000, scale=6.0)
@@ -327,9 +330,9 @@ def test_an_output_without_tokens_is_not_penalised() -> None:
 
 
 def test_bias_is_added_and_minus_infinity_forbids() -> None:
-    law = law_of(torch.zeros(4), temperature=1.0, logit_bias={1: math.log(3), 2: -math.inf})
-    np.testing.assert_allclose(law, [0.2, 0.6, 0, 0.2], atol=1e-6)
-    assert law[2] == 0
+    probs = law_of(torch.zeros(4), temperature=1.0, logit_bias={1: math.log(3), 2: -math.inf})
+    np.testing.assert_allclose(probs, [0.2, 0.6, 0, 0.2], atol=1e-6)
+    assert probs[2] == 0
 
 
 @pytest.mark.parametrize("token", [4, 7])
@@ -377,9 +380,9 @@ def test_logits_are_never_changed_in_place() -> None:
 def test_laws_are_float32_whatever_the_model_computes_in(dtype: torch.dtype) -> None:
     logits = normal(2, 40).to(dtype)
     sampling = [SamplingParams(temperature=1.0, top_p=0.9), SamplingParams()]
-    law = warp(logits, sampling, [EMPTY] * 2)
-    assert law.dtype == torch.float32
-    assert torch.equal(law, warp(logits.float(), sampling, [EMPTY] * 2))
+    probs = warp(logits, sampling, [EMPTY] * 2)
+    assert probs.dtype == torch.float32
+    assert torch.equal(probs, warp(logits.float(), sampling, [EMPTY] * 2))
     assert adjust(logits, sampling, [EMPTY] * 2).dtype == torch.float32
 
 

@@ -23,8 +23,8 @@ from tests.slow_truth import (
     Drafts,
     Emitted,
     Instance,
-    Law,
     Prefix,
+    Probs,
     Verdict,
     Verifier,
     accept_block,
@@ -32,7 +32,7 @@ from tests.slow_truth import (
     candidates,
     cascade,
     children,
-    emitted_law,
+    emitted_probs,
     gbv,
     highest,
     iid_paths,
@@ -119,7 +119,7 @@ def assert_laws(emitted: Emitted) -> None:
 )
 def test_a_frozen_case_has_its_block_efficiency_and_the_law_of_the_target(case: dict[str, Any], name: str) -> None:
     instance, (verifier, draw) = Instance.from_case(case), RULES[name]
-    emitted = emitted_law(instance, verifier, draw(instance))
+    emitted = emitted_probs(instance, verifier, draw(instance))
     assert emitted.block_efficiency == pytest.approx(case["block_efficiency"][name], abs=1e-9, rel=0)
     assert emitted.total_variation < 1e-12
     assert_laws(emitted)
@@ -138,7 +138,7 @@ def test_every_frozen_number_is_compared_but_those_of_one_verifier() -> None:
     assert {name for case in CASES for name in case["optimum"]} == set(OPTIMA)
 
 
-# Laws that are awkward
+# Distributions that are awkward
 
 
 SIZES = [(3, 2, 2), (2, 2, 3), (4, 1, 3)]
@@ -153,7 +153,7 @@ def test_every_verifier_is_lossless_and_below_the_optimum_on_awkward_laws(
         instance = Instance.random(*size, sigma, seed, kind)
         optimum = {draw: lp_optimum(instance, draw(instance)) for draw in (one_path, iid_paths, rsd_c, rsd_s)}
         for name, (verifier, draw) in (RULES | UNFROZEN).items():
-            emitted = emitted_law(instance, verifier, draw(instance))
+            emitted = emitted_probs(instance, verifier, draw(instance))
             assert emitted.total_variation < 1e-12, name
             assert 1 <= emitted.block_efficiency <= optimum.get(draw, instance.L + 1) + 1e-8, name
             assert_laws(emitted)
@@ -212,9 +212,9 @@ def test_with_one_path_each_verifier_is_block_or_token(kind: str) -> None:
     instance = Instance.random(3, 2, 1, 1.0, 3, kind)
     drafts = list(iid_paths(instance))
     for twin, verifiers in {block: (gbv, lambda_gbv, cascade, traversal), token: (mss, rrs, k_seq)}.items():
-        truth = emitted_law(instance, twin, drafts).verdicts
+        truth = emitted_probs(instance, twin, drafts).verdicts
         for verifier in verifiers:
-            found = emitted_law(instance, verifier, drafts).verdicts
+            found = emitted_probs(instance, verifier, drafts).verdicts
             assert all(abs(found.get(key, 0) - truth.get(key, 0)) < 1e-12 for key in {*found, *truth}), verifier
 
 
@@ -223,7 +223,7 @@ def test_block_keeps_of_every_prefix_all_that_both_laws_allow() -> None:
     kept = {(): 1.0}
     for u in itertools.islice(prefixes(3, 3), 1, None):
         kept[u] = min(joint(instance.q, u), kept[u[:-1]] * instance.p[u[:-1]][u[-1]])
-    efficiency = emitted_law(instance, block, one_path(instance)).block_efficiency
+    efficiency = emitted_probs(instance, block, one_path(instance)).block_efficiency
     assert efficiency == pytest.approx(sum(kept.values()), abs=1e-12)
     assert efficiency == pytest.approx(lp_optimum(instance, one_path(instance)), abs=1e-8)
 
@@ -232,7 +232,7 @@ def test_a_perfect_drafter_is_accepted_whole() -> None:
     drawn = Instance.random(3, 2, 2, 1.0, 1)
     instance = Instance(3, 2, 2, drawn.p, {u: drawn.p[u] for u in drawn.q})
     for verifier in (token, block, lambda_gbv, cascade, mss, k_seq, rrs, traversal):
-        efficiency = emitted_law(instance, verifier, iid_paths(instance)).block_efficiency
+        efficiency = emitted_probs(instance, verifier, iid_paths(instance)).block_efficiency
         assert efficiency == pytest.approx(3, abs=1e-12), verifier
 
 
@@ -240,7 +240,7 @@ def test_traversal_is_never_below_recursive_rejection_on_the_same_trees() -> Non
     for kind in KINDS:
         instance = Instance.random(3, 2, 2, 1.0, 2, kind)
         for draw in (iid_paths, rsd_c, rsd_s):
-            top_down, bottom_up = (emitted_law(instance, rule, draw(instance)) for rule in (rrs, traversal))
+            top_down, bottom_up = (emitted_probs(instance, rule, draw(instance)) for rule in (rrs, traversal))
             assert bottom_up.block_efficiency >= top_down.block_efficiency - 1e-12
 
 
@@ -327,8 +327,10 @@ def test_paths_read_as_a_tree_drop_repeats_in_order_of_first_appearance() -> Non
 
 
 def test_every_answer_that_can_be_given_is_given_once_with_its_weight() -> None:
-    law = np.array([0.5, 0.0, 0.5])
-    found = list(outcomes(lambda chance: (chance.coin(0.25) and chance.draw(law), chance.coin(1.0), chance.coin(0.0))))
+    probs = np.array([0.5, 0.0, 0.5])
+    found = list(
+        outcomes(lambda chance: (chance.coin(0.25) and chance.draw(probs), chance.coin(1.0), chance.coin(0.0)))
+    )
     assert sorted(found) == [(0.125, (0, True, False)), (0.125, (2, True, False)), (0.75, (False, True, False))]
 
 
@@ -341,7 +343,7 @@ def test_chance_refuses_what_is_no_probability() -> None:
 # Rules that look right: the distance must show each of them
 
 
-def forgets_the_residual(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
+def forgets_the_residual(p: Probs, q: Probs, paths: Draft, chance: Chance) -> Verdict:
     """Token verification that draws from p after a rejection."""
     x = paths[0]
     for i, t in enumerate(x):
@@ -350,7 +352,7 @@ def forgets_the_residual(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdic
     return x, chance.draw(p(x))
 
 
-def clips_every_factor(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
+def clips_every_factor(p: Probs, q: Probs, paths: Draft, chance: Chance) -> Verdict:
     """Block verification whose weight is a product of clipped factors, and which stops at the first failure."""
     x, w = paths[0], 1.0
     for i, t in enumerate(x):
@@ -360,15 +362,15 @@ def clips_every_factor(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
     return x, chance.draw(p(x))
 
 
-def verifies_the_highest_path_as_if_drawn_from_q(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
+def verifies_the_highest_path_as_if_drawn_from_q(p: Probs, q: Probs, paths: Draft, chance: Chance) -> Verdict:
     return block(p, q, (highest(p, q, paths),), chance)
 
 
-def breaks_ties_by_draft_order(p: Law, q: Law, paths: Draft, chance: Chance) -> Verdict:
+def breaks_ties_by_draft_order(p: Probs, q: Probs, paths: Draft, chance: Chance) -> Verdict:
     """GBV that selects by ratios, of equals the first drawn, and skews by ranks, of equals the last token."""
     s = max(paths, key=lambda x: [p(x[:i])[t] / q(x[:i])[t] for i, t in enumerate(x)])
-    i, law = accept_block(s, p, mixture(p, q, s, len(paths), lam=0.0), chance)
-    return s[:i], chance.draw(law)
+    i, probs = accept_block(s, p, mixture(p, q, s, len(paths), lam=0.0), chance)
+    return s[:i], chance.draw(probs)
 
 
 def drops_repeats_first(rule: Verifier) -> Verifier:
@@ -376,12 +378,12 @@ def drops_repeats_first(rule: Verifier) -> Verifier:
     return lambda p, q, paths, chance: rule(p, q, tuple(dict.fromkeys(paths)), chance)
 
 
-def keeps_q_after_a_rejection(p: Law, q: Law, tree: Draft, chance: Chance) -> Verdict:
+def keeps_q_after_a_rejection(p: Probs, q: Probs, tree: Draft, chance: Chance) -> Verdict:
     """Recursive rejection with replacement on children drawn without."""
     return mss(p, q, tree, chance)
 
 
-def visits_siblings_backwards(p: Law, q: Law, tree: Draft, chance: Chance) -> Verdict:
+def visits_siblings_backwards(p: Probs, q: Probs, tree: Draft, chance: Chance) -> Verdict:
     return traversal(p, q, tree[::-1], chance)
 
 
@@ -401,11 +403,11 @@ WRONG: list[tuple[Verifier, Draw]] = [
 @pytest.mark.parametrize(("verifier", "draw"), WRONG, ids=lambda rule: rule.__name__)
 def test_a_rule_that_is_wrong_is_seen(verifier: Verifier, draw: Draw) -> None:
     drawn = [Instance.random(3, 2, 2, 1.0, seed, kind) for seed in range(3) for kind in ("plain", "ties")]
-    assert max(emitted_law(instance, verifier, draw(instance)).total_variation for instance in drawn) > 1e-3
+    assert max(emitted_probs(instance, verifier, draw(instance)).total_variation for instance in drawn) > 1e-3
 
 
 def test_a_wrong_rule_may_have_the_right_block_efficiency() -> None:
     instance = Instance.random(3, 2, 1, 1.0, 0)
-    right, wrong = (emitted_law(instance, rule, one_path(instance)) for rule in (token, forgets_the_residual))
+    right, wrong = (emitted_probs(instance, rule, one_path(instance)) for rule in (token, forgets_the_residual))
     assert right.total_variation < 1e-12 < 1e-3 < wrong.total_variation
     assert right.block_efficiency == pytest.approx(wrong.block_efficiency, abs=1e-12)

@@ -9,12 +9,12 @@ from itertools import zip_longest
 import pytest
 import torch
 
-from branchwise.draft import Drafter
+from branchwise.core.text import TextStream
+from branchwise.draft.base import Drafter
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.testing import RandomDrafter, TruthDrafter
-from branchwise.text import TextStream
 from branchwise.verify import VERIFIERS
 from tests.prompts import PROMPTS
 
@@ -107,9 +107,9 @@ def test_logprobs_equal_a_plain_forward_under_speculation(smollm2: LLM, sampled:
     assert completion.logprobs is not None
     ids = smollm2.encode(prompt) + completion.token_ids
     with torch.inference_mode():
-        law = smollm2.model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(dim=-1)
+        probs = smollm2.model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(dim=-1)
     start = len(ids) - len(completion.token_ids)
-    expected = [law[start + i - 1, token].item() for i, token in enumerate(completion.token_ids)]
+    expected = [probs[start + i - 1, token].item() for i, token in enumerate(completion.token_ids)]
     assert completion.logprobs == pytest.approx(expected, abs=2e-3)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from branchwise.draft import trim
-from branchwise.draft.weights import Weights
+from branchwise.draft.model import trim
+from branchwise.draft.model.draft_model import Weights
 from branchwise.engine import Engine
 from branchwise.llm import LLM
 from branchwise.methods import PRESETS, Method, find_method
@@ -81,7 +81,7 @@ def test_sampled_text_is_that_of_plain_decoding_seed_for_seed(smollm2: LLM, meth
 @pytest.mark.usefixtures("drafts")
 @pytest.mark.parametrize("name", ["block", "cascade", "rsd-s"])
 def test_who_drafts_from_the_targets_own_law_is_accepted_to_the_end(smollm2: LLM, name: str) -> None:
-    # p = q: these rules take the whole of a drawn path. Catches laws of another temperature, position or text.
+    # p = q: these rules take the whole of a drawn path. Catches distributions of another temperature, position or text.
     text, length = write(smollm2, find_method(name, "own/truth"), temperature=0.8, seed=1)
     assert len(text) == LENGTH
     assert length > 4

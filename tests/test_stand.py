@@ -1,4 +1,4 @@
-"""Laws behind n-grams against a slow dictionary; the oldest are forgotten, and memory is bounded."""
+"""Distributions behind n-grams against a slow dictionary; the oldest are forgotten, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.draft import Budget, build_drafter
-from branchwise.draft.stand import Stand
+from branchwise.backends.base import Scored
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.lookup.stand import Stand
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 
@@ -63,7 +64,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def assert_answers(drafter: Stand, slow: Slow, texts: list[list[int]]) -> None:
     assert len(drafter) == len(slow.known)
     for text in texts:
-        row, expected = drafter.after(drafter.find(Sequence(text))), slow.after(text)
+        row, expected = drafter.after(drafter.find(SequenceState(text))), slow.after(text)
         assert [found.token for found in row] == list(expected)
         for found in row:
             assert math.isclose(found.mass, expected[found.token], rel_tol=1e-4)
@@ -96,7 +97,7 @@ def test_an_ngram_knows_what_a_dictionary_would(seed: int, bounds: list[int], k:
             continue
         rows = random.Random(number).randint(1, len(text) - 1)
         logits = noise(rows, VOCABULARY, seed=seed + number)
-        drafter.begin(Sequence(text), logits)
+        drafter.begin(SequenceState(text), logits)
         for row in range(rows):
             slow.learn(text[: len(text) - rows + row], logits[row])
     assert_answers(drafter, slow, some_texts(seed + 1, 30, length=6))
@@ -119,7 +120,7 @@ def test_a_step_teaches_the_accepted_path(seed: int) -> None:
             verdicts.append(Verdict(tuple(tree.topology.path(rng.randrange(len(tree)))), 0))
         scored = Scored(noise(3, 12, VOCABULARY, seed=step))
         drafter._drafted = trees
-        drafter.learn([Sequence(text) for text in texts], scored, verdicts)
+        drafter.learn([SequenceState(text) for text in texts], scored, verdicts)
         for text, tree, verdict, logits in zip(texts, trees, verdicts, scored.logits, strict=True):
             for end, node in enumerate(verdict.path):
                 accepted = [int(tree.tokens[before]) for before in verdict.path[1 : end + 1]]
@@ -132,28 +133,28 @@ def test_the_longest_known_ngram_answers() -> None:
     for text, best in (([1, 2, 3, 4], 5), ([6, 2, 3, 4], 6), ([6, 6, 3, 4], 1)):
         logits = torch.zeros(1, VOCABULARY)
         logits[0, best] = 9.0
-        drafter.begin(Sequence([*text, 0]), logits)
+        drafter.begin(SequenceState([*text, 0]), logits)
     for text, best in (([1, 2, 3, 4], 5), ([0, 1, 2, 3, 4], 5), ([6, 2, 3, 4], 6), ([0, 6, 3, 4], 1)):
-        assert drafter.after(drafter.find(Sequence(text)))[0].token == best
-    assert drafter.after(drafter.find(Sequence([0, 0]))) == []
-    assert drafter.after(drafter.find(Sequence([4]))) == []
+        assert drafter.after(drafter.find(SequenceState(text)))[0].token == best
+    assert drafter.after(drafter.find(SequenceState([0, 0]))) == []
+    assert drafter.after(drafter.find(SequenceState([4]))) == []
     assert drafter.after(None) == []
 
 
 def test_three_laws_behind_an_ngram_count_alike() -> None:
     drafter = bound(k=VOCABULARY)
-    laws = torch.softmax(noise(3, VOCABULARY), dim=1)
-    for law in laws:
-        drafter.begin(Sequence([1, 2, 0]), law.log()[None])
+    probs = torch.softmax(noise(3, VOCABULARY), dim=1)
+    for row in probs:
+        drafter.begin(SequenceState([1, 2, 0]), row.log()[None])
     found = {found.token: found.mass for found in drafter.after((1, 2))}
-    for token, mass in enumerate(laws.mean(dim=0).tolist()):
+    for token, mass in enumerate(probs.mean(dim=0).tolist()):
         assert math.isclose(found[token], mass, rel_tol=1e-4)
 
 
 def test_the_ngram_met_longest_ago_is_forgotten() -> None:
     drafter = bound(max=2, ngrams=3)
     for gram in ((1, 1), (2, 2), (3, 3), (1, 1), (4, 4)):
-        drafter.begin(Sequence([*gram, 0]), noise(1, VOCABULARY))
+        drafter.begin(SequenceState([*gram, 0]), noise(1, VOCABULARY))
     assert [bool(drafter.after((token, token))) for token in (1, 2, 3, 4)] == [True, False, True, True]
 
 
@@ -162,7 +163,7 @@ def test_memory_is_bounded_over_200_000_tokens() -> None:
     rng, sizes = random.Random(0), []
     logits = noise(64, 64)
     for _ in range(200_000 // 64):
-        drafter.begin(Sequence([rng.randrange(64) for _ in range(65)]), logits)
+        drafter.begin(SequenceState([rng.randrange(64) for _ in range(65)]), logits)
         sizes.append(drafter.memory_bytes)
     assert len(drafter) == 2000
     assert max(sizes) == sizes[-1] < 1_000_000
@@ -209,7 +210,7 @@ def taught(**options: object) -> Stand:
     drafter = bound(**options)
     for seed, text in enumerate(some_texts(3, 6)):
         if len(text) > 1:
-            drafter.begin(Sequence(text), noise(len(text) - 1, VOCABULARY, seed=seed))
+            drafter.begin(SequenceState(text), noise(len(text) - 1, VOCABULARY, seed=seed))
     return drafter
 
 
@@ -220,13 +221,13 @@ def everything(drafter: Stand) -> list[tuple[Gram, list[object], int]]:
 def test_what_was_learnt_can_be_saved_and_restored() -> None:
     drafter, other = taught(), bound()
     saved, before = drafter.save(), everything(drafter)
-    drafter.begin(Sequence([1, 1, 0]), noise(2, VOCABULARY, seed=77))
+    drafter.begin(SequenceState([1, 1, 0]), noise(2, VOCABULARY, seed=77))
     other.restore(saved)
     assert everything(other) == before != everything(drafter)
     for one in (other, fresh := bound()):
         if one is fresh:
             one.restore(saved)
-        one.begin(Sequence([2, 2, 0]), noise(2, VOCABULARY, seed=78))
+        one.begin(SequenceState([2, 2, 0]), noise(2, VOCABULARY, seed=78))
     assert everything(other) == everything(fresh)
     empty = bound()
     other.restore(empty.save())
@@ -237,7 +238,7 @@ def test_what_was_learnt_can_be_saved_and_restored() -> None:
 def test_what_was_said_before_a_state_came_back_is_not_said_again() -> None:
     drafter, other = bound(), bound()
     for one, seed in ((drafter, 1), (other, 2)):
-        one.begin(Sequence([1, 1, 0]), noise(2, VOCABULARY, seed=seed))
+        one.begin(SequenceState([1, 1, 0]), noise(2, VOCABULARY, seed=seed))
     assert drafter.after((1, 1)) != other.after((1, 1))
     drafter.restore(other.save())
     assert drafter.after((1, 1)) == other.after((1, 1)) != []
@@ -290,5 +291,5 @@ def test_options_outside_their_range_are_refused() -> None:
     for spec in ("stand:min=0", "stand:max=2,min=3", "stand:k=0", "stand:ngrams=0"):
         with pytest.raises(UsageError, match="needs 1 <= min <= max"):
             build_drafter(spec)
-    [tree] = bound().draft([Sequence([3])], [AMPLE])
+    [tree] = bound().draft([SequenceState([3])], [AMPLE])
     assert tree.tokens.tolist() == [3]

@@ -18,14 +18,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import branchwise
+from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli import app
-from branchwise.draft import Budget, build_drafter, state
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft import build_drafter, state
+from branchwise.draft.base import Budget
+from branchwise.draft.lookup.trigram import Trigram
 from branchwise.draft.state import check_state, load_state, save_state
-from branchwise.draft.trigram import Trigram
 from branchwise.errors import UsageError
-from branchwise.sequence import Sequence
-from branchwise.target.transformers import TransformersTarget
-from branchwise.tree import Draw
 from tests.test_model_drafter import byte_level, tiny
 
 WORDS = ["Ġthe", "Ġcat", "Ġsat", "Ġon", "Ġa", "Ġmat", ".", "the", "Ċ", "user"]
@@ -45,7 +46,7 @@ def model() -> Any:
 def learned(texts: list[list[int]]) -> Trigram:
     drafter = Trigram()
     for tokens in texts:
-        drafter.find(Sequence(tokens))
+        drafter.find(SequenceState(tokens))
     return drafter
 
 
@@ -98,7 +99,7 @@ def test_a_restored_drafter_drafts_what_the_saved_one_did(tmp_path: Path, model:
     assert load_state(after, tmp_path / "one", model)
     for _ in range(50):
         text = [rng.randrange(SIZE) for _ in range(5)]
-        [one], [other] = (d.draft([Sequence(list(text))], [Budget(30, 9)]) for d in (before, after))
+        [one], [other] = (d.draft([SequenceState(list(text))], [Budget(30, 9)]) for d in (before, after))
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.parents == other.parents
     assert list(after._rows.items()) == list(before._rows.items())
@@ -333,8 +334,8 @@ target = SimpleNamespace(vocabulary=11, model=SimpleNamespace(config=config))
 WRITER = """
 import sys
 from branchwise.draft.state import save_state
-from branchwise.draft.trigram import Trigram
-from branchwise.sequence import Sequence
+from branchwise.draft.lookup.trigram import Trigram
+from branchwise.core.sequence import Sequence
 for size in range(100):
     drafter = Trigram()
     drafter.find(Sequence([int(sys.argv[2])] * 50 + list(range(size % 7))))

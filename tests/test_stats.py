@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from branchwise.stats import PHASES, Stats, Stopwatch
+from branchwise.engine.stats import PHASES, Stats, Stopwatch
 
 
 def four_steps() -> Stats:

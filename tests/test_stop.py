@@ -1,4 +1,5 @@
-"""Stopping early: texts keep their law, whatever a rule says of the laws it sees; a rule that sees more is caught."""
+"""Stopping early: texts keep their distribution, whatever a rule says of the distributions it sees; a rule that sees
+more is caught."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from branchwise.audit.exact import TOLERANCE, emitted
-from branchwise.audit.growths import grow
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.draft import STOPS, TREES, Budget, build_drafter, build_growth
-from branchwise.draft.dice import Dice, SeededDice, Throw
-from branchwise.draft.growth import Found, Growing, Growth, Sapling
-from branchwise.draft.stop import (
+from branchwise.audit.policies import grow
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft import STOPS, TREES, build_drafter, build_policy
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.policies.stop import (
     FORMAT,
     Confidence,
     Entropy,
@@ -34,24 +37,23 @@ from branchwise.draft.stop import (
     widths_of,
     write_scorer,
 )
+from branchwise.draft.sampler import DraftSampler, SampleRequest, SeededSampler
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, ModelError, PairingError, UnknownName, UsageError
-from branchwise.sampling import SamplingParams
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
 from tests.strategies import random_rule, worlds
 
 
 class Whim:
-    """Any function of the laws will do, also one that makes no sense."""
+    """Any function of the distributions will do, also one that makes no sense."""
 
-    def enough(self, found: Found, depth: int) -> bool:
-        return bool((found.laws[:, 0] * 7.3 % 1 > 0.4).any())
+    def enough(self, found: NodeProbs, depth: int) -> bool:
+        return bool((found.probs[:, 0] * 7.3 % 1 > 0.4).any())
 
 
 class Never:
-    def enough(self, found: Found, depth: int) -> bool:
+    def enough(self, found: NodeProbs, depth: int) -> bool:
         return False
 
 
@@ -59,7 +61,7 @@ class Always:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def enough(self, found: Found, depth: int) -> bool:
+    def enough(self, found: NodeProbs, depth: int) -> bool:
         self.asked.append(depth)
         return True
 
@@ -122,16 +124,16 @@ def test_every_growth_that_may_stop_is_met_here() -> None:
         "paced-ranks": "mcsd",
     }
     built = {name: TREES.build(f"{name}:{examples[name]}") for name in TREES}
-    stoppable = {name for name, growth in built.items() if getattr(growth, "stoppable", False)}
+    stoppable = {name for name, policy in built.items() if getattr(policy, "stoppable", False)}
     assert stoppable == {spec.partition(":")[0] for spec, _, _, _ in EXACT}
 
 
 def test_a_learned_stop_keeps_the_law(tmp_path: Path) -> None:
     some, instance = scorer("hard"), Instance.random(3, 2, 2, sigma=1.0, seed=(1,))
     write_scorer(some, tmp_path / "stop")
-    _, second, first = some.scores(features("hard", Found(torch.from_numpy(instance.q[1]).float()))).sort().values
-    growth = build_growth(f"rsd-c:2,1,stop=learned:{tmp_path / 'stop'},threshold={float(first + second) / 2}")
-    drafts = Drafts.grown(growth, instance)
+    _, second, first = some.scores(features("hard", NodeProbs(torch.from_numpy(instance.q[1]).float()))).sort().values
+    policy = build_policy(f"rsd-c:2,1,stop=learned:{tmp_path / 'stop'},threshold={float(first + second) / 2}")
+    drafts = Drafts.grown(policy, instance)
     assert {tree.depth for tree in drafts.trees} == {1, 2}
     assert emitted(VERIFIERS.build("traversal"), drafts)[0] < TOLERANCE
 
@@ -139,8 +141,8 @@ def test_a_learned_stop_keeps_the_law(tmp_path: Path) -> None:
 class Peeking(Stopping):
     """Draws the next level first and takes it back where its tokens are unlikely."""
 
-    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-        growing, found, before = self.growth.grow(root, budget, dice), None, Sapling([root])
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        growing, found, before = self.policy.grow(root, budget, sampler), None, TreeBuilder([root])
         while True:
             try:
                 asked = growing.send(found)
@@ -152,9 +154,9 @@ class Peeking(Stopping):
                 if whole.depth < 2 or max(drawn) > 0.5:
                     return whole
                 return before.finish(self.draw, (len(before) - 1,) if self.draw is Draw.PATHS else ())
-            if not isinstance(asked, Throw):
+            if not isinstance(asked, SampleRequest):
                 tree, _ = asked
-                before = Sapling(list(tree.tokens), list(tree.parents), list(tree.depths), dict(tree.laws))
+                before = TreeBuilder(list(tree.tokens), list(tree.parents), list(tree.depths), dict(tree.probs))
             found = yield asked
 
 
@@ -174,8 +176,8 @@ class StoppedPaths:
 
     draw = Draw.PATHS
 
-    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-        tree, ends = Sapling([root]), [0, 0]
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        tree, ends = TreeBuilder([root]), [0, 0]
         for level in range(budget.depth):
             nodes = sorted(set(ends))
             found = yield tree, nodes
@@ -183,8 +185,8 @@ class StoppedPaths:
                 break
             children: dict[tuple[int, int], int] = {}
             for path, end in enumerate(ends):
-                tree.laws[end] = found.laws[nodes.index(end)]
-                [token] = dice.picks(tree.laws[end], [2 * level + path])
+                tree.probs[end] = found.probs[nodes.index(end)]
+                [token] = sampler.picks(tree.probs[end], [2 * level + path])
                 if (end, token) not in children:
                     children[end, token] = tree.add(end, token)
                 ends[path] = children[end, token]
@@ -202,14 +204,14 @@ def test_why_several_paths_may_not_stop_together() -> None:
     assert min(distance[name] for name in ("gbv", "lambda-gbv", "cascade")) > 1e-3
     assert max(distance[name] for name in ("mss", "rrs", "match")) < TOLERANCE
     with pytest.raises(PairingError, match="'paths:2x2' may not stop early"):
-        build_growth("paths:2x2,stop=confidence:0.4")
+        build_policy("paths:2x2,stop=confidence:0.4")
 
 
 # What a stopped tree is
 
 
-def drawn(growth: Growth, seed: int = 0, budget: Budget | None = None) -> DraftTree:
-    return grow(growth, random_rule(4, seed, spread=1.5), budget or Budget(99, 9), SeededDice(seed, 0))
+def drawn(policy: TreePolicy, seed: int = 0, budget: Budget | None = None) -> DraftTree:
+    return grow(policy, random_rule(4, seed, spread=1.5), budget or Budget(99, 9), SeededSampler(seed, 0))
 
 
 @pytest.mark.parametrize(("spec", "sure"), [("chain:5", 0.5), ("rsd-c:3,2,2,1", 0.7), ("rsd-s:3x4", 0.6)])
@@ -249,8 +251,8 @@ def test_a_rule_is_asked_about_every_level_that_would_get_children() -> None:
     seen: list[tuple[int, int]] = []
 
     class Watching:
-        def enough(self, found: Found, depth: int) -> bool:
-            seen.append((depth, len(found.laws)))
+        def enough(self, found: NodeProbs, depth: int) -> bool:
+            seen.append((depth, len(found.probs)))
             return depth == 3
 
     tree = drawn(stopping("rsd-c:3,2,1,1,1", Watching()))
@@ -271,8 +273,8 @@ def test_a_stop_spares_the_passes_below_it() -> None:
 # Rules
 
 
-def found(*rows: list[float], hidden: Tensor | None = None) -> Found:
-    return Found(torch.tensor(rows), hidden)
+def found(*rows: list[float], hidden: Tensor | None = None) -> NodeProbs:
+    return NodeProbs(torch.tensor(rows), hidden)
 
 
 def test_confidence_goes_on_while_any_node_is_sure() -> None:
@@ -306,21 +308,21 @@ def test_an_entropy_that_is_none_is_refused(spec: str) -> None:
 
 
 def test_a_stop_is_part_of_the_spec_of_a_tree(tmp_path: Path) -> None:
-    growth = build_growth("chain:12,stop=confidence:0.4")
-    assert isinstance(growth, Stopping)
-    assert (growth.draw, growth.wants_hidden) == (Draw.PATHS, False)
-    assert growth.growth.length == 12  # type: ignore[attr-defined]
-    assert growth.stop.threshold == 0.4  # type: ignore[attr-defined]
-    assert build_growth("rsd-c:4,2,1,stop=entropy:2").growth.branching == (4, 2, 1)
-    assert build_growth("chain:stop=entropy:2").growth.length == 8
+    policy = build_policy("chain:12,stop=confidence:0.4")
+    assert isinstance(policy, Stopping)
+    assert (policy.draw, policy.wants_hidden) == (Draw.PATHS, False)
+    assert policy.policy.length == 12  # type: ignore[attr-defined]
+    assert policy.stop.threshold == 0.4  # type: ignore[attr-defined]
+    assert build_policy("rsd-c:4,2,1,stop=entropy:2").policy.branching == (4, 2, 1)
+    assert build_policy("chain:stop=entropy:2").policy.length == 8
     write_scorer(scorer("soft", 6), tmp_path / "stop")
-    growth = build_growth(f"chain:4, stop=learned:{tmp_path / 'stop'},threshold=0.7")
-    assert growth.wants_hidden
-    assert growth.stop.threshold == 0.7
-    assert build_growth(f"chain:4,stop=learned:{tmp_path / 'stop'}").stop.threshold == 0.4
+    policy = build_policy(f"chain:4, stop=learned:{tmp_path / 'stop'},threshold=0.7")
+    assert policy.wants_hidden
+    assert policy.stop.threshold == 0.7
+    assert build_policy(f"chain:4,stop=learned:{tmp_path / 'stop'}").stop.threshold == 0.4
     drafter = build_drafter("disturbed", "chain:12,stop=confidence:0.4")
     assert drafter.draw is Draw.PATHS
-    assert not isinstance(build_growth("chain:12"), Stopping)
+    assert not isinstance(build_policy("chain:12"), Stopping)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,7 @@ def test_texts_are_those_of_plain_decoding(spec: str) -> None:
         return [generation.token_ids for generation in generations]
 
     for verifier in ("match", "block", "traversal"):
-        if build_growth(spec).draw in VERIFIERS.find(verifier).accepts:
+        if build_policy(spec).draw in VERIFIERS.find(verifier).accepts:
             for temperature in (0.0, 0.9) if verifier == "match" else (0.0,):
                 plain = texts("none", None, "match", temperature, 2)
                 assert texts("disturbed:1", spec, verifier, temperature, 3) == plain
@@ -380,11 +382,11 @@ def test_the_networks_are_those_of_the_paper() -> None:
 
 
 def test_features_are_entropy_and_the_ten_largest_probabilities_or_hidden_states() -> None:
-    law = torch.softmax(torch.arange(12.0), dim=0)[torch.randperm(12)]
-    seen = features("hard", Found(law[None]))
+    probs = torch.softmax(torch.arange(12.0), dim=0)[torch.randperm(12)]
+    seen = features("hard", NodeProbs(probs[None]))
     assert seen.shape == (1, 11)
-    assert seen[0, 0].item() == pytest.approx(float(-(law * law.log()).sum()), rel=1e-5)
-    assert seen[0, 1:].tolist() == law.sort(descending=True).values[:10].tolist()
+    assert seen[0, 0].item() == pytest.approx(float(-(probs * probs.log()).sum()), rel=1e-5)
+    assert seen[0, 1:].tolist() == probs.sort(descending=True).values[:10].tolist()
     few = features("hard", found([0.0, 1.0, 0.0]))
     assert few[0].tolist() == [0.0, 1.0] + [0.0] * 9
     hidden = torch.randn(1, 5)
@@ -411,10 +413,10 @@ def test_it_goes_on_while_any_node_scores_above_the_threshold(tmp_path: Path) ->
     write_scorer(Scorer("soft", network, 0.6, "", {}), tmp_path / "stop")
     stop = Learned(str(tmp_path / "stop"))
     low, high = [0.0, 9.0], [1.0, 0.0]  # scores 0.5 and 0.73
-    laws = ([1.0], [1.0])
-    assert stop.enough(found(*laws, hidden=torch.tensor([low, low])), 1)
-    assert not stop.enough(found(*laws, hidden=torch.tensor([low, high])), 1)
-    assert Learned(str(tmp_path / "stop"), threshold=0.75).enough(found(*laws, hidden=torch.tensor([low, high])), 1)
+    probs = ([1.0], [1.0])
+    assert stop.enough(found(*probs, hidden=torch.tensor([low, low])), 1)
+    assert not stop.enough(found(*probs, hidden=torch.tensor([low, high])), 1)
+    assert Learned(str(tmp_path / "stop"), threshold=0.75).enough(found(*probs, hidden=torch.tensor([low, high])), 1)
 
 
 def test_a_soft_stop_needs_hidden_states_of_its_width(tmp_path: Path) -> None:

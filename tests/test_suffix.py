@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchwise.draft import Budget, Drafter, build_drafter
-from branchwise.draft.automaton import LINKS, NOWHERE, ROOT, Automaton
-from branchwise.draft.best import best_first
-from branchwise.draft.evidence import CERTAIN, WIDTH, share
-from branchwise.draft.memory import Next
-from branchwise.draft.suffix import CONTEXTS, END, LEAD, REACH, Suffix
-from branchwise.draft.topk import TopK
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.lookup.automaton import LINKS, NOWHERE, ROOT, Automaton
+from branchwise.draft.lookup.base import Candidate
+from branchwise.draft.lookup.ppm import CERTAIN, WIDTH, share
+from branchwise.draft.lookup.suffix import CONTEXTS, END, LEAD, REACH, Suffix
+from branchwise.draft.policies.best import best_first
+from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
-from branchwise.sequence import Sequence
 from branchwise.testing import ToyTarget
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 
@@ -174,7 +175,7 @@ def test_memory_is_stated_and_moderate(long: tuple[list[int], Counting]) -> None
 
 def test_a_look_up_does_not_grow_with_the_text() -> None:
     for size in (1_000, 30_000):
-        sequence, drafter = Sequence(long_text(size)), Suffix(min=1)
+        sequence, drafter = SequenceState(long_text(size)), Suffix(min=1)
         drafter._texts[sequence] = automaton = Counting()
         for common in (1, 2, 3, 1, 1):
             sequence.tokens.append(common)
@@ -213,7 +214,7 @@ def believed_by_hand(tokens: list[int], drafted: list[int], least: int) -> dict[
 @given(texts, st.integers(1, 3), st.lists(st.integers(0, 2), max_size=5))
 def test_beliefs_are_those_of_all_matches_from_the_longest_on(tokens: list[int], least: int, turns: list[int]) -> None:
     drafter = Suffix(min=least)
-    place, drafted = drafter.find(Sequence(list(tokens))), []
+    place, drafted = drafter.find(SequenceState(list(tokens))), []
     for turn in [*turns, 0]:
         found = drafter.after(place)
         assert {one.token: one.mass for one in found} == pytest.approx(believed_by_hand(tokens, drafted, least))
@@ -225,7 +226,7 @@ def test_beliefs_are_those_of_all_matches_from_the_longest_on(tokens: list[int],
         place, drafted = chosen.place, [*drafted, chosen.token]
 
 
-def check(found: list[Next]) -> None:
+def check(found: list[Candidate]) -> None:
     """What every memory promises of what may come next."""
     masses = [one.mass for one in found]
     assert masses == sorted(masses, reverse=True)
@@ -236,11 +237,11 @@ def check(found: list[Next]) -> None:
 
 def after(tokens: list[int], **options: int) -> dict[int, float]:
     drafter = Suffix(**options)
-    return {one.token: one.mass for one in drafter.after(drafter.find(Sequence(list(tokens))))}
+    return {one.token: one.mass for one in drafter.after(drafter.find(SequenceState(list(tokens))))}
 
 
 def drafted(tokens: list[int], nodes: int = 6, **options: int) -> list[int]:
-    [tree] = Suffix(tree=TopK(nodes, depth=nodes, width=1), **options).draft([Sequence(list(tokens))], [AMPLE])
+    [tree] = Suffix(tree=TopK(nodes, depth=nodes, width=1), **options).draft([SequenceState(list(tokens))], [AMPLE])
     return tree.tokens[1:].tolist()
 
 
@@ -283,25 +284,25 @@ def test_a_repetition_goes_on_for_as_long_as_it_is_wanted() -> None:
 
 def test_nothing_known_is_a_root_alone_and_a_fixed_one() -> None:
     drafter = Suffix()
-    [tree] = drafter.draft([Sequence([1, 2, 3])], [AMPLE])
+    [tree] = drafter.draft([SequenceState([1, 2, 3])], [AMPLE])
     assert tree.tokens.tolist() == [3]
     assert tree.draw is drafter.draw is Draw.FIXED
 
 
 @given(st.lists(texts, min_size=2, max_size=3), st.lists(texts, min_size=1, max_size=3))
 def test_texts_of_a_batch_know_nothing_of_each_other(starts: list[list[int]], steps: list[list[int]]) -> None:
-    drafter, sequences = Suffix(min=1), [Sequence(list(start)) for start in starts]
+    drafter, sequences = Suffix(min=1), [SequenceState(list(start)) for start in starts]
     for step in [[], *steps]:
         for number, sequence in enumerate(sequences):
             sequence.tokens += step[number:]
         together = drafter.draft(sequences, [AMPLE] * len(sequences))
         for sequence, tree in zip(sequences, together, strict=True):
-            [alone] = Suffix(min=1).draft([Sequence(list(sequence.tokens))], [AMPLE])
+            [alone] = Suffix(min=1).draft([SequenceState(list(sequence.tokens))], [AMPLE])
             assert (tree.tokens.tolist(), tree.parents) == (alone.tokens.tolist(), alone.parents)
 
 
 def test_a_text_that_ended_leaves_nothing_and_may_begin_again() -> None:
-    drafter, sequence = Suffix(), Sequence([1, 2, 3, 1, 2])
+    drafter, sequence = Suffix(), SequenceState([1, 2, 3, 1, 2])
     first = drafter.draft([sequence], [AMPLE])[0].tokens.tolist()
     assert drafter.memory_bytes > 0
     drafter.close(sequence)
@@ -315,7 +316,7 @@ def test_a_text_that_ended_leaves_nothing_and_may_begin_again() -> None:
 
 def answer(drafter: Suffix, tokens: list[int], prompt: int = 1) -> None:
     """One request from beginning to end."""
-    sequence = Sequence(tokens[:prompt])
+    sequence = SequenceState(tokens[:prompt])
     drafter.draft([sequence], [AMPLE])
     sequence.tokens += tokens[prompt:]
     drafter.draft([sequence], [AMPLE])
@@ -323,7 +324,7 @@ def answer(drafter: Suffix, tokens: list[int], prompt: int = 1) -> None:
 
 
 def known(drafter: Suffix, tokens: list[int]) -> list[int]:
-    return [one.token for one in drafter.after(drafter.find(Sequence(list(tokens))))]
+    return [one.token for one in drafter.after(drafter.find(SequenceState(list(tokens))))]
 
 
 def test_earlier_answers_are_searched_where_they_are_kept() -> None:
@@ -358,9 +359,9 @@ def test_matches_in_several_texts_go_on_side_by_side() -> None:
     """Both lead to 4; behind it, the match with the answer is longer and goes on with 5."""
     drafter = Suffix(keep=100, min=1, tree=TopK(3, depth=3, width=1))
     answer(drafter, [1, 2, 3, 4, 5, 6])
-    [tree] = drafter.draft([Sequence([3, 4, 0, 2, 3])], [AMPLE])
+    [tree] = drafter.draft([SequenceState([3, 4, 0, 2, 3])], [AMPLE])
     assert tree.tokens.tolist() == [3, 4, 5, 6]
-    [four] = drafter.after(drafter.find(Sequence([3, 4, 0, 2, 3])))
+    [four] = drafter.after(drafter.find(SequenceState([3, 4, 0, 2, 3])))
     assert [one.token for one in drafter.after(four.place)] == [5, 0]
 
 
@@ -391,7 +392,7 @@ def test_memory_is_bounded_over_200_thousand_tokens() -> None:
     keep, tokens = 8_000, long_text(200_000, seed=3)
     drafter, most = Suffix(keep=keep), []
     for start in range(0, len(tokens), 500):
-        sequence = Sequence(tokens[start : start + 500])
+        sequence = SequenceState(tokens[start : start + 500])
         sequence.prompt_length = 1
         drafter.close(sequence)
         assert sum(map(len, drafter._answers.generations)) <= keep
@@ -404,7 +405,7 @@ def test_memory_is_bounded_over_200_thousand_tokens() -> None:
 def test_a_long_match_with_earlier_answers_is_found_up_to_its_reach() -> None:
     drafter = Suffix(keep=1000)
     answer(drafter, list(range(100)))
-    [(_, state, length)], _ = drafter.find(Sequence([500, *range(90)]))
+    [(_, state, length)], _ = drafter.find(SequenceState([500, *range(90)]))
     assert (state > ROOT, length) == (True, REACH)
 
 
@@ -419,7 +420,7 @@ def test_what_is_saved_is_restored(answers: list[list[int]], text: list[int]) ->
     assert [list(a.tokens) for a in again._answers.generations] == [
         list(a.tokens) for a in drafter._answers.generations
     ]
-    one, other = (d.after(d.find(Sequence(list(text)))) for d in (drafter, again))
+    one, other = (d.after(d.find(SequenceState(list(text)))) for d in (drafter, again))
     assert [(found.token, found.mass) for found in one] == [(found.token, found.mass) for found in other]
 
 
@@ -465,7 +466,7 @@ def test_the_text_is_that_of_plain_decoding(draft: str, tree: str, verify: str) 
 
 def test_nothing_is_held_of_a_text_that_has_ended() -> None:
     drafter = Suffix(min=1)
-    sequence = Sequence([1, 2, 1, 2, 1])
+    sequence = SequenceState([1, 2, 1, 2, 1])
     drafter.draft([sequence], [Budget(9, 9)])
     text = weakref.ref(drafter._texts[sequence])
     drafter.close(sequence)

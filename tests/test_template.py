@@ -15,18 +15,19 @@ from torch import Tensor
 
 from branchwise.audit.exact import emitted
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.draft import TREES, Budget, build_drafter
-from branchwise.draft.dice import SeededDice, SureDice
-from branchwise.draft.template import SHAPES, as_json, find_shape, read_template, write_template
+from branchwise.core.topology import Topology, topology
+from branchwise.core.tree import Draw
+from branchwise.draft import TREES, build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.policies.template import SHAPES, as_json, find_shape, read_template, write_template
+from branchwise.draft.sampler import GreedySampler, SeededSampler
 from branchwise.errors import BranchwiseError, UnknownName, UsageError
-from branchwise.topology import Topology, topology
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 from tests.slow_truth import without_replacement
 from tests.strategies import Rule, grown, random_rule, tokens_to
-from tests.test_growth import assert_law
-from tests.test_topk import paths_of, wishes
+from tests.test_builder import assert_law
+from tests.test_topk import paths_of, requests
 
 UNEVEN = (-1, 0, 0, 0, 1, 1, 3, 4, 4, 6)
 """the first child has two children and the third has one; of the next level the first has two and the last has one"""
@@ -46,7 +47,7 @@ FITTING = [name for name in VERIFIERS if Draw.WITHOUT_REPLACEMENT in VERIFIERS.f
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_named_shape_is_what_is_grown(name: str) -> None:
-    tree = grown(f"template:{name}", random_rule(9, 1), SeededDice(1, 0))
+    tree = grown(f"template:{name}", random_rule(9, 1), SeededSampler(1, 0))
     assert tree.parents == SHAPES[name]
     assert 24 <= len(tree) - 1 <= 28
     assert tree.draw is Draw.WITHOUT_REPLACEMENT
@@ -58,18 +59,18 @@ def test_a_smaller_budget_takes_the_leading_levels_that_fit_whole(uneven: str) -
     sizes = [1, 4, 7, 10]
     for spec, shape, ends in ((uneven, UNEVEN, sizes), ("template:mcsd", SHAPES["mcsd"], [1, 5, 13, 29])):
         for nodes, depth in itertools.product((1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 13, 14, 28, 29, 30), range(5)):
-            tree = grown(spec, rule, SeededDice(nodes, depth), Budget(nodes, depth), root=3)
+            tree = grown(spec, rule, SeededSampler(nodes, depth), Budget(nodes, depth), root=3)
             levels = max(level for level, end in enumerate(ends) if level <= depth and end <= nodes)
             assert tree.parents == shape[: ends[levels]]
             assert int(tree.tokens[0]) == 3
 
 
 def test_whichever_level_it_stops_at_its_mask_is_a_part_of_the_whole(uneven: str) -> None:
-    growth = TREES.build(uneven)
+    policy = TREES.build(uneven)
     rule, whole = random_rule(5, 2), topology(UNEVEN)
-    assert growth.shape is whole
+    assert policy.shape is whole
     for depth, nodes in enumerate((1, 4, 7, 10)):
-        tree = grown(uneven, rule, SureDice(), Budget(99, depth))
+        tree = grown(uneven, rule, GreedySampler(), Budget(99, depth))
         assert len(tree) == nodes
         assert tree.topology.ancestors.data_ptr() == whole.ancestors.data_ptr()
         assert torch.equal(tree.topology.ancestors, Topology(tree.parents).ancestors)
@@ -79,7 +80,7 @@ def test_whichever_level_it_stops_at_its_mask_is_a_part_of_the_whole(uneven: str
 def test_so_is_that_of_a_chain_and_of_constant_branching(spec: str, nodes: tuple[int, ...]) -> None:
     places = set()
     for depth, size in enumerate(nodes):
-        tree = grown(spec, random_rule(5, 2), SeededDice(0, 0), Budget(99, depth))
+        tree = grown(spec, random_rule(5, 2), SeededSampler(0, 0), Budget(99, depth))
         assert len(tree) == size
         places.add(tree.topology.ancestors.data_ptr())
     assert len(places) == 1
@@ -94,21 +95,21 @@ def test_siblings_come_in_the_order_of_draws_without_replacement(tmp_path: Path)
     rule = cache(random_rule(4, 9, spread=1.0))
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(500):
-        tree = grown(f"template:{tmp_path}/t.json", rule, SeededDice(seed, 0))
+        tree = grown(f"template:{tmp_path}/t.json", rule, SeededSampler(seed, 0))
         assert tree.parents == (-1, 0, 0, 1)
         counts[tuple(tree.tokens[1:].tolist())] += 1
-    law = {
+    probs = {
         (s, t, x): mass * float(rule((s,))[x])
         for mass, (s, t) in without_replacement(rule(()).double().numpy(), 2)
         for x in range(4)
     }
-    assert_law(counts, law)
+    assert_law(counts, probs)
 
 
 def test_q_is_the_very_law_that_the_children_of_a_node_were_drawn_from(uneven: str) -> None:
     for seed in range(10):
         rule = cache(random_rule(4, seed))
-        tree = grown(uneven, rule, SeededDice(seed, 0))
+        tree = grown(uneven, rule, SeededSampler(seed, 0))
         assert tree.q is not None
         for node, children in enumerate(tree.children):
             if children:
@@ -116,8 +117,8 @@ def test_q_is_the_very_law_that_the_children_of_a_node_were_drawn_from(uneven: s
 
 
 def test_a_sibling_is_never_drawn_from_masses_that_float32_cannot_divide_by() -> None:
-    law = torch.tensor([1.0, 2e-39, 1e-39, 1e-25, 0.0])
-    tree = grown("template:mcsd", lambda prefix: law, SeededDice(0, 0), Budget(5, 1))
+    probs = torch.tensor([1.0, 2e-39, 1e-39, 1e-25, 0.0])
+    tree = grown("template:mcsd", lambda prefix: probs, SeededSampler(0, 0), Budget(5, 1))
     assert tree.tokens[1:].tolist() == [0, 3]
     assert tree.q is not None
     assert tree.q[0, [1, 2, 4]].tolist() == [0, 0, 0]
@@ -128,27 +129,27 @@ def test_what_a_law_cannot_fill_stays_away_with_all_below_it(uneven: str) -> Non
         masses = {0: [0.6, 0.4, 0.0], 1: [1.0, 0.0, 0.0]}.get(len(prefix), [0.5, 0.3, 0.2])
         return torch.tensor(masses)
 
-    tree = grown(uneven, rule, SureDice())
+    tree = grown(uneven, rule, GreedySampler())
     assert paths_of(tree) == [(), (0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1)]
-    asked, _, _ = wishes(uneven, rule)
+    asked, _, _ = requests(uneven, rule)
     assert asked == [[()], [(0,)], [(0, 0)]]
 
 
 def test_a_level_is_one_pass_over_the_nodes_that_have_children(uneven: str) -> None:
-    asked, _, tree = wishes(uneven, random_rule(6, 1))
+    asked, _, tree = requests(uneven, random_rule(6, 1))
     every = paths_of(tree)
     assert asked == [[()], [every[1], every[3]], [every[4], every[6]]]
-    assert wishes(uneven, random_rule(6, 1), Budget(3, 9))[0] == []
+    assert requests(uneven, random_rule(6, 1), Budget(3, 9))[0] == []
 
 
 def test_where_nothing_can_be_drawn_the_tree_ends() -> None:
-    tree = grown("template:fork", lambda prefix: torch.zeros(4), SureDice())
+    tree = grown("template:fork", lambda prefix: torch.zeros(4), GreedySampler())
     assert len(tree) == 1
 
 
 def test_the_same_seed_gives_the_same_tree(uneven: str) -> None:
     rule: Rule = cache(random_rule(5, 3, spread=1.0))
-    tokens = [tuple(grown(uneven, rule, SeededDice(seed, 7)).tokens.tolist()) for seed in (1, 1, 2, 3, 4)]
+    tokens = [tuple(grown(uneven, rule, SeededSampler(seed, 7)).tokens.tolist()) for seed in (1, 1, 2, 3, 4)]
     assert tokens[0] == tokens[1]
     assert len(set(tokens)) > 2
 

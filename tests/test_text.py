@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from branchwise.text import TextStream
+from branchwise.core.text import TextStream
 
 BROKEN = "\ufffd"
 LONGEST = 4

@@ -21,29 +21,31 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from branchwise.cli import app
-from branchwise.draft import build_growth
-from branchwise.draft.disturbed import Disturbed
-from branchwise.draft.grown import Wish
-from branchwise.draft.growth import Found, Growth
-from branchwise.draft.stop import Scorer, features, read_scorer, write_scorer
+from branchwise.core.sampling import SamplingParams
+from branchwise.draft import build_policy
+from branchwise.draft.builder import NodeProbs, TreePolicy
+from branchwise.draft.noisy_target import NoisyTarget
+from branchwise.draft.policies.stop import Scorer, features, read_scorer, write_scorer
+from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, PairingError, UsageError
-from branchwise.sampling import SamplingParams
 from branchwise.testing import ToyTarget
 from branchwise.train.stop import Fan, Judge, Samples, collect, fit, hold_out
 from branchwise.verify import VERIFIERS
-from tests.test_growth import Remembered
+from tests.test_builder import Remembered
 
 FALSE_ALARM = 1e-4
 PROMPTS = [(n % 6, n // 6) for n in range(10)]
 
 
-class Seeing(Disturbed):
-    """A drafter with hidden states: the law itself, and numbers that say nothing."""
+class Seeing(NoisyTarget):
+    """A drafter with hidden states: the distribution itself, and numbers that say nothing."""
 
-    def look(self, wishes: Sequence[Wish]) -> list[Found]:
-        found = super().look(wishes)
-        return [Found(there.laws, torch.cat([there.laws, torch.ones(len(there.laws), 2)], dim=1)) for there in found]
+    def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
+        found = super().look(requests)
+        return [
+            NodeProbs(there.probs, torch.cat([there.probs, torch.ones(len(there.probs), 2)], dim=1)) for there in found
+        ]
 
 
 def collected(kind: str = "hard", sigma: float = 1.0, **options: Any) -> Samples:
@@ -58,7 +60,7 @@ def collected(kind: str = "hard", sigma: float = 1.0, **options: Any) -> Samples
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_samples_are_the_nodes_below_the_root_with_both_laws_as_the_text_wants_them(kind: str) -> None:
     class Recording(Fan):
-        def take(self) -> dict[int, Found]:
+        def take(self) -> dict[int, NodeProbs]:
             self.last = super().take()
             return self.last
 
@@ -78,7 +80,7 @@ def test_samples_are_the_nodes_below_the_root_with_both_laws_as_the_text_wants_t
         tree = trees[0][row]
         assert tree.parents == (-1, 0, 0, 0, 0)
         assert torch.equal(seen, features(kind, fan.last[row]))
-        for child, label, q in zip(tree.tokens[1:].tolist(), labels.tolist(), fan.last[row].laws, strict=True):
+        for child, label, q in zip(tree.tokens[1:].tolist(), labels.tolist(), fan.last[row].probs, strict=True):
             p = torch.softmax(target.logits([*prompts[row], child]) / temperature, dim=-1)
             goal = float(torch.minimum(p, q).sum()) if kind == "soft" else float(p.argmax() == q.argmax())
             assert label == pytest.approx(goal, abs=1e-6)
@@ -149,7 +151,7 @@ def test_progress_ends_at_what_was_asked_for() -> None:
 def test_a_drafter_without_hidden_states_teaches_no_soft_stop() -> None:
     fan = Fan("soft")
     with pytest.raises(PairingError, match="no hidden states to learn from; use a draft model, or --kind hard"):
-        collect(ToyTarget(6), Disturbed(tree=fan), fan, PROMPTS, samples=100)
+        collect(ToyTarget(6), NoisyTarget(tree=fan), fan, PROMPTS, samples=100)
 
 
 # Learning
@@ -304,8 +306,8 @@ def test_the_command_writes_a_file_that_a_tree_can_use(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"stop=learned:{out}" in done.output
     assert "against" in done.output
-    growth = build_growth(f"chain:12,stop=learned:{out}")
-    assert growth.stop.threshold == 0.45
+    policy = build_policy(f"chain:12,stop=learned:{out}")
+    assert policy.stop.threshold == 0.45
     scorer = read_scorer(out)
     assert (scorer.kind, scorer.draft, scorer.notes["model"]) == ("hard", "disturbed:1", "smollm2")
     assert {"samples", "held_out", "loss", "blind_loss", "seed", "temperature"} <= set(scorer.notes)
@@ -355,7 +357,7 @@ def test_an_interrupted_command_leaves_the_old_file(tmp_path: Path, monkeypatch:
         (("--draft", "disturbed", "--epochs", "0"), "--epochs must be at least 1"),
         (("--draft", "disturbed", "--threshold", "1"), "--threshold must be between 0 and 1"),
         (("--draft", "disturbed", "--temperature", "-1"), "temperature must be at least 0"),
-        (("--draft", "ngram"), "'ngram' has no laws that a stop could look at"),
+        (("--draft", "ngram"), "'ngram' has no distributions that a stop could look at"),
         (("--draft", "distrubed"), "Did you mean 'disturbed'"),
         (("--draft", "disturbed", "--out", "nowhere/stop"), "cannot be written to nowhere/stop"),
         (("--draft", "disturbed", "--out", "."), "cannot be written to"),
@@ -377,7 +379,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_loaded(
 
 
 def test_a_draft_model_is_short_for_its_spec() -> None:
-    from branchwise.train.commands import _spec
+    from branchwise.cli.train import _spec
 
     assert _spec(None, "org/small") == "model:org/small"
     assert _spec("disturbed:2", None) == "disturbed:2"
@@ -401,8 +403,8 @@ def test_a_trained_stop_works_in_a_tree(tmp_path: Path) -> None:
     write_scorer(scorer, tmp_path / "stop")
 
     def depth(threshold: float) -> float:
-        growth: Growth = build_growth(f"chain:6,stop=learned:{tmp_path / 'stop'},threshold={threshold}")
-        engine = Engine(ToyTarget(6), Seeing(1.0, tree=growth), VERIFIERS.build("block"))
+        policy: TreePolicy = build_policy(f"chain:6,stop=learned:{tmp_path / 'stop'},threshold={threshold}")
+        engine = Engine(ToyTarget(6), Seeing(1.0, tree=policy), VERIFIERS.build("block"))
         text = engine.submit(Request((1, 2), SamplingParams(temperature=1.0, seed=1), max_new_tokens=40))
         while engine.busy:
             engine.step()

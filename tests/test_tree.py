@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchwise import topology as shapes_module
+from branchwise.core import topology as shapes_module
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.topology import Topology, branched, plant, topology
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.errors import UsageError
-from branchwise.forest import Forest, Room
-from branchwise.topology import Topology, branched, plant, topology
-from branchwise.tree import DraftTree, Draw
 from tests.strategies import path_trees, topologies, trees
 
 
@@ -77,7 +77,7 @@ def test_a_broken_tree_is_named(values: dict[str, Any], rule: str) -> None:
 
 
 def test_a_path_that_ends_early_is_no_tree_of_paths() -> None:
-    # Node 1 is a leaf at depth 1 of a tree of depth 2: a cut path, whose law is not that of a draw.
+    # Node 1 is a leaf at depth 1 of a tree of depth 2: a cut path, whose distribution is not that of a draw.
     with pytest.raises(UsageError, match="must lie on one of them"):
         DraftTree(torch.tensor([0, 1, 2, 3]), (-1, 0, 0, 2), Draw.PATHS, torch.ones(4, 4), leaves=(3,))
 
@@ -162,7 +162,7 @@ def test_a_shape_that_stops_early_finds_its_mask_where_it_was_planted() -> None:
         tree = DraftTree(torch.arange(nodes), parents[:nodes])
         assert tree.topology.ancestors.data_ptr() == whole.ancestors.data_ptr()
         assert tree.topology.ancestors.tolist() == ancestors_by_hand(parents[:nodes])
-        assert Forest([tree]).tokens.shape == (1, nodes)
+        assert TreeBatch([tree]).tokens.shape == (1, nodes)
     assert topology(parents[:4]) is not stale
     assert topology(parents[:5]).ancestors.data_ptr() != whole.ancestors.data_ptr()  # part of a level is not planted
 
@@ -243,10 +243,10 @@ def test_a_drawn_tree_is_never_cut() -> None:
 
 @given(st.lists(trees(vocabulary=3), min_size=1, max_size=4), st.data())
 def test_padding_is_never_a_child(batch: list[DraftTree], data: st.DataObject) -> None:
-    forest = Forest(batch)
+    tree_batch = TreeBatch(batch)
     nodes = [data.draw(st.integers(0, len(tree) - 1)) for tree in batch]
     for token in range(3):  # 0 is the token of padding
-        children, found = forest.children_of(torch.tensor(nodes), torch.full((len(batch),), token))
+        children, found = tree_batch.children_of(torch.tensor(nodes), torch.full((len(batch),), token))
         for row, (tree, node) in enumerate(zip(batch, nodes, strict=True)):
             fitting = [i for i, p in enumerate(tree.parents) if p == node and tree.tokens[i] == token]
             assert bool(found[row]) == bool(fitting)
@@ -256,16 +256,16 @@ def test_padding_is_never_a_child(batch: list[DraftTree], data: st.DataObject) -
 
 @given(st.lists(trees(), min_size=1, max_size=4))
 def test_a_forest_holds_each_tree_unchanged_and_pads_the_rest(batch: list[DraftTree]) -> None:
-    forest = Forest(batch)
-    assert len(forest) == len(batch)
-    assert forest.nodes == max(len(tree) for tree in batch)
-    assert forest.depth == max(tree.depth for tree in batch)
+    tree_batch = TreeBatch(batch)
+    assert len(tree_batch) == len(batch)
+    assert tree_batch.nodes == max(len(tree) for tree in batch)
+    assert tree_batch.depth == max(tree.depth for tree in batch)
     for row, tree in enumerate(batch):
-        size, pad = len(tree), forest.nodes - len(tree)
-        assert forest.tokens[row].tolist() == tree.tokens.tolist() + [0] * pad
-        assert forest.parents[row].tolist() == [*tree.parents] + [-1] * pad
-        assert forest.depths[row].tolist() == [*tree.topology.depths] + [0] * pad
-        assert forest.parents[row, 1:size].ge(0).all()
+        size, pad = len(tree), tree_batch.nodes - len(tree)
+        assert tree_batch.tokens[row].tolist() == tree.tokens.tolist() + [0] * pad
+        assert tree_batch.parents[row].tolist() == [*tree.parents] + [-1] * pad
+        assert tree_batch.depths[row].tolist() == [*tree.topology.depths] + [0] * pad
+        assert tree_batch.parents[row, 1:size].ge(0).all()
 
 
 # The tables that verifiers look up
@@ -296,44 +296,50 @@ def filled(table: torch.Tensor) -> list[Any]:
 any_batch = st.one_of(
     st.lists(trees(), min_size=1, max_size=4), st.lists(st.one_of(path_trees(), trees()), min_size=1, max_size=4)
 )
-ROOM = Room(nodes=30, children=9, width=10, forks=8)
+ROOM = PadShape(nodes=30, children=9, width=10, forks=8)
 
 
 @given(any_batch, st.sampled_from([None, ROOM]))
 def test_tables_hold_what_the_trees_say_and_are_filled_with_minus_one(
-    batch: list[DraftTree], room: Room | None
+    batch: list[DraftTree], room: PadShape | None
 ) -> None:
-    forest = Forest(batch, room=room)
-    assert forest.lengths.tolist() == [tree.depth for tree in batch]
+    tree_batch = TreeBatch(batch, room=room)
+    assert tree_batch.lengths.tolist() == [tree.depth for tree in batch]
     for row, tree in enumerate(batch):
         children = slow_children(tree)
         assert [list(below) for below in tree.children] == children
-        assert filled(forest.children[row])[: len(tree)] == children
-        assert (forest.children[row, len(tree) :] == -1).all()
-        assert filled(forest.postorder[row]) == tree.postorder == slow_postorder(children)
+        assert filled(tree_batch.children[row])[: len(tree)] == children
+        assert (tree_batch.children[row, len(tree) :] == -1).all()
+        assert filled(tree_batch.postorder[row]) == tree.postorder == slow_postorder(children)
         levels = [[n for n, depth in enumerate(tree.topology.depths) if depth == d] for d in range(tree.depth + 1)]
-        assert filled(forest.levels[row])[: tree.depth + 1] == levels
-        assert (forest.levels[row, tree.depth + 1 :] == -1).all()
-        assert filled(forest.forks[row]) == [node for node, below in enumerate(children) if len(below) > 1]
-        paths = [path for path in filled(forest.paths[row]) if path]
+        assert filled(tree_batch.levels[row])[: tree.depth + 1] == levels
+        assert (tree_batch.levels[row, tree.depth + 1 :] == -1).all()
+        assert filled(tree_batch.forks[row]) == [node for node, below in enumerate(children) if len(below) > 1]
+        paths = [path for path in filled(tree_batch.paths[row]) if path]
         assert paths == [tree.topology.path(leaf) for leaf in tree.leaves or (0,)]
     widest = [max((len(b) for t in batch for n, b in enumerate(t.children) if t.topology.depths[n] == d), default=0)
-              for d in range(forest.depth)]  # fmt: skip
-    assert forest.widths == [max(width, room.children if room else 0) for width in widest]
+              for d in range(tree_batch.depth)]  # fmt: skip
+    assert tree_batch.widths == [max(width, room.children if room else 0) for width in widest]
 
 
 @given(any_batch)
 def test_with_the_same_room_the_tables_of_any_batch_have_the_same_shapes(batch: list[DraftTree]) -> None:
-    forest = Forest(batch, room=ROOM)
+    tree_batch = TreeBatch(batch, room=ROOM)
     size = len(batch)
-    assert forest.tokens.shape == forest.parents.shape == forest.depths.shape == forest.postorder.shape == (size, 30)
-    assert forest.children.shape == (size, 30, 9)
-    assert forest.levels.shape == (size, forest.depth + 1, 10)
-    assert forest.forks.shape == (size, 8)
-    plain = Forest(batch)
-    assert torch.equal(forest.tokens[:, : plain.nodes], plain.tokens)
-    assert torch.equal(forest.parents[:, : plain.nodes], plain.parents)
-    assert (forest.parents[:, plain.nodes :] == -1).all()
+    assert (
+        tree_batch.tokens.shape
+        == tree_batch.parents.shape
+        == tree_batch.depths.shape
+        == tree_batch.postorder.shape
+        == (size, 30)
+    )
+    assert tree_batch.children.shape == (size, 30, 9)
+    assert tree_batch.levels.shape == (size, tree_batch.depth + 1, 10)
+    assert tree_batch.forks.shape == (size, 8)
+    plain = TreeBatch(batch)
+    assert torch.equal(tree_batch.tokens[:, : plain.nodes], plain.tokens)
+    assert torch.equal(tree_batch.parents[:, : plain.nodes], plain.parents)
+    assert (tree_batch.parents[:, plain.nodes :] == -1).all()
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
@@ -349,52 +355,52 @@ def test_the_room_for_paths_holds_whatever_of_them_agrees(count: int, length: in
         torch.full((len(nodes), 3), 1 / 3),
         tuple(map(nodes.index, paths)),
     )
-    room = Room.for_paths(count, length)
-    forest = Forest([tree], room=room)
-    assert forest.nodes == room.nodes
-    assert forest.children.shape[2] == room.children
-    assert forest.levels.shape[2] == room.width
-    assert forest.forks.shape[1] == room.forks
+    room = PadShape.for_paths(count, length)
+    batch = TreeBatch([tree], room=room)
+    assert batch.nodes == room.nodes
+    assert batch.children.shape[2] == room.children
+    assert batch.levels.shape[2] == room.width
+    assert batch.forks.shape[1] == room.forks
 
 
 @given(any_batch, st.data())
 def test_trees_taken_from_a_forest_keep_all_that_was_looked_up(batch: list[DraftTree], data: st.DataObject) -> None:
-    forest = Forest(batch)
+    tree_batch = TreeBatch(batch)
     rows = torch.tensor(data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1, max_size=6)))
     if data.draw(st.booleans()):
-        assert forest.children is forest.children  # looked up before or after, it is the same
-    taken = forest.take(rows)
+        assert tree_batch.children is tree_batch.children  # looked up before or after, it is the same
+    taken = tree_batch.take(rows)
     assert len(taken) == len(rows)
     for name in ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks"):
-        assert torch.equal(getattr(taken, name), getattr(forest, name)[rows]), name
-    assert (taken.widths, taken.depth, taken.nodes) == (forest.widths, forest.depth, forest.nodes)
-    if forest.q is None:
+        assert torch.equal(getattr(taken, name), getattr(tree_batch, name)[rows]), name
+    assert (taken.widths, taken.depth, taken.nodes) == (tree_batch.widths, tree_batch.depth, tree_batch.nodes)
+    if tree_batch.q is None:
         assert taken.q is None
     else:
-        assert torch.equal(taken.q, forest.q[rows])
+        assert torch.equal(taken.q, tree_batch.q[rows])
 
 
 def test_q_is_that_of_each_tree_and_nothing_where_nothing_was_drawn() -> None:
     one = DraftTree(TOKENS, PARENTS, Draw.WITHOUT_REPLACEMENT, torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
     other = DraftTree(torch.tensor([5, 6, 7]), (-1, 0, 1), Draw.WITHOUT_REPLACEMENT, Q[:2])
-    forest = Forest([one, DraftTree.root(5), other])
-    assert forest.q is not None
-    assert forest.q.shape == (3, 2, 4)
-    assert torch.equal(forest.q[0, 0], one.q[0])  # type: ignore[index]
-    assert torch.equal(forest.q[2], Q[:2])
-    assert (forest.q[1] == 0).all()
-    # A node without children has no law: whatever row it gets, asking for it is no error.
-    assert torch.equal(forest.q_rows(torch.tensor([0, 0, 1])), torch.stack([one.q[0], 0 * Q[0], Q[1]]))  # type: ignore[index]
-    assert forest.q_rows(torch.tensor([[0, 2], [0, 0], [1, 2]])).shape == (3, 2, 4)
-    assert Forest([DraftTree.root(1), DraftTree.chain([1, 2])]).q is None
+    batch = TreeBatch([one, DraftTree.root(5), other])
+    assert batch.q is not None
+    assert batch.q.shape == (3, 2, 4)
+    assert torch.equal(batch.q[0, 0], one.q[0])  # type: ignore[index]
+    assert torch.equal(batch.q[2], Q[:2])
+    assert (batch.q[1] == 0).all()
+    # A node without children has no distribution: whatever row it gets, asking for it is no error.
+    assert torch.equal(batch.q_rows(torch.tensor([0, 0, 1])), torch.stack([one.q[0], 0 * Q[0], Q[1]]))  # type: ignore[index]
+    assert batch.q_rows(torch.tensor([[0, 2], [0, 0], [1, 2]])).shape == (3, 2, 4)
+    assert TreeBatch([DraftTree.root(1), DraftTree.chain([1, 2])]).q is None
 
 
 def test_the_laws_of_a_single_tree_are_not_copied() -> None:
     tree = DraftTree(TOKENS, PARENTS, Draw.WITHOUT_REPLACEMENT, Q)
-    forest = Forest([tree])
-    assert forest.q is not None
-    assert forest.q.data_ptr() == Q.data_ptr()
-    assert forest.q_rows(torch.tensor([0])).data_ptr() == Q.data_ptr()
+    batch = TreeBatch([tree])
+    assert batch.q is not None
+    assert batch.q.data_ptr() == Q.data_ptr()
+    assert batch.q_rows(torch.tensor([0])).data_ptr() == Q.data_ptr()
 
 
 def test_children_of_paths_come_in_the_order_of_the_draws_and_not_of_their_nodes() -> None:
@@ -403,10 +409,10 @@ def test_children_of_paths_come_in_the_order_of_the_draws_and_not_of_their_nodes
     assert tree.children == ((2, 1), (), ())
     assert tree.postorder == [2, 1, 0]
     assert tree.paths == [[0, 2], [0, 1], [0, 2]]
-    assert Forest([tree]).children[0, 0].tolist() == [2, 1]
+    assert TreeBatch([tree]).children[0, 0].tolist() == [2, 1]
 
 
 def test_what_a_verifier_writes_into_its_forest_is_not_the_next_ones() -> None:
     trees = [DraftTree(torch.tensor([1, 2, 3]), (-1, 0, 0))]
-    Forest(trees).parents.clamp_min_(0)
-    assert Forest(trees).parents.tolist() == [[-1, 0, 0]]
+    TreeBatch(trees).parents.clamp_min_(0)
+    assert TreeBatch(trees).parents.tolist() == [[-1, 0, 0]]

@@ -18,15 +18,15 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli import app
+from branchwise.core.topology import topology
 from branchwise.draft import TREES, build_drafter
-from branchwise.draft.template import SHAPES, TYPICAL, read_template
+from branchwise.draft.policies.template import SHAPES, TYPICAL, read_template
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
-from branchwise.topology import topology
 from branchwise.tune.sequoia import Acceptance, Shapes, Witness, best_shape, best_size, measure_acceptance, shares
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import COMMON, build
@@ -157,18 +157,18 @@ def llm() -> LLM:
 
 def counted(tree: str, verdicts: list[tuple[int, ...]], width: int) -> Witness:
     """What is counted where a tree of a spec meets these verdicts."""
-    from branchwise.draft import Budget
-    from branchwise.sampling import SamplingParams
-    from branchwise.sequence import Sequence
+    from branchwise.core.sampling import SamplingParams
+    from branchwise.core.sequence import SequenceState
+    from branchwise.draft.base import Budget
 
     witness = Witness(build_drafter("disturbed:0", tree), width)
     target = ToyTarget(6)
     witness.bind(target)
-    sequence = Sequence([1, 2], SamplingParams(temperature=1.0, seed=1))
+    sequence = SequenceState([1, 2], SamplingParams(temperature=1.0, seed=1))
     target.open(sequence)
     for path in verdicts:
         witness.draft([sequence], [Budget(99, 9)])
-        witness.observe([sequence], None, [Verdict(path, 0)])  # type: ignore[arg-type]
+        witness.update([sequence], None, [Verdict(path, 0)])  # type: ignore[arg-type]
     return witness
 
 
@@ -206,7 +206,7 @@ def test_acceptance_is_counted_on_texts_and_follows_the_skill_of_the_drafter(llm
         assert found.tried[1] == found.tried[0] - found.accepted[0]
         return found.rates
 
-    assert rates(0.0) == [1.0, 0.0, 0.0]  # the target's own law is accepted at once
+    assert rates(0.0) == [1.0, 0.0, 0.0]  # the target's own distribution is accepted at once
     assert rates(0.0, temperature=0.0) == [1.0, 0.0, 0.0]
     assert 1 > rates(1.0)[0] > rates(5.0)[0] > 0
     assert llm.engine.target.free_slots == 2
@@ -307,7 +307,7 @@ def test_it_times_for_real(run: Callable[..., Any]) -> None:
     [
         ([], "Say what drafts"),
         (["--draft", "disturbed", "--draft-model", "x"], "one of the two"),
-        (["--draft", "none"], "'none' draws from no law"),
+        (["--draft", "none"], "'none' draws from no distribution"),
         (["--draft", "disturbd"], "Did you mean 'disturbed'"),
         (["--draft", "disturbed:-1"], "sigma of at least 0"),
         (["--draft", "disturbed", "--nodes", "0"], "nodes must be at least 1"),

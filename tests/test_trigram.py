@@ -12,14 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchwise.draft import Budget, build_drafter, trigram
-from branchwise.draft.trigram import Trigram
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.lookup import trigram
+from branchwise.draft.lookup.trigram import Trigram
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
 from branchwise.testing import ToyTarget
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 
@@ -67,7 +69,7 @@ def test_what_is_known_is_what_a_slow_count_knows(read: list[list[int]], size: i
     with mock.patch.object(trigram, "MOST", most):
         drafter = Trigram(size=size, successors=successors)
         for tokens in read:
-            drafter.find(Sequence(tokens))
+            drafter.find(SequenceState(tokens))
     known = slow_memory([credit for tokens in read for credit in credits_of(tokens)], size, successors, most)
     pairs = [(first, second) for first in range(4) for second in range(4)]
     assert {pair for pair in pairs if drafter.after(pair)} == set(known)
@@ -76,13 +78,13 @@ def test_what_is_known_is_what_a_slow_count_knows(read: list[list[int]], size: i
         assert believed(drafter, pair) == [(token, count / whole) for token, count in row]
         assert [found.place for found in drafter.after(pair)] == [(pair[1], token) for token, _ in row]
     last = read[-1]
-    assert drafter.find(Sequence(last[-2:])) == (tuple(last[-2:]) if len(last) > 1 else None)
+    assert drafter.find(SequenceState(last[-2:])) == (tuple(last[-2:]) if len(last) > 1 else None)
 
 
 @given(texts, st.lists(st.integers(0, 5), max_size=20))
 def test_every_occurrence_counts_once_however_slowly_a_text_grows(tokens: list[int], steps: list[int]) -> None:
     slow, end = Trigram(), 1
-    sequence = Sequence(tokens[:1])
+    sequence = SequenceState(tokens[:1])
     for step in [*steps, len(tokens)]:
         slow.find(sequence)
         sequence.tokens += tokens[end : end + step]
@@ -91,7 +93,7 @@ def test_every_occurrence_counts_once_however_slowly_a_text_grows(tokens: list[i
             assert found.mass < 1
     slow.find(sequence)
     quick = Trigram()
-    quick.find(Sequence(tokens))
+    quick.find(SequenceState(tokens))
     assert slow._rows == quick._rows
     for pair in quick._rows:
         assert slow.after(pair) == quick.after(pair)
@@ -99,7 +101,7 @@ def test_every_occurrence_counts_once_however_slowly_a_text_grows(tokens: list[i
 
 def test_masses_are_counts_with_something_left_for_what_is_unknown() -> None:
     drafter = Trigram()
-    drafter.find(Sequence([1, 2, 3, 1, 2, 3, 1, 2, 4]))
+    drafter.find(SequenceState([1, 2, 3, 1, 2, 3, 1, 2, 4]))
     assert believed(drafter, (1, 2)) == [(3, 2 / 5), (4, 1 / 5)]
     assert believed(drafter, (2, 3)) == [(1, 2 / 3)]  # seen twice, and never anything else
     assert drafter.after((2, 4)) == drafter.after((7, 7)) == drafter.after(None) == []
@@ -107,41 +109,41 @@ def test_masses_are_counts_with_something_left_for_what_is_unknown() -> None:
 
 def test_of_equals_the_one_seen_last_comes_first() -> None:
     drafter = Trigram()
-    drafter.find(Sequence([1, 2, 3, 1, 2, 4]))
+    drafter.find(SequenceState([1, 2, 3, 1, 2, 4]))
     assert [found.token for found in drafter.after((1, 2))] == [4, 3]
 
 
 def test_a_new_successor_takes_the_place_of_the_least_and_of_those_the_oldest() -> None:
     drafter = Trigram(successors=2)
-    drafter.find(Sequence([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2, 5]))
+    drafter.find(SequenceState([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2, 5]))
     assert believed(drafter, (1, 2)) == [(3, 2 / 5), (5, 1 / 5)]
     drafter = Trigram(successors=2)
-    drafter.find(Sequence([1, 2, 3, 1, 2, 4, 1, 2, 5]))
+    drafter.find(SequenceState([1, 2, 3, 1, 2, 4, 1, 2, 5]))
     assert [found.token for found in drafter.after((1, 2))] == [5, 4]
 
 
 def test_what_is_forgotten_is_no_longer_answered() -> None:
     drafter = Trigram(size=2)
-    drafter.find(Sequence([1, 2, 3]))
+    drafter.find(SequenceState([1, 2, 3]))
     assert drafter.after((1, 2))
-    drafter.find(Sequence([4, 5, 6]))
+    drafter.find(SequenceState([4, 5, 6]))
     assert drafter.after((1, 2))
-    drafter.find(Sequence([7, 8, 9]))
+    drafter.find(SequenceState([7, 8, 9]))
     assert drafter.after((1, 2)) == []
     assert drafter.after((4, 5))
 
 
 def test_what_counted_most_for_long_gives_way_to_what_is_new() -> None:
     drafter = Trigram()
-    drafter.find(Sequence([1, 2, 3] * 200))
+    drafter.find(SequenceState([1, 2, 3] * 200))
     assert believed(drafter, (1, 2))[0][1] <= trigram.MOST / (trigram.MOST + 1)
-    drafter.find(Sequence([1, 2, 5] * (trigram.MOST + 1)))
+    drafter.find(SequenceState([1, 2, 5] * (trigram.MOST + 1)))
     assert [found.token for found in drafter.after((1, 2))] == [5, 3]
 
 
 def test_a_tree_follows_the_text_from_pair_to_pair() -> None:
     drafter = build_drafter("trigram", "topk:9,depth=3,width=2")
-    [tree] = drafter.draft([Sequence([1, 2, 3, 4, 5, 1, 2])], [AMPLE])
+    [tree] = drafter.draft([SequenceState([1, 2, 3, 4, 5, 1, 2])], [AMPLE])
     assert tree.tokens.tolist() == [2, 3, 4, 5]
     assert tree.parents == (-1, 0, 1, 2)
     assert tree.draw is Draw.FIXED
@@ -149,32 +151,32 @@ def test_a_tree_follows_the_text_from_pair_to_pair() -> None:
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 1]])
 def test_a_text_that_repeats_nothing_is_not_drafted_for(tokens: list[int]) -> None:
-    [tree] = Trigram().draft([Sequence(tokens)], [AMPLE])
+    [tree] = Trigram().draft([SequenceState(tokens)], [AMPLE])
     assert len(tree) == 1
 
 
 def test_texts_of_a_batch_and_of_earlier_requests_share_what_is_known() -> None:
     drafter = Trigram()
-    one, other = Sequence([1, 2, 3]), Sequence([9, 1, 2])
+    one, other = SequenceState([1, 2, 3]), SequenceState([9, 1, 2])
     trees = drafter.draft([one, other], [AMPLE, AMPLE])
     assert [len(tree) for tree in trees] == [1, 2]
     drafter.close(one)
     drafter.close(other)
-    assert len(drafter.draft([Sequence([5, 1, 2])], [AMPLE])[0]) == 2
+    assert len(drafter.draft([SequenceState([5, 1, 2])], [AMPLE])[0]) == 2
     assert drafter.learns
 
 
 def test_the_last_tokens_of_a_text_are_read_when_it_ends() -> None:
-    drafter, sequence = Trigram(), Sequence([1, 2])
+    drafter, sequence = Trigram(), SequenceState([1, 2])
     drafter.find(sequence)
     sequence.tokens += [3]
     drafter.close(sequence)
     assert believed(drafter, (1, 2)) == [(3, 1 / 2)]
-    drafter.close(Sequence([4]))  # one that was never drafted for
+    drafter.close(SequenceState([4]))  # one that was never drafted for
 
 
 def test_a_finished_text_leaves_only_its_counts_behind() -> None:
-    drafter, sequence = Trigram(), Sequence([1, 2, 3])
+    drafter, sequence = Trigram(), SequenceState([1, 2, 3])
     drafter.draft([sequence], [AMPLE])
     drafter.close(sequence)
     kept = weakref.ref(sequence)
@@ -188,7 +190,7 @@ def test_memory_stays_bounded_over_two_hundred_thousand_tokens() -> None:
     drafter, largest = Trigram(size=500, successors=4), 0
     for _ in range(20):
         tokens = [rng.randrange(60) for _ in range(10_000)]
-        drafter.find(Sequence(tokens))
+        drafter.find(SequenceState(tokens))
         for place in list(drafter._rows)[-400:]:
             drafter.after(place)
         largest = max(largest, drafter.memory_bytes)
@@ -205,7 +207,7 @@ def test_answers_at_hand_are_few_and_true() -> None:
     drafter = Trigram()
     with mock.patch.object(trigram, "LOOKED_UP", 5):
         for _ in range(300):
-            drafter.find(Sequence([rng.randrange(4) for _ in range(6)]))
+            drafter.find(SequenceState([rng.randrange(4) for _ in range(6)]))
             pair = rng.randrange(4), rng.randrange(4)
             answer = drafter.after(pair)
             assert len(drafter._looked_up) <= 5
@@ -251,7 +253,7 @@ def test_a_text_that_was_written_before_takes_fewer_steps(temperature: float) ->
 def known(texts: list[list[int]], **options: int) -> Trigram:
     drafter = Trigram(**options)
     for tokens in texts:
-        drafter.find(Sequence(tokens))
+        drafter.find(SequenceState(tokens))
     return drafter
 
 
@@ -264,7 +266,7 @@ def test_a_memory_restored_drafts_and_forgets_as_the_one_that_was_saved(read: li
         assert [list(row.items()) for row in after._rows.values()] == [
             list(row.items()) for row in before._rows.values()
         ]
-        [one], [other] = (drafter.draft([Sequence(list(more))], [AMPLE]) for drafter in (before, after))
+        [one], [other] = (drafter.draft([SequenceState(list(more))], [AMPLE]) for drafter in (before, after))
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.parents == other.parents
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,23 +24,24 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from branchwise import tune
-from branchwise.bench.tune_command import tune as command
-from branchwise.draft import Budget, build_drafter
-from branchwise.draft.ngram import NGram
+from branchwise.backends.base import Scored
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.cli.tune import tune as command
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.draft.lookup.ngram import NGram
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
-from branchwise.forest import Forest
 from branchwise.llm import LLM
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
-from branchwise.tree import DraftTree
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
 from branchwise.tune.costs import Key
 from branchwise.tune.curve import CLIFF
 from branchwise.tune.passes import MOST_CLIFFS, MOST_PROBES, SIZES
-from branchwise.tune.stand import WARM_UPS
+from branchwise.tune.timing import WARM_UPS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import COMMON, build
 
@@ -67,17 +67,17 @@ class TimedTarget(ToyTarget):
     def clock(self) -> float:
         return self.now
 
-    def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
+    def score(self, sequences: Sequence[SequenceState], batch: TreeBatch, taps: Sequence[str] = ()) -> Scored:
         for row, sequence in enumerate(sequences):
             assert self._cached[sequence] == sequence.tokens[:-1]
-            assert int(forest.tokens[row, 0]) == sequence.root
-        assert int(forest.tokens.min()) >= 0
-        assert int(forest.tokens.max()) < self.vocabulary
+            assert int(batch.tokens[row, 0]) == sequence.root
+        assert int(batch.tokens.min()) >= 0
+        assert int(batch.tokens.max()) < self.vocabulary
         if self.broken_after is not None and len(self.scored) >= self.broken_after:
             raise KeyboardInterrupt
-        self.scored.append(forest.nodes)
-        self.now += self.cost(forest.nodes)
-        return Scored(torch.zeros(len(forest), forest.nodes, 1))
+        self.scored.append(batch.nodes)
+        self.now += self.cost(batch.nodes)
+        return Scored(torch.zeros(len(batch), batch.nodes, 1))
 
 
 def timed(target: TimedTarget, **options: Any) -> Costs:
@@ -158,10 +158,10 @@ def test_a_batch_is_scored_in_one_pass_and_every_tree_has_the_same_size() -> Non
     batches: list[int] = []
     score = target.score
 
-    def watched(sequences: Rows[Sequence], forest: Forest) -> Scored:
+    def watched(sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored:
         batches.append(len(sequences))
-        assert {len(tree) for tree in forest.trees} == {forest.nodes}
-        return score(sequences, forest)
+        assert {len(tree) for tree in batch.trees} == {batch.nodes}
+        return score(sequences, batch)
 
     target.score = watched  # type: ignore[method-assign, assignment]
     assert timed(target, batch=3).key.batch == 3
@@ -321,7 +321,7 @@ def test_slots_are_given_back_where_opening_fails_half_way(monkeypatch: pytest.M
     target = TimedTarget(line)
     opening = target.open
 
-    def failing(sequence: Sequence) -> None:
+    def failing(sequence: SequenceState) -> None:
         if target.free_slots == 2:
             raise MemoryError
         opening(sequence)
@@ -485,7 +485,7 @@ def test_the_cost_of_a_drafter_is_the_median_over_prompts_of_its_draft_phase(
     spent = iter([99.0, 1.0, 8.0, 3.0])  # the first is the warm-up
 
     def written(engine: Engine, request: Any) -> Any:
-        from branchwise.stats import Stats
+        from branchwise.engine.stats import Stats
 
         return Stats(steps=2, drafted_tokens=6, seconds={"draft": next(spent), "score": 50.0})
 
@@ -501,9 +501,9 @@ class Prefilling(NGram):
     def __init__(self, clock: list[float]) -> None:
         super().__init__()
         self.clock = clock
-        self.seen: set[Sequence] = set()
+        self.seen: set[SequenceState] = set()
 
-    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self.clock[0] += 1.0 if self.seen.issuperset(sequences) else 3600.0
         self.seen |= set(sequences)
         return super().draft(sequences, budgets)
@@ -512,7 +512,7 @@ class Prefilling(NGram):
 def test_the_first_step_of_a_text_is_not_counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """There a draft model reads the prompt."""
     clock = [0.0]
-    monkeypatch.setattr("branchwise.stats.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("branchwise.engine.stats.time.perf_counter", lambda: clock[0])
     drafter = Prefilling(clock)
     cost = measure_drafter(llm, drafter, [[2, 3, 4, 2, 3], [5, 5, 5, 5]], max_new_tokens=24)
     assert (cost.low, cost.seconds, cost.high) == (1.0, 1.0, 1.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from branchwise.forest import Forest
-from branchwise.tree import DraftTree, Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS
 from branchwise.verify.auto import Auto, choose
 from tests.test_verify_batches import Batch
@@ -33,13 +33,13 @@ ROOT = DraftTree.root(0)
     ],
 )
 def test_what_is_picked(trees: list[DraftTree], name: str) -> None:
-    assert choose(Forest(trees)).name == name
+    assert choose(TreeBatch(trees)).name == name
 
 
 def test_it_accepts_what_those_it_picks_accept() -> None:
     assert Auto.accepts == frozenset(Draw) - {Draw.FORK}
     for trees in ([FIXED], [ONE], [TWO], [DISTINCT]):
-        assert trees[0].draw in choose(Forest(trees)).accepts
+        assert trees[0].draw in choose(TreeBatch(trees)).accepts
 
 
 @pytest.mark.parametrize("spec", ["paths:1x4", "paths:3x3", "rsd-c:3,2,1"])
@@ -47,6 +47,6 @@ def test_it_accepts_what_those_it_picks_accept() -> None:
 def test_it_gives_the_verdicts_of_what_it_picks(spec: str, lazy: bool) -> None:
     for seed in range(8):
         batch = Batch([spec] * 4, seed)
-        picked = choose(Forest(batch.trees)).name
+        picked = choose(TreeBatch(batch.trees)).name
         assert picked in VERIFIERS
         assert batch.verdicts("auto", lazy=lazy) == batch.verdicts(picked, lazy=lazy)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -13,17 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.instances import ExactLaws
-from branchwise.chance import SeededChance
-from branchwise.draft import Budget
-from branchwise.draft.dice import SeededDice
-from branchwise.forest import Forest, Room
-from branchwise.laws import ModelLaws
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw
+from branchwise.audit.instances import ExactProbs
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.verify_graph import (
+    CapturedVerifier,
+    Numbers,
+    Places,
+    as_program,
+    numbers_of,
+    packed,
+    tables_of,
+    trace,
+)
+from branchwise.draft.base import Budget
+from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from branchwise.verify.capture import Captured, Numbers, Places, as_program, numbers_of, packed, tables_of, trace
 from branchwise.verify.match import Match
 from tests.strategies import Rule, grown, random_rule, tokens_to
 
@@ -56,21 +64,21 @@ def tree_of(spec: str, seed: int, vocabulary: int) -> DraftTree:
     if spec == "nothing":
         return DraftTree.root(0)
     if spec in NOTHING.values():  # what is left of these trees where the budget is spent
-        return grown(spec, target(seed, vocabulary), SeededDice(0, 0), Budget(1, 0))
+        return grown(spec, target(seed, vocabulary), SeededSampler(0, 0), Budget(1, 0))
     rule = random_rule(vocabulary, -seed - 1, near=target(seed, vocabulary), far=0.7)
-    return grown(spec, rule, SeededDice(seed, 0), Budget(nodes=64, depth=9))
+    return grown(spec, rule, SeededSampler(seed, 0), Budget(nodes=64, depth=9))
 
 
 class Batch:
     """Sequences, their trees and what a target found for them; padding holds nonsense."""
 
     def __init__(
-        self, specs: Rows[str], seed: int, vocabulary: int = 5, sampling: Rows[SamplingParams] = SAMPLING
+        self, specs: Sequence[str], seed: int, vocabulary: int = 5, sampling: Sequence[SamplingParams] = SAMPLING
     ) -> None:
         self.seeds = [1000 * seed + row for row in range(len(specs))]
         self.trees = [tree_of(spec, s, vocabulary) for spec, s in zip(specs, self.seeds, strict=True)]
         params = [replace(p, seed=s) for p, s in zip(sampling, self.seeds, strict=False)]
-        self.sequences = [Sequence([0], p) for p in params[: len(specs)]]
+        self.sequences = [SequenceState([0], p) for p in params[: len(specs)]]
         self.vocabulary = vocabulary
 
     def logits(self, nodes: int) -> Tensor:
@@ -82,12 +90,12 @@ class Batch:
         return logits
 
     def verdicts(
-        self, name: str, *, lazy: bool = True, together: bool = True, room: Room | None = None
+        self, name: str, *, lazy: bool = True, together: bool = True, room: PadShape | None = None
     ) -> list[Verdict]:
-        forest = Forest(self.trees, room=room)
-        laws = ModelLaws(self.logits(forest.nodes), forest, self.sequences)
-        laws.lazy, laws.together = lazy, together
-        return VERIFIERS.build(name)(forest, laws, self.chance()).read()
+        batch = TreeBatch(self.trees, room=room)
+        probs = WarpedProbs(self.logits(batch.nodes), batch, self.sequences)
+        probs.lazy, probs.together = lazy, together
+        return VERIFIERS.build(name)(batch, probs, self.chance()).read()
 
     def chance(self) -> SeededChance:
         return SeededChance(torch.tensor(self.seeds), torch.tensor(self.seeds) % 7 + 3)
@@ -165,7 +173,7 @@ def test_host_and_device_give_the_same_verdicts_in_a_large_vocabulary(name: str,
 @pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
 @pairs
 def test_room_for_more_changes_nothing(name: str, draw: Draw, lazy: bool) -> None:
-    room = Room(nodes=20, children=5, width=6, forks=4)
+    room = PadShape(nodes=20, children=5, width=6, forks=4)
     for seed in range(6):
         batch = Batch(SHAPES[draw], seed)
         assert batch.verdicts(name, lazy=lazy, room=room) == batch.verdicts(name, lazy=lazy)
@@ -209,10 +217,10 @@ def test_no_coin_decides_twice_in_trees_of_any_size(spec: str, names: list[str],
     # Catches coins that are numbered as if no tree were larger than some.
     target = random_rule(150, 1, spread=1.0)
     draft = random_rule(150, 2, near=target, far=0.3)
-    tree = grown(spec, draft, SeededDice(1, 0), Budget(nodes=999, depth=999))
+    tree = grown(spec, draft, SeededSampler(1, 0), Budget(nodes=999, depth=999))
     p = torch.stack([target(tuple(tokens_to(tree, node))) for node in range(len(tree))]).expand(3, -1, -1)
     for name in names:
-        found = VERIFIERS.build(name)(Forest([tree] * 3), ExactLaws(p, lazy=lazy), Watched(3)).read()
+        found = VERIFIERS.build(name)(TreeBatch([tree] * 3), ExactProbs(p, lazy=lazy), Watched(3)).read()
         assert all(tree.topology.path(verdict.path[-1]) == list(verdict.path) for verdict in found)
 
 
@@ -244,10 +252,10 @@ def test_a_greedy_row_among_sampled_ones_is_decided_by_no_coin(name: str, draw: 
 def test_a_batch_of_greedy_rows_asks_chance_for_nothing() -> None:
     for name, draw in PAIRS:
         batch = Batch(SHAPES[draw], 0, sampling=[SamplingParams()] * 6)
-        forest = Forest(batch.trees)
-        laws = ModelLaws(batch.logits(forest.nodes), forest, batch.sequences)
-        found = VERIFIERS.build(name)(forest, laws, chance=None).read()
-        assert found == Match()(forest, laws, chance=None).read()  # type: ignore[arg-type]
+        tree_batch = TreeBatch(batch.trees)
+        probs = WarpedProbs(batch.logits(tree_batch.nodes), tree_batch, batch.sequences)
+        found = VERIFIERS.build(name)(tree_batch, probs, chance=None).read()
+        assert found == Match()(tree_batch, probs, chance=None).read()  # type: ignore[arg-type]
 
 
 # Traced
@@ -255,15 +263,17 @@ def test_a_batch_of_greedy_rows_asks_chance_for_nothing() -> None:
 
 TABLES = ("tokens", "parents", "depths", "lengths", "paths", "children", "levels", "postorder", "forks", "q")
 ROOMY = {
-    Draw.PATHS: (["paths:3x3"] * 3, Room.for_paths(3, 3)),
-    Draw.WITHOUT_REPLACEMENT: (["rsd-c:3,2,1"] * 3, Room(nodes=16, children=3, width=6, forks=4)),
+    Draw.PATHS: (["paths:3x3"] * 3, PadShape.for_paths(3, 3)),
+    Draw.WITHOUT_REPLACEMENT: (["rsd-c:3,2,1"] * 3, PadShape(nodes=16, children=3, width=6, forks=4)),
 }
 
 
-def inputs(batch: Batch, forest: Forest, reads: Rows[str]) -> Places:
-    assert forest.q is not None
-    q = torch.nn.functional.pad(forest.q, (0, 0, 0, forest.nodes - forest.q.shape[1]))
-    return Places(packed(numbers_of(forest, batch.chance(), reads)), batch.logits(forest.nodes).nan_to_num(0.0), q)
+def inputs(batch: Batch, tree_batch: TreeBatch, reads: Sequence[str]) -> Places:
+    assert tree_batch.q is not None
+    q = torch.nn.functional.pad(tree_batch.q, (0, 0, 0, tree_batch.nodes - tree_batch.q.shape[1]))
+    return Places(
+        packed(numbers_of(tree_batch, batch.chance(), reads)), batch.logits(tree_batch.nodes).nan_to_num(0.0), q
+    )
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["all rows", "rows on the walk"])
@@ -272,20 +282,20 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     name: str, draw: Draw, together: bool
 ) -> None:
     # Catches Python that looks at values: a trace remembers the answer that it got. And rules that read more than they
-    # say: a forest that is traced has no other tables.
+    # say: a batch of trees that is traced has no other tables.
     specs, room = ROOMY[draw]
     verifier = VERIFIERS.build(name)
     reads = tables_of(verifier)
     sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
     first = Batch(specs, 0, sampling=sampling)
-    forest = Forest(first.trees, room=room)
-    laws = ModelLaws(first.logits(forest.nodes), forest, first.sequences)
-    laws.lazy, laws.together = False, together
-    traced = trace(as_program(verifier, forest, laws, reads), inputs(first, forest, reads))
+    tree_batch = TreeBatch(first.trees, room=room)
+    probs = WarpedProbs(first.logits(tree_batch.nodes), tree_batch, first.sequences)
+    probs.lazy, probs.together = False, together
+    traced = trace(as_program(verifier, tree_batch, probs, reads), inputs(first, tree_batch, reads))
     seen = set()
     for seed in range(8):
         batch = Batch(specs, seed, sampling=sampling)
-        other = Forest(batch.trees, room=room)
+        other = TreeBatch(batch.trees, room=room)
         found = Verdicts.written(traced(*inputs(batch, other, reads))).read()
         assert found == batch.verdicts(name, lazy=True)
         seen |= {len(verdict.path) for verdict in found}
@@ -306,38 +316,38 @@ class Launching:
         return SimpleNamespace(replay=lambda: found.copy_(run())), found
 
 
-def recorded(captured: Captured, batch: Batch, room: Room) -> list[Verdict]:
-    forest = Forest(batch.trees, room=room)
-    laws = ModelLaws(batch.logits(forest.nodes).nan_to_num(0.0), forest, batch.sequences)
-    laws.lazy = False
-    return captured(forest, laws, batch.chance()).read()
+def recorded(capture: CapturedVerifier, batch: Batch, room: PadShape) -> list[Verdict]:
+    tree_batch = TreeBatch(batch.trees, room=room)
+    probs = WarpedProbs(batch.logits(tree_batch.nodes).nan_to_num(0.0), tree_batch, batch.sequences)
+    probs.lazy = False
+    return capture(tree_batch, probs, batch.chance()).read()
 
 
 @pairs
 def test_a_batch_that_drafts_nothing_is_recorded_too(name: str, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, however the roots came about; only `auto`, which asks how trees are drawn, tells two kinds apart."""
-    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
-    captured = Captured(VERIFIERS.build(name), compile=False)
+    monkeypatch.setattr("branchwise.cuda.verify_graph.Pool", Launching)
+    capture = CapturedVerifier(VERIFIERS.build(name), compile=False)
     sampling = [SamplingParams(temperature=0.9)] * 3
     for seed in range(6):
         batch = Batch([["nothing", NOTHING[draw]][seed % 2]] * 3, seed, sampling=sampling)
-        assert recorded(captured, batch, ROOMY[draw][1]) == batch.verdicts(name)
-    assert len(captured._graphs) == (2 if name == "auto" else 1)
+        assert recorded(capture, batch, ROOMY[draw][1]) == batch.verdicts(name)
+    assert len(capture._graphs) == (2 if name == "auto" else 1)
 
 
 @pairs
 def test_bare_roots_beside_trees_are_judged_by_the_same_graph(
     name: str, draw: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
-    captured = Captured(VERIFIERS.build(name), compile=False)
+    monkeypatch.setattr("branchwise.cuda.verify_graph.Pool", Launching)
+    capture = CapturedVerifier(VERIFIERS.build(name), compile=False)
     (spec, *_), room = ROOMY[draw]
     sampling = [SamplingParams(temperature=0.9)] * 3
     for seed in range(12):
         specs = [spec if seed % 3 == row or seed & 1 << row else "nothing" for row in range(3)]
         batch = Batch(specs, seed, sampling=sampling)
-        assert recorded(captured, batch, room) == batch.verdicts(name)
-    assert len(captured._graphs) == 1
+        assert recorded(capture, batch, room) == batch.verdicts(name)
+    assert len(capture._graphs) == 1
 
 
 @pytest.mark.parametrize("name", ["rrs", "traversal"])
@@ -345,25 +355,25 @@ def test_a_graph_with_room_for_few_laws_does_not_judge_trees_with_more(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Caught here: q cut to the rows of the first tree of a shape, as where two drafters share a verifier."""
-    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
-    captured = Captured(VERIFIERS.build(name), compile=False)
+    monkeypatch.setattr("branchwise.cuda.verify_graph.Pool", Launching)
+    capture = CapturedVerifier(VERIFIERS.build(name), compile=False)
     sampling = [SamplingParams(temperature=0.9)] * 3
-    room = Room(nodes=16, children=3, width=6, forks=4)
+    room = PadShape(nodes=16, children=3, width=6, forks=4)
     for seed in range(6):
         few, many = (Batch([spec] * 3, seed, sampling=sampling) for spec in ("rsd-c:1,1,1", "rsd-c:3,2,1"))
-        assert recorded(captured, few, replace(room, inner=3)) == few.verdicts(name)
-        assert recorded(captured, many, room) == many.verdicts(name)
+        assert recorded(capture, few, replace(room, inner=3)) == few.verdicts(name)
+        assert recorded(capture, many, room) == many.verdicts(name)
 
 
 @pairs
 def test_greedy_laws_are_recorded_without_q(name: str, draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.verify.capture.Pool", Launching)
-    captured = Captured(VERIFIERS.build(name), compile=False)
+    monkeypatch.setattr("branchwise.cuda.verify_graph.Pool", Launching)
+    capture = CapturedVerifier(VERIFIERS.build(name), compile=False)
     for seed, spec in enumerate([SHAPES[draw][0], "nothing"] * 3):
         batch = Batch([spec] * 3, seed, sampling=[SamplingParams()] * 3)
-        assert recorded(captured, batch, ROOMY[draw][1]) == batch.verdicts("match")
-    assert all(recording.places.q is None for recording in captured._graphs.values())
-    assert captured._graphs
+        assert recorded(capture, batch, ROOMY[draw][1]) == batch.verdicts("match")
+    assert all(recording.places.q is None for recording in capture._graphs.values())
+    assert capture._graphs
 
 
 def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
@@ -383,13 +393,13 @@ def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
 
 
 def test_numbers_follow_the_shapes_of_the_trees() -> None:
-    """Caught here: tables of the last forest, left because they were told once."""
+    """Caught here: tables of the last batch of trees, left because they were told once."""
 
-    def forest(*shapes: tuple[int, ...]) -> Forest:
-        return Forest([DraftTree(torch.arange(1, 4), shape) for shape in shapes], room=Room(nodes=4))
+    def batch(*shapes: tuple[int, ...]) -> TreeBatch:
+        return TreeBatch([DraftTree(torch.arange(1, 4), shape) for shape in shapes], room=PadShape(nodes=4))
 
     chance, reads = SeededChance(torch.tensor([3, 4]), torch.tensor([5, 6])), ("tokens", "parents", "depths", "seen")
-    a, b = forest((-1, 0, 0), (-1, 0, 1)), forest((-1, 0, 1), (-1, 0, 0))
+    a, b = batch((-1, 0, 0), (-1, 0, 1)), batch((-1, 0, 1), (-1, 0, 0))
     numbers = Numbers(a, chance, reads, torch.device("cpu"))
     for one in (a, b, b, a):
         assert torch.equal(numbers.bring(one, chance), packed(numbers_of(one, chance, reads)))

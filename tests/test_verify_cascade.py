@@ -1,4 +1,4 @@
-"""The cascade: it goes on after a stop, with the draws that are still draws and the law that is now theirs."""
+"""The cascade: it goes on after a stop, with the draws that are still draws and the distribution that is now theirs."""
 
 from __future__ import annotations
 
@@ -46,29 +46,30 @@ def test_a_copy_of_a_first_path_is_a_draw_like_any_other(lazy: bool) -> None:
     # Then 1/6 of token 1 and 5/6 of token 2 are wanted. The copy is rejected too, and takes all of token 1 with it.
     p, q = np.array([[0.2, 0.45, 0.35]]), np.array([[0.5, 0.4, 0.1]])
     drafts = Drafts.of("paths", Instance((p, np.full((3, 3), 1 / 3)), (q,), paths=3))
-    law = verdict_law(FirstOnly(), drafts, lazy=lazy)
+    probs = verdict_law(FirstOnly(), drafts, lazy=lazy)
     draft = ((0,), (0,), (1,))
-    assert sum(law[draft, (0,), y] for y in range(3)) == pytest.approx(0.4)
-    assert law[draft, (), 2] == pytest.approx(0.6)
+    assert sum(probs[draft, (0,), y] for y in range(3)) == pytest.approx(0.4)
+    assert probs[draft, (), 2] == pytest.approx(0.6)
     # Without the copy, the 1 is kept with (1/6) / 0.4.
     draft = ((0,), (1,), (0,))
-    assert sum(law[draft, (1,), y] for y in range(3)) == pytest.approx(0.6 * (1 / 6) / 0.4)
+    assert sum(probs[draft, (1,), y] for y in range(3)) == pytest.approx(0.6 * (1 / 6) / 0.4)
 
 
 @modes
 def test_after_the_highest_the_others_are_known_to_rank_below(lazy: bool) -> None:
-    # Catches a cascade that forgets what it learnt: the others' law is q among the tokens below the chosen one.
+    # Catches a cascade that forgets what it learnt: the others' distribution is q among the tokens below the chosen
+    # one.
     p, q = np.array([[0.5, 0.2, 0.3]]), np.array([[0.1, 0.4, 0.5]])  # ranks: 1, 2, 0
     drafts = Drafts.of("paths", Instance((p, np.full((3, 3), 1 / 3)), (q,), paths=2))
-    law = verdict_law(HighestOnly(), drafts, lazy=lazy)
+    probs = verdict_law(HighestOnly(), drafts, lazy=lazy)
     # Of (1, 2) token 2 is taken, which is the highest of two with 0.9^2 - 0.4^2 = 0.65 and wanted with 0.3.
     draft = ((1,), (2,))
-    assert sum(law[draft, (2,), y] for y in range(3)) == pytest.approx(0.3 / 0.65)
+    assert sum(probs[draft, (2,), y] for y in range(3)) == pytest.approx(0.3 / 0.65)
     # Left: 0.5 - (1 - 0.9^2) of token 0 and 0.2 - 0.4^2 of token 1. The other draw ranked below 2: it is a 1, surely.
     left = {0: 0.5 - 0.19, 1: 0.2 - 0.16}
     wanted = left[1] / sum(left.values())
-    assert sum(law[draft, (1,), y] for y in range(3)) == pytest.approx((1 - 0.3 / 0.65) * wanted)
-    assert law[draft, (), 0] == pytest.approx((1 - 0.3 / 0.65) * (1 - wanted))
+    assert sum(probs[draft, (1,), y] for y in range(3)) == pytest.approx((1 - 0.3 / 0.65) * wanted)
+    assert probs[draft, (), 0] == pytest.approx((1 - 0.3 / 0.65) * (1 - wanted))
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)

@@ -1,4 +1,4 @@
-"""Greedy multi-path block verification: which path is taken, and the law that it was taken from."""
+"""Greedy multi-path block verification: which path is taken, and the distribution that it was taken from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from branchwise.audit.exact import emitted
-from branchwise.audit.instances import Drafts, ExactLaws, Instance
-from branchwise.chance import SeededChance
+from branchwise.audit.instances import Drafts, ExactProbs, Instance
+from branchwise.core.rng import SeededChance
 from branchwise.verify import VERIFIERS, gbv
 from branchwise.verify.block import clipped_products, verify_block
 from branchwise.verify.gbv import GBV, GRID, LambdaGBV, Paths, best_mixture
@@ -31,7 +31,7 @@ def some_chance(rows: int) -> SeededChance:
 
 def assert_the_highest_path_is_taken(drafts: Drafts, lazy: bool) -> None:
     truth = as_truth(drafts.instance)
-    paths = Paths(drafts.forest, ExactLaws(drafts.p, lazy=lazy))
+    paths = Paths(drafts.batch, ExactProbs(drafts.p, lazy=lazy))
     choice = paths.choose(paths.all, some_chance(len(drafts.trees)), (0.0,), coin=0)
     for tree, taken in zip(drafts.trees, choice.taken.tolist(), strict=True):
         draft = as_draft(tree)
@@ -57,13 +57,14 @@ def test_the_highest_path_is_taken_on_any_laws(instance: Instance) -> None:
 def test_the_rows_that_a_path_is_verified_against_are_the_law_it_was_taken_from(
     where: str, verifier: type[GBV], lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Catches a skewed law that is a law, sums to 1, and is that of another order or another number of paths.
+    # Catches a skewed distribution that is a distribution, sums to 1, and is that of another order or another number of
+    # paths.
     drafts = Drafts.of("paths", WORLDS[where])
     truth = as_truth(drafts.instance)
     p, q = truth.p.__getitem__, truth.q.__getitem__
     drawn: dict[tuple[int, ...], float] = {}
 
-    def spy(laws: Any, chance: Any, path: Any, spans: Any, weights: Tensor, drawn_from: Any, coin: int = 0) -> Any:
+    def spy(probs: Any, chance: Any, path: Any, spans: Any, weights: Tensor, drawn_from: Any, coin: int = 0) -> Any:
         rows = torch.cat([drawn_from(span) for span in spans], dim=1)
         inside = torch.arange(rows.shape[1]) < path.length[:, None]
         assert ((rows.sum(dim=-1) - 1).abs()[inside] < 1e-12).all()
@@ -73,16 +74,16 @@ def test_the_rows_that_a_path_is_verified_against_are_the_law_it_was_taken_from(
         for tokens, masses in zip(path.tokens.tolist(), at_tokens, strict=True):
             mass = float(masses.prod())
             assert drawn.setdefault(tuple(tokens), mass) == pytest.approx(mass, abs=1e-12), "it depends on the draft"
-        return verify_block(laws, chance, path, spans, weights, drawn_from, coin)
+        return verify_block(probs, chance, path, spans, weights, drawn_from, coin)
 
     monkeypatch.setattr(gbv, "verify_block", spy)
-    verifier()(drafts.forest, ExactLaws(drafts.p, lazy=lazy), some_chance(len(drafts.trees)))
+    verifier()(drafts.batch, ExactProbs(drafts.p, lazy=lazy), some_chance(len(drafts.trees)))
     lam = 0.0 if verifier is GBV else slow_truth.best_lam(p(()), q(()), truth.K)
     taken: dict[tuple[int, ...], float] = defaultdict(float)
     for weight, paths in slow_truth.iid_paths(truth):
         taken[paths[0]] += lam * weight
         taken[slow_truth.highest(p, q, paths)] += (1 - lam) * weight
-    for path, mass in drawn.items():  # those that this chance took; the law holds all
+    for path, mass in drawn.items():  # those that this chance took; the distribution holds all
         assert mass == pytest.approx(taken[path], abs=1e-12)
     assert len(drawn) > 1
 

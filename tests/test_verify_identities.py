@@ -9,9 +9,9 @@ from torch import Tensor
 
 from branchwise.audit.enumeration import Enumerator, outcomes
 from branchwise.audit.exact import emitted
-from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
-from branchwise.forest import Forest
-from branchwise.tree import DraftTree, Draw
+from branchwise.audit.instances import DRAWS, Drafts, ExactProbs, Instance
+from branchwise.core.batch import TreeBatch
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.conformance.test_verifiers import AWKWARD, PAIRS, WORLDS, verdict_law
 from tests.strategies import as_truth, trees, worlds
@@ -77,13 +77,13 @@ def test_match_is_exact_on_any_tree_whatsoever(instance: Instance, tree: DraftTr
     truth = as_truth(instance)
     if tree.depth > instance.depth or int(tree.tokens.max()) >= instance.vocabulary:
         return
-    forest = Forest([tree])
+    batch = TreeBatch([tree])
     prefixes = [tuple(tree.tokens[tree.topology.path(node)[1:]].tolist()) for node in range(len(tree))]
     p = torch.stack([torch.from_numpy(truth.p[u]) for u in prefixes])[None]
     for lazy in (True, False):
 
         def verify(rows: Tensor, chance: Enumerator, lazy: bool = lazy) -> Verdicts:
-            found: Verdicts = VERIFIERS.build("match")(forest.take(rows), ExactLaws(p[rows], lazy=lazy), chance)
+            found: Verdicts = VERIFIERS.build("match")(batch.take(rows), ExactProbs(p[rows], lazy=lazy), chance)
             return found
 
         kept: dict[tuple[int, ...], float] = {}

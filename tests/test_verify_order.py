@@ -1,4 +1,4 @@
-"""The order of tokens and the law of the highest of K draws: against a full sort, and against enumeration."""
+"""The order of tokens and the distribution of the highest of K draws: against a full sort, and against enumeration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from branchwise.audit.exact import emitted
 from branchwise.audit.instances import Drafts, Instance
 from branchwise.verify import VERIFIERS, order
 from branchwise.verify.order import Order, boost, sort_keys
-from tests.strategies import laws
+from tests.strategies import probs
 
 
 def slow_ranks(p: Tensor, q: Tensor) -> np.ndarray:
@@ -45,14 +45,14 @@ def one_hot(size: int, token: int) -> Tensor:
     return (torch.arange(size) == token).double()
 
 
-def quantised(law: Tensor) -> Tensor:
-    """A law of powers of two, which keep their exact ratios: many ties in p/q."""
-    rough = torch.where(law > 0, 2.0 ** law.clamp_min(1e-300).log2().round(), 0.0)
+def quantised(probs: Tensor) -> Tensor:
+    """A distribution of powers of two, which keep their exact ratios: many ties in p/q."""
+    rough = torch.where(probs > 0, 2.0 ** probs.clamp_min(1e-300).log2().round(), 0.0)
     return rough / rough.sum()
 
 
 def pairs(size: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Laws p, q (vocabulary,) float64 that are awkward each in its own way."""
+    """Distributions p, q (vocabulary,) float64 that are awkward each in its own way."""
     p, q = normal(size, 1), normal(size, 2)
     few = torch.arange(size) % 7 == 1
     peaked = torch.where(torch.arange(size) == size // 2, 0.999, 0.001 * q)
@@ -94,7 +94,7 @@ def some_tokens(p: Tensor, q: Tensor) -> list[int]:
 def test_the_mass_below_every_token_is_that_of_a_full_sort(
     size: int, name: str, dtype: torch.dtype, lazy: bool
 ) -> None:
-    p, q = (law.to(dtype) for law in pairs(size)[name])
+    p, q = (probs.to(dtype) for probs in pairs(size)[name])
     truth = slow_below(p, q)
     near = 1e-10 if dtype == torch.float64 else 2e-6
     found = Order(p[None, None], q[None, None], lazy=lazy)
@@ -113,7 +113,7 @@ def test_the_mass_below_every_token_is_that_of_a_full_sort(
 @modes
 @cases
 def test_the_order_is_strict_so_that_masses_add_up_to_one(size: int, name: str, lazy: bool) -> None:
-    # Catches two tokens that share a place: of K draws the highest would have a law of less or more than 1.
+    # Catches two tokens that share a place: of K draws the highest would have a distribution of less or more than 1.
     p, q = pairs(size)[name]
     low = Order(p[None, None], q[None, None], lazy=lazy).below()[0, 0]
     for count in (1, 2, 5):
@@ -127,7 +127,7 @@ def test_the_order_is_strict_so_that_masses_add_up_to_one(size: int, name: str, 
 def test_rows_of_a_batch_are_ordered_each_for_itself(lazy: bool) -> None:
     for size in (6, 2_000):
         rows = list(pairs(size).values())
-        p, q = (torch.stack(laws).view(-1, 1, size) for laws in zip(*rows, strict=True))
+        p, q = (torch.stack(probs).view(-1, 1, size) for probs in zip(*rows, strict=True))
         tokens = torch.arange(len(rows))[:, None] % size
         together = Order(p, q, lazy=lazy)
         for row in range(len(rows)):
@@ -158,9 +158,9 @@ def test_equal_ratios_rank_by_id() -> None:
     assert below.argsort().tolist() == [3, 0, 4, 1, 2, 5, 6]
 
 
-@given(laws(2, 8), st.data())
+@given(probs(2, 8), st.data())
 def test_small_laws_are_ordered_like_a_full_sort(q: Tensor, data: st.DataObject) -> None:
-    p = data.draw(laws(len(q), len(q)))
+    p = data.draw(probs(len(q), len(q)))
     truth = slow_below(p, q)
     for lazy in (True, False):
         found = Order(p[None, None], q[None, None], lazy=lazy)
@@ -168,11 +168,11 @@ def test_small_laws_are_ordered_like_a_full_sort(q: Tensor, data: st.DataObject)
 
 
 @settings(max_examples=60)
-@given(laws(4, 9), st.integers(2, 3), st.data())
+@given(probs(4, 9), st.integers(2, 3), st.data())
 def test_laws_larger_than_what_is_ranked_are_ordered_like_a_full_sort(
     q: Tensor, ranked: int, data: st.DataObject
 ) -> None:
-    p = data.draw(laws(len(q), len(q)))
+    p = data.draw(probs(len(q), len(q)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "RANKED", ranked)
         truth, ranks = slow_below(p, q), slow_ranks(p, q)
@@ -201,11 +201,11 @@ def test_verifiers_stay_exact_where_only_some_tokens_are_ranked(
         assert found[0][1] == pytest.approx(found[1][1], abs=1e-12)
 
 
-# The law of the highest
+# The distribution of the highest
 
 
 def powers(below: Tensor, q: Tensor, share: float, count: int) -> Tensor:
-    """The same law by differences of powers, in float64: [(A + X F)^K - (A + X F^-)^K] / [(A + X)^K - A^K]."""
+    """The same distribution by differences of powers, in float64: [(A + X F)^K - (A + X F^-)^K] / [(A + X)^K - A^K]."""
     low = (1 - share) + share * below.double()
     return ((low + share * q.double()) ** count - low**count) / (1 - (1 - share) ** count)
 
@@ -219,9 +219,9 @@ def test_the_boosted_law_is_a_law_and_that_of_the_highest_of_k(share: float, cou
         below = Order(p[None, None], q[None, None], lazy=lazy).below()
         shares, counts = torch.tensor([[[share]]], dtype=torch.float64), torch.tensor([[[count]]])
         gain = boost(below, q[None, None], shares, counts, 16, lazy=lazy)
-        law = (gain * q)[0, 0]
-        assert float(law.sum()) == pytest.approx(1, abs=1e-12)
-        assert torch.allclose(law, powers(below[0, 0], q, share, count), atol=1e-9)
+        probs = (gain * q)[0, 0]
+        assert float(probs.sum()) == pytest.approx(1, abs=1e-12)
+        assert torch.allclose(probs, powers(below[0, 0], q, share, count), atol=1e-9)
         rough = boost(below.float(), q[None, None].float(), shares.float(), counts, 16, lazy=lazy)
         assert torch.allclose(rough.double(), gain, rtol=1e-4)
         assert float((rough[0, 0].double() * q).sum()) == pytest.approx(1, abs=1e-5)
@@ -229,7 +229,7 @@ def test_the_boosted_law_is_a_law_and_that_of_the_highest_of_k(share: float, cou
 
 @modes
 def test_rows_with_different_numbers_of_paths_are_boosted_each_by_its_own(lazy: bool) -> None:
-    p, q = (law.expand(6, 1, -1) for law in pairs(5)["plain"])
+    p, q = (probs.expand(6, 1, -1) for probs in pairs(5)["plain"])
     below = Order(p, q, lazy=lazy).below()
     counts, shares = torch.tensor([1, 2, 3, 5, 4, 1])[:, None, None], torch.full((6, 1, 1), 0.7, dtype=torch.float64)
     together = boost(below, q, shares, counts, 5, lazy=lazy)

@@ -1,4 +1,4 @@
-"""float32 and large vocabularies: the same odds and laws as in float64, and no number that is none."""
+"""float32 and large vocabularies: the same odds and distributions as in float64, and no number that is none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from branchwise.audit.exact import emitted
-from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
-from branchwise.chance import Chance, SeededChance
-from branchwise.draft.dice import SeededDice
-from branchwise.forest import Forest
-from branchwise.laws import Laws
-from branchwise.tree import DraftTree
+from branchwise.audit.instances import DRAWS, Drafts, ExactProbs, Instance
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance, SeededChance
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import DraftTree
+from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verdict, Verdicts, Verifier
 from tests.conformance.test_verifiers import PAIRS, WORLDS, pairs, random, rows
 from tests.strategies import grown, random_rule, tokens_to, worlds
@@ -32,7 +32,7 @@ class Recorded(SeededChance):
     def __init__(self, rows: int, seed: int) -> None:
         super().__init__(torch.arange(rows) + 100 * seed, torch.zeros(rows, dtype=torch.long))
         self.odds: dict[int, Tensor] = {}
-        self.laws: dict[int, Tensor] = {}
+        self.probs: dict[int, Tensor] = {}
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
         assert ((odds >= 0) & (odds <= 1)).all(), "odds that are none"  # which nan would fail too
@@ -43,12 +43,12 @@ class Recorded(SeededChance):
         assert ((bounds >= 0) & (bounds <= 1)).all(), "bounds that are none"
         return torch.ones_like(bounds, dtype=torch.bool)  # so that all odds are worked out
 
-    def pick(self, law: Tensor, draw: int = 0) -> Tensor:
-        assert law.isfinite().all(), "a law that is none"
-        assert (law >= 0).all(), "negative masses"
-        assert (law.sum(dim=1) > 0).all(), "a law without mass"
-        self.laws[draw] = law.double() / law.double().sum(dim=1, keepdim=True)
-        return super().pick(law, draw)
+    def pick(self, probs: Tensor, draw: int = 0) -> Tensor:
+        assert probs.isfinite().all(), "a distribution that is none"
+        assert (probs >= 0).all(), "negative masses"
+        assert (probs.sum(dim=1) > 0).all(), "a distribution without mass"
+        self.probs[draw] = probs.double() / probs.double().sum(dim=1, keepdim=True)
+        return super().pick(probs, draw)
 
 
 # Large vocabularies
@@ -56,18 +56,18 @@ class Recorded(SeededChance):
 
 @cache
 def scored(kind: str, vocabulary: int, seed: int) -> tuple[DraftTree, Tensor]:
-    """A drawn tree and p (nodes, vocabulary), both float32; laws as peaked as those of a language model."""
+    """A drawn tree and p (nodes, vocabulary), both float32; distributions as peaked as those of a language model."""
     target = random_rule(vocabulary, seed, spread=3.5)
     draft = random_rule(vocabulary, seed + 70, near=target, far=1.0)
-    tree = grown(SPECS[kind], draft, SeededDice(seed, 5))
+    tree = grown(SPECS[kind], draft, SeededSampler(seed, 5))
     return tree, torch.stack([target(tuple(tokens_to(tree, node))) for node in range(len(tree))])
 
 
 def verify(name: str, batch: list[tuple[DraftTree, Tensor]], dtype: torch.dtype, lazy: bool, seed: int) -> Recorded:
     trees = [replace(tree, q=tree.q.to(dtype)) for tree, _ in batch]  # type: ignore[union-attr]
-    p = torch.nn.utils.rnn.pad_sequence([laws.to(dtype) for _, laws in batch], batch_first=True)
+    p = torch.nn.utils.rnn.pad_sequence([probs.to(dtype) for _, probs in batch], batch_first=True)
     chance = Recorded(len(batch), seed)
-    chance.found = VERIFIERS.build(name)(Forest(trees), ExactLaws(p, lazy=lazy), chance).read()  # type: ignore[attr-defined]
+    chance.found = VERIFIERS.build(name)(TreeBatch(trees), ExactProbs(p, lazy=lazy), chance).read()  # type: ignore[attr-defined]
     return chance
 
 
@@ -77,8 +77,8 @@ def assert_agree(one: Recorded, other: Recorded, near: float) -> None:
     assert set(one.odds) & set(other.odds)
     for coin in set(one.odds) & set(other.odds):
         assert (one.odds[coin] - other.odds[coin]).abs().max() < near
-    for draw in set(one.laws) & set(other.laws):
-        assert (one.laws[draw] - other.laws[draw]).abs().max() < near
+    for draw in set(one.probs) & set(other.probs):
+        assert (one.probs[draw] - other.probs[draw]).abs().max() < near
 
 
 @modes
@@ -105,7 +105,7 @@ def test_sixteen_paths_are_as_exact_as_two(name: str) -> None:
     # Catches differences of K-th powers, which lose their digits as K grows.
     target = random_rule(300, 1, spread=2.0)
     draft = random_rule(300, 2, near=target, far=0.5)
-    tree = grown("paths:16x3", draft, SeededDice(3, 5))
+    tree = grown("paths:16x3", draft, SeededSampler(3, 5))
     p = torch.stack([target(tuple(tokens_to(tree, node))) for node in range(len(tree))])
     for seed in range(8):
         for lazy in (True, False):
@@ -117,22 +117,22 @@ def test_sixteen_paths_are_as_exact_as_two(name: str) -> None:
 
 
 class InFloat32:
-    """A verifier that is shown its laws in float32."""
+    """A verifier that is shown its distributions in float32."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier, self.name, self.accepts = verifier, verifier.name, verifier.accepts
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        assert isinstance(laws, ExactLaws)
-        return self.verifier(forest, ExactLaws(laws.p.float(), lazy=laws.lazy), chance)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        assert isinstance(probs, ExactProbs)
+        return self.verifier(batch, ExactProbs(probs.p.float(), lazy=probs.lazy), chance)
 
 
 def in_float32(kind: str, instance: Instance) -> Drafts:
-    """Drafts of laws that float32 can write down, with their q in float32."""
-    p, q = (tuple(t.astype(np.float32).astype(np.float64) for t in laws) for laws in (instance.p, instance.q))
+    """Drafts of distributions that float32 can write down, with their q in float32."""
+    p, q = (tuple(t.astype(np.float32).astype(np.float64) for t in probs) for probs in (instance.p, instance.q))
     drafts = Drafts.of(kind, Instance(p, q, instance.paths))
     trees = [replace(tree, q=tree.q.float()) for tree in drafts.trees]  # type: ignore[union-attr]
-    return replace(drafts, trees=trees, forest=Forest(trees))
+    return replace(drafts, trees=trees, batch=TreeBatch(trees))
 
 
 def faint(row: np.ndarray) -> np.ndarray:
@@ -187,7 +187,7 @@ def awkward(vocabulary: int, seed: int) -> list[Tensor]:
     few[seed % vocabulary] = 0.5
     tiny = 1e-38 * flat + certain
     steep = torch.softmax(200 * flat, dim=0)
-    return [law / law.sum() for law in (flat, certain, few, tiny, steep, certain.roll(1))]
+    return [probs / probs.sum() for probs in (flat, certain, few, tiny, steep, certain.roll(1))]
 
 
 @modes
@@ -207,7 +207,7 @@ def test_awkward_laws_in_float32_give_odds_that_are_odds_and_laws_that_are_laws(
                 return q_of[picks[hash(prefix) % 64][0]]
 
             spec = ("paths:3x3", "paths:1x2")[row % 2] if kind == "paths" else "rsd-c:3,2"
-            tree = grown(spec, draft, SeededDice(seed, row))
+            tree = grown(spec, draft, SeededSampler(seed, row))
             p = torch.stack([p_of[picks[hash(tuple(tokens_to(tree, n))) % 64][1]] for n in range(len(tree))])
             batch.append((tree, p))
         found: list[Verdict] = verify(name, batch, torch.float32, lazy, seed).found  # type: ignore[attr-defined]

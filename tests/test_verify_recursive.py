@@ -11,8 +11,8 @@ from torch import Tensor
 
 from branchwise.audit.exact import emitted
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.forest import Forest
-from branchwise.tree import DraftTree
+from branchwise.core.batch import TreeBatch
+from branchwise.core.tree import DraftTree
 from branchwise.verify import VERIFIERS
 from branchwise.verify.recursive import Tried, next_on_paths, reject
 from tests.conformance.test_verifiers import AWKWARD, WORLDS, verdict_law
@@ -25,7 +25,7 @@ modes = pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
 def by_hand(
     p: np.ndarray, q: np.ndarray, tokens: list[int], replace: bool, acceptance: float
 ) -> tuple[list[float], float, np.ndarray]:
-    """The loop of the papers, which rewrites both laws after every rejection."""
+    """The loop of the papers, which rewrites both distributions after every rejection."""
     odds, wanted, left, drawn = [], acceptance, p, q
     for token in tokens:
         odds.append(min(1.0, wanted * left[token] / drawn[token]) if drawn[token] > 0 else 0.0)
@@ -46,12 +46,14 @@ def tried(p: np.ndarray, q: np.ndarray, tokens: list[int], replace: bool, accept
 
 @st.composite
 def nodes(draw: st.DrawFn, replace: bool) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Laws p, q (vocabulary,), and tokens that may have been drawn from q."""
+    """Distributions p, q (vocabulary,), and tokens that may have been drawn from q."""
     size = draw(st.integers(2, 5))
     weights = st.lists(st.integers(0, 4), min_size=size, max_size=size).filter(any)
     p, q = (np.array(draw(weights), dtype=np.float64) for _ in range(2))
     if draw(st.booleans()):
-        p, q = (law * draw(st.sampled_from([1.0, 0.5])) + np.linspace(0.01, 0.3, size) * (law > 0) for law in (p, q))
+        p, q = (
+            probs * draw(st.sampled_from([1.0, 0.5])) + np.linspace(0.01, 0.3, size) * (probs > 0) for probs in (p, q)
+        )
     p, q = p / p.sum(), q / q.sum()
     token = st.sampled_from(np.flatnonzero(q).tolist())
     return p, q, draw(st.lists(token, min_size=1, max_size=4, unique=not replace))
@@ -115,9 +117,9 @@ def test_a_rejected_token_has_nothing_left(lazy: bool) -> None:
     p, q = np.array([[0.1, 0.5, 0.4]]), np.array([[0.6, 0.2, 0.2]])
     drafts = Drafts.of("paths", Instance((p, np.full((3, 3), 1 / 3)), (q,), paths=2))
     for name in ("mss", "rrs"):
-        law = verdict_law(VERIFIERS.build(name), drafts, lazy=lazy)
-        assert sum(law[((0,), (0,)), (0,), y] for y in range(3)) == pytest.approx(0.1 / 0.6)
-        assert (((0,), (0,)), (), 0) not in law
+        probs = verdict_law(VERIFIERS.build(name), drafts, lazy=lazy)
+        assert sum(probs[((0,), (0,)), (0,), y] for y in range(3)) == pytest.approx(0.1 / 0.6)
+        assert (((0,), (0,)), (), 0) not in probs
 
 
 @modes
@@ -128,9 +130,9 @@ def test_a_repeat_takes_its_share_with_replacement_and_none_without(lazy: bool) 
     once = np.maximum(p - q, 0)[0] / np.maximum(p - q, 0).sum()
     twice = np.maximum(once - q, 0)[0] / np.maximum(once - q, 0).sum()
     for name, left in (("rrs", once), ("mss", twice)):
-        law = verdict_law(VERIFIERS.build(name), drafts, lazy=lazy)
+        probs = verdict_law(VERIFIERS.build(name), drafts, lazy=lazy)
         for token in (1, 2):
-            assert law[((0,), (0,)), (), token] == pytest.approx((1 - 0.1 / 0.6) * left[token])
+            assert probs[((0,), (0,)), (), token] == pytest.approx((1 - 0.1 / 0.6) * left[token])
 
 
 @modes
@@ -144,11 +146,11 @@ def test_recursive_rejection_is_never_above_traversal_on_the_same_trees(where: s
 
 @given(st.lists(path_trees(), min_size=1, max_size=3))
 def test_the_next_nodes_of_all_paths_are_kept_in_draw_order_with_repeats(batch: list[DraftTree]) -> None:
-    forest = Forest(batch)
-    table: Tensor = next_on_paths(forest)
+    tree_batch = TreeBatch(batch)
+    table: Tensor = next_on_paths(tree_batch)
     for row, tree in enumerate(batch):
-        for node in range(forest.nodes):
-            expected = [-1] * forest.paths.shape[1]
+        for node in range(tree_batch.nodes):
+            expected = [-1] * tree_batch.paths.shape[1]
             for number, path in enumerate(tree.paths):
                 if node in path[:-1]:
                     expected[number] = path[path.index(node) + 1]

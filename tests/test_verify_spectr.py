@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.exact import emitted
-from branchwise.audit.instances import Drafts, ExactLaws
+from branchwise.audit.instances import Drafts, ExactProbs
 from branchwise.verify import spectr
 from branchwise.verify.spectr import KSeq, solve
 from tests.conformance.test_verifiers import AWKWARD, WORLDS
-from tests.strategies import laws
+from tests.strategies import probs
 
 modes = pytest.mark.parametrize("lazy", [True, False], ids=["host", "device"])
 
@@ -34,7 +34,7 @@ def bisect(p: np.ndarray, q: np.ndarray, count: int) -> float:
 
 
 def solved(p: Tensor, q: Tensor, count: list[int], lazy: bool) -> tuple[Tensor, Tensor]:
-    return solve(p, q, torch.tensor([count]), max(count), ExactLaws(p, lazy=lazy))
+    return solve(p, q, torch.tensor([count]), max(count), ExactProbs(p, lazy=lazy))
 
 
 def softmax(size: int, seed: int) -> Tensor:
@@ -54,7 +54,7 @@ def test_as_much_is_accepted_as_at_the_root_that_bisection_finds(size: int, dtyp
         if seed % 3 == 1:
             q = 0.9 * p + 0.1 * q  # close
         counts = [1, 2, 4, 16]
-        rows = [law.to(dtype).expand(1, len(counts), -1) for law in (p, q)]
+        rows = [probs.to(dtype).expand(1, len(counts), -1) for probs in (p, q)]
         rho, beta = solved(*rows, counts, lazy)
         for column, count in enumerate(counts):
             truth, found = bisect(p.numpy(), q.numpy(), count), float(rho[0, column])
@@ -67,13 +67,13 @@ def test_as_much_is_accepted_as_at_the_root_that_bisection_finds(size: int, dtyp
                 assert found == pytest.approx(truth, rel=hair)
 
 
-@given(laws(2, 8), st.integers(1, 6), st.data())
+@given(probs(2, 8), st.integers(1, 6), st.data())
 def test_what_is_left_is_never_negative(q: Tensor, count: int, data: st.DataObject) -> None:
     # Left of the root more would be accepted of some token than the target wants.
-    p = data.draw(laws(len(q), len(q)))
+    p = data.draw(probs(len(q), len(q)))
     for dtype, near in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
-        wide = [law.double() / law.double().sum() for law in (p, q)]
-        rows = [law.to(dtype)[None, None] for law in wide]
+        wide = [row.double() / row.double().sum() for row in (p, q)]
+        rows = [row.to(dtype)[None, None] for row in wide]
         for lazy in (True, False):
             rho, beta = (float(value) for value in solved(*rows, [count], lazy))
             assert 1 <= rho <= count
@@ -102,8 +102,8 @@ def test_a_rho_above_the_root_accepts_less_and_stays_exact(
     drafts = Drafts.of("paths", WORLDS[where])
     best = emitted(KSeq(), drafts, lazy=lazy)[1]
 
-    def too_high(p: Tensor, q: Tensor, count: Tensor, most: int, laws: ExactLaws) -> tuple[Tensor, Tensor]:
-        rho, _ = solve(p, q, count, most, laws)
+    def too_high(p: Tensor, q: Tensor, count: Tensor, most: int, probs: ExactProbs) -> tuple[Tensor, Tensor]:
+        rho, _ = solve(p, q, count, most, probs)
         rho = rho + 0.3 * (count.clamp_min(1) - rho)
         return rho, torch.minimum(p / rho[..., None], q).sum(dim=-1)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from branchwise.audit.exact import emitted
-from branchwise.audit.instances import Drafts, ExactLaws, Instance
+from branchwise.audit.instances import Drafts, ExactProbs, Instance
 from branchwise.verify.token import Token
 from tests.conformance.test_verifiers import AWKWARD, WORLDS, verdict_law
 from tests.strategies import as_truth
@@ -54,7 +54,7 @@ def test_a_walk_on_the_host_reads_no_row_below_a_rejection() -> None:
     instance = Instance((p, np.full((2, 2), 0.5), np.full((4, 2), 0.5)), (np.array([[1.0, 0.0]]), np.eye(2)), paths=1)
     drafts = Drafts.of("paths", instance)
 
-    class Watched(ExactLaws):
+    class Watched(ExactProbs):
         asked: list[list[int]]
 
         def rows(self, nodes: torch.Tensor) -> torch.Tensor:
@@ -66,11 +66,11 @@ def test_a_walk_on_the_host_reads_no_row_below_a_rejection() -> None:
             assert (odds == 0).all()
             return torch.full((len(odds),), odds.shape[1])
 
-        def pick(self, law: torch.Tensor, draw: int = 0) -> torch.Tensor:
-            return law.argmax(dim=1)
+        def pick(self, row: torch.Tensor, draw: int = 0) -> torch.Tensor:
+            return row.argmax(dim=1)
 
-    laws = Watched(drafts.p)
-    laws.asked = []
-    [verdict] = Token()(drafts.forest, laws, Never()).read()  # type: ignore[arg-type]
+    probs = Watched(drafts.p)
+    probs.asked = []
+    [verdict] = Token()(drafts.batch, probs, Never()).read()  # type: ignore[arg-type]
     assert (verdict.path, verdict.token) == ((0,), 1)
-    assert laws.asked == [[0]]
+    assert probs.asked == [[0]]

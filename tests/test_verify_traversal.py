@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchwise.audit.instances import Drafts, ExactLaws, Instance
-from branchwise.forest import Forest
-from branchwise.tree import DraftTree, Draw
+from branchwise.audit.instances import Drafts, ExactProbs, Instance
+from branchwise.core.batch import TreeBatch
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.verify.block import Block
 from branchwise.verify.traversal import Traversal, odds_of_nodes, way_to
 from tests.conformance.test_verifiers import AWKWARD, WORLDS, as_draft, verdict_law
@@ -29,7 +29,7 @@ def drawn_trees(draw: st.DrawFn) -> tuple[DraftTree, np.ndarray]:
     parents = draw(topologies(max_depth=3, max_width=4))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 20)))
     p, q = (rng.dirichlet(np.full(VOCABULARY, 0.5), len(parents)) for _ in range(2))
-    if draw(st.booleans()):  # laws in which p equals q, or is certain, or forbids what was drawn
+    if draw(st.booleans()):  # distributions in which p equals q, or is certain, or forbids what was drawn
         p[::2] = q[::2]
     if draw(st.booleans()):
         p[1::3] = np.eye(VOCABULARY)[rng.integers(VOCABULARY)]
@@ -46,48 +46,48 @@ def odds_by_hand(tree: DraftTree, p: np.ndarray) -> tuple[dict[int, float], dict
     """By the recursion of the paper: with which odds each node is asked, and what is wanted there by then."""
     assert tree.q is not None
     odds: dict[int, float] = {}
-    laws: dict[int, np.ndarray] = {}
+    probs: dict[int, np.ndarray] = {}
 
     def visit(node: int, alpha: float) -> None:
-        wanted, law, drawn = alpha, p[node], tree.q[node].numpy()  # type: ignore[index]
+        wanted, row, drawn = alpha, p[node], tree.q[node].numpy()  # type: ignore[index]
         for child in tree.children[node]:
             token = int(tree.tokens[child])
-            visit(child, min(1.0, wanted * law[token] / drawn[token]))
-            mass = np.maximum(wanted * law - drawn, 0).sum()
-            law, drawn = residual(law, drawn, wanted), without(drawn, token)
+            visit(child, min(1.0, wanted * row[token] / drawn[token]))
+            mass = np.maximum(wanted * row - drawn, 0).sum()
+            row, drawn = residual(row, drawn, wanted), without(drawn, token)
             wanted = mass / (mass + 1 - wanted) if mass + 1 - wanted > 0 else 0.0
-        odds[node], laws[node] = wanted, law
+        odds[node], probs[node] = wanted, row
 
     visit(0, 1.0)
-    return odds | {0: 1.0}, laws
+    return odds | {0: 1.0}, probs
 
 
 @settings(max_examples=80)
 @given(st.lists(drawn_trees(), min_size=1, max_size=3))
 def test_the_odds_of_all_nodes_are_those_of_the_recursion(batch: list[tuple[DraftTree, np.ndarray]]) -> None:
-    forest = Forest([tree for tree, _ in batch])
-    p = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(laws) for _, laws in batch], batch_first=True)
+    tree_batch = TreeBatch([tree for tree, _ in batch])
+    p = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(probs) for _, probs in batch], batch_first=True)
     for lazy in (True, False):
-        odds, share = odds_of_nodes(forest, ExactLaws(p, lazy=lazy))
-        for row, (tree, laws) in enumerate(batch):
-            expected, left = odds_by_hand(tree, laws)
+        odds, share = odds_of_nodes(tree_batch, ExactProbs(p, lazy=lazy))
+        for row, (tree, probs) in enumerate(batch):
+            expected, left = odds_by_hand(tree, probs)
             asked = 1.0  # the probability that a node is asked at all
             for node in tree.postorder:
                 assert asked < 1e-9 or float(odds[row, node]) == pytest.approx(expected[node], abs=1e-8)
                 if asked * expected[node] > 1e-6:
-                    kept = np.maximum(laws[node] - float(share[row, node]) * tree.q[node].numpy(), 0)  # type: ignore[index]
+                    kept = np.maximum(probs[node] - float(share[row, node]) * tree.q[node].numpy(), 0)  # type: ignore[index]
                     assert kept / kept.sum() == pytest.approx(left[node], abs=1e-6)
                 asked *= 1 - expected[node]
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.data())
 def test_the_way_to_a_node_is_its_path_from_the_root(batch: list[DraftTree], data: st.DataObject) -> None:
-    forest = Forest(batch)
+    tree_batch = TreeBatch(batch)
     nodes = [data.draw(st.integers(0, len(tree) - 1)) for tree in batch]
-    ways = way_to(forest, torch.tensor(nodes))
+    ways = way_to(tree_batch, torch.tensor(nodes))
     for tree, node, way in zip(batch, nodes, ways.tolist(), strict=True):
         path = tree.topology.path(node)
-        assert way == path + [-1] * (forest.depth + 1 - len(path))
+        assert way == path + [-1] * (tree_batch.depth + 1 - len(path))
 
 
 @modes

@@ -10,7 +10,7 @@ from branchwise.verify.token import Token
 class Careless(Token):
     name = "careless"
 
-    def residual(self, laws, p, q):
+    def residual(self, probs, p, q):
         return p
 
 

@@ -11,12 +11,13 @@ import torch
 
 import branchwise
 from branchwise.audit.enumeration import Enumerator, outcomes
-from branchwise.audit.instances import ExactLaws
-from branchwise.draft import Budget, build_drafter
-from branchwise.forest import Forest
-from branchwise.laws import ModelLaws
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
+from branchwise.audit.instances import ExactProbs
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
+from branchwise.core.batch import TreeBatch
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
 from branchwise.verify import VERIFIERS
 
 TEXT = "The best thing about the sea is that"
@@ -27,12 +28,12 @@ def main() -> None:
     llm = branchwise.load("smollm2", draft="none", dtype="float32", max_batch=1)
     drafter = build_drafter("disturbed:1.0", "paths:2x3")
     drafter.bind(llm.engine.target)
-    sequence = Sequence(llm.encode(TEXT, raw=True), SamplingParams(temperature=1.0, seed=7))
+    sequence = SequenceState(llm.encode(TEXT, raw=True), SamplingParams(temperature=1.0, seed=7))
     llm.engine.target.open(sequence)
-    forest = Forest(drafter.draft([sequence], [Budget(16, 3)]))
-    tree = forest.trees[0]
-    scored = llm.engine.target.score([sequence], forest)
-    p = ModelLaws(scored.logits, forest, [sequence]).rows(torch.arange(len(tree))[None])
+    batch = TreeBatch(drafter.draft([sequence], [Budget(16, 3)]))
+    tree = batch.trees[0]
+    scored = llm.engine.target.score([sequence], batch)
+    p = WarpedProbs(scored.logits, batch, [sequence]).rows(torch.arange(len(tree))[None])
 
     print(f"{TEXT} …")
     for node in range(1, len(tree)):
@@ -44,7 +45,7 @@ def main() -> None:
 
     kept = {}
     for name in SHOWN:
-        kept[name] = odds_of_keeping(VERIFIERS.build(name), forest, p)
+        kept[name] = odds_of_keeping(VERIFIERS.build(name), batch, p)
         tokens = sum((length + 1) * weight for length, weight in enumerate(kept[name]))
         print(
             f"{name:10} keeps", "  ".join(f"{n}: {w:.3f}" for n, w in enumerate(kept[name])), f"  {tokens:.3f} tokens"
@@ -56,15 +57,15 @@ def main() -> None:
 class Coins(Enumerator):
     """Follows every coin. The token after the kept path is left open: only what is kept is shown."""
 
-    def pick(self, law, draw=0):
-        return law.argmax(dim=-1)
+    def pick(self, probs, draw=0):
+        return probs.argmax(dim=-1)
 
 
-def odds_of_keeping(verifier, forest, p) -> list[float]:
-    odds = torch.zeros(forest.depth + 1, dtype=torch.float64)
+def odds_of_keeping(verifier, batch, p) -> list[float]:
+    odds = torch.zeros(batch.depth + 1, dtype=torch.float64)
 
     def verify(rows, chance):
-        return verifier(forest.take(rows), ExactLaws(p[rows]), chance)
+        return verifier(batch.take(rows), ExactProbs(p[rows]), chance)
 
     for found in outcomes(verify, 1, chance=Coins):
         odds.index_add_(0, (found.verdicts.paths >= 0).sum(dim=1) - 1, found.weights)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from branchwise import hf
+    from branchwise.core.sampling import SamplingParams
+    from branchwise.core.tree import DraftTree
     from branchwise.errors import BranchwiseError
     from branchwise.llm import LLM, Chunk, Completion, load
-    from branchwise.sampling import SamplingParams
-    from branchwise.tree import DraftTree
 
 __all__ = ["LLM", "BranchwiseError", "Chunk", "Completion", "DraftTree", "SamplingParams", "hf", "load"]
 
@@ -20,9 +20,9 @@ _HOMES = {
     "BranchwiseError": "branchwise.errors",
     "Chunk": "branchwise.llm",
     "Completion": "branchwise.llm",
-    "DraftTree": "branchwise.tree",
+    "DraftTree": "branchwise.core.tree",
     "LLM": "branchwise.llm",
-    "SamplingParams": "branchwise.sampling",
+    "SamplingParams": "branchwise.core.sampling",
     "load": "branchwise.llm",
 }
 

@@ -8,7 +8,7 @@
         └── UnsupportedModel an architecture whose tree pass could not be exact; refused at load
 
 A message is one sentence that says what happened, and then what to do about it. `assert` is kept for our own bugs.
-A `LossyWarning` is no mistake: it says that what was asked for changes the law.
+A `LossyWarning` is no mistake: it says that what was asked for changes the distribution.
 """
 
 
@@ -37,7 +37,7 @@ class UnsupportedModel(ModelError):
 
 
 class LossyWarning(UserWarning):
-    """What is about to write does not keep the target's law; the command line prints it as one line."""
+    """What is about to write does not keep the target's distribution; the command line prints it as one line."""
 
 
 def first_line(error: BaseException) -> str:

@@ -32,12 +32,13 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from branchwise.draft import Drafter, build_drafter
+from branchwise.backends.transformers.target import SHORTEST_CONTEXT, TransformersTarget
+from branchwise.core.sampling import SamplingParams
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Drafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
 from branchwise.methods import DEFAULT, PRESETS, Method
-from branchwise.sampling import SamplingParams
-from branchwise.target.transformers import SHORTEST_CONTEXT, TransformersTarget
 from branchwise.verify import VERIFIERS
 
 PURE_PROCESSORS = {
@@ -209,14 +210,16 @@ def _refuse_what_cannot_run(
     device: torch.device,
 ) -> None:
     if (config.num_beams or 1) > 1:
-        raise UsageError("Beam search is not sampling from the model's law; use num_beams=1.")
-    for wish in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, wish, None):
-            raise UsageError(f"{wish} is not available with branchwise.hf.generate; leave it out.")
+        raise UsageError("Beam search is not sampling from the model's distribution; use num_beams=1.")
+    for request in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, request, None):
+            raise UsageError(f"{request} is not available with branchwise.hf.generate; leave it out.")
     if model_kwargs.get("inputs_embeds") is not None:
         raise UsageError("branchwise.hf.generate drafts token ids; give input_ids, not inputs_embeds.")
     if torch.is_autocast_enabled(device.type):
-        raise UsageError("Under autocast the law depends on what is computed together; load the model in that dtype.")
+        raise UsageError(
+            "Under autocast the distribution depends on what is computed together; load the model in that dtype."
+        )
     for name, value in model_kwargs.items():
         if name not in UNDERSTOOD and value is not None:
             raise UsageError(f"{name} would be ignored by branchwise.hf.generate; leave it out.")

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
-from branchwise.draft import Drafter, build_drafter
+from branchwise.core.sampling import Processor, SamplingParams
+from branchwise.core.text import TextStream
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Drafter
 from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
+from branchwise.engine.stats import Stats
 from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
 from branchwise.registry import nearest
-from branchwise.sampling import Processor, SamplingParams
-from branchwise.stats import Stats
-from branchwise.text import TextStream
 from branchwise.verify import VERIFIERS
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def load(
     and `verify` one by one; without any of them it is the method `default`. `context` limits the tokens of a
     sequence (the model's own limit by default); `max_batch` is how many sequences run together, more wait their turn.
     `compile` fuses the passes that a GPU records, which takes seconds for every new size of a step. A method that
-    changes the law warns (`LossyWarning`).
+    changes the distribution warns (`LossyWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
@@ -143,7 +144,7 @@ def load(
         model, dtype=choose_dtype(dtype, place), device=place, trust_remote_code=trust_remote_code, progress=progress
     )
     # Importing transformers takes seconds; whoever misspelt a name above should not wait for it.
-    from branchwise.target.transformers import TransformersTarget
+    from branchwise.backends.transformers.target import TransformersTarget
 
     target = TransformersTarget(weights, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
     engine = Engine(target, drafter, verifier)
@@ -181,7 +182,7 @@ class LLM:
     def with_method(self, method: str | Method, draft_model: str | None = None, index: str | None = None) -> LLM:
         """The same weights and cache with another method, by name or as a spec draft/tree/verify.
 
-        One that changes the law warns (`LossyWarning`).
+        One that changes the distribution warns (`LossyWarning`).
         """
         chosen = choose_method(method, draft_model=draft_model, index=index)
         drafter, verifier = chosen.build()

@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from branchwise.draft import DRAFTERS, TREES, Drafter, build_drafter
+from branchwise.draft import DRAFTERS, TREES, build_drafter
+from branchwise.draft.base import Drafter
 from branchwise.errors import LossyWarning, UnknownName, UsageError
 from branchwise.registry import nearest, split_spec
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
@@ -28,9 +29,10 @@ FUSED = "fused:"
 DEFAULT = "default"
 """the method of whoever asks for none"""
 LOSSY = "lossy"
-"""the word in the name of everything that changes the law"""
-DISTANCES = {"lossy-longest": (0.208, "fork-lossy:2x2 over 3 tokens, every outcome of 6 small laws")}
-"""how far lossy verifiers are from the target's law at most, and on what `branchwise audit methods` measured it"""
+"""the word in the name of everything that changes the distribution"""
+DISTANCES = {"lossy-longest": (0.208, "fork-lossy:2x2 over 3 tokens, every outcome of 6 small distributions")}
+"""how far lossy verifiers are from the target's distribution at most, and on what `branchwise audit methods` measured
+it"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Method:
 
     @property
     def lossless(self) -> bool:
-        """Whether texts have the target's law. A rule that changes it has the word in its name."""
+        """Whether texts have the target's distribution. A rule that changes it has the word in its name."""
         return LOSSY not in self.verify
 
     @property
@@ -91,7 +93,7 @@ class Method:
         return replace(self, draft=specs[0] if not self.draft.startswith(FUSED) else FUSED + fuse_specs(specs))
 
     def warn_if_lossy(self) -> None:
-        """Nobody changes the law of a model without having been told.
+        """Nobody changes the distribution of a model without having been told.
 
         Whoever loads, joins or runs a method calls this. The place of the warning is always this one, and its sentence
         says nothing of the drafter, so that Python's own filters show it once.
@@ -101,15 +103,15 @@ class Method:
 
     @property
     def _changed(self) -> str:
-        begun = f"Verifier {self.verify!r} is lossy: it changes the law of the model's texts."
+        begun = f"Verifier {self.verify!r} is lossy: it changes the distribution of the model's texts."
         measured = DISTANCES.get(split_spec(self.verify)[0])
         if measured is None:
-            return f"{begun} How far it is from the target's law was not measured."
+            return f"{begun} How far it is from the target's distribution was not measured."
         distance, world = measured
         here = f"{self.tree or 'other trees'} on the vocabulary of a model"
         return (
-            f"{begun} Its distance from the target's law was measured on {world}, and is up to {distance:.3f} there; "
-            f"for {here} it is not known."
+            f"{begun} Its distance from the target's distribution was measured on {world}, and is up to "
+            f"{distance:.3f} there; for {here} it is not known."
         )
 
     def build(self) -> tuple[Drafter, Verifier]:
@@ -138,7 +140,7 @@ PRESETS = {
             DEFAULT,
             "memories",
             paper="our own; see memory.md",
-            about="What we advise without a draft model: remembered laws and repeated text, as many nodes as pay.",
+            about="What we advise without a draft model: recent predictions and repeated text, as many nodes as pay.",
         ),
         Method(
             "prompt-lookup",
@@ -161,7 +163,7 @@ PRESETS = {
             "template:sequoia-24",
             "traversal",
             "Song et al., STAND, 2506.04708",
-            "Averaged laws after the last four to two tokens, drawn from without replacement.",
+            "Averaged distributions after the last four to two tokens, drawn from without replacement.",
         ),
         Method(
             "suffix",
@@ -224,14 +226,15 @@ PRESETS = {
             "Yang et al., MCSD, 2401.06706",
             "Distinct tokens at the first levels, tried one after the other.",
         ),
-        # The target's laws come into the draft as statistics, and a level whose every node is unsure is the last.
+        # The target's distributions come into the draft as statistics, and a level whose every node is unsure is the
+        # last.
         Method(
             "improved-mcsd",
             "model:recall=0.3",
             "rsd-c:2,2,1,1,1,1,stop=confidence:0.4",
             "rrs",
             "Lu et al., improved MCSD, 2409.10644",
-            "MCSD that remembers the target's laws as draft statistics and stops where the draft is unsure.",
+            "MCSD that remembers the target's distributions as draft statistics and stops where the draft is unsure.",
         ),
         Method(
             "improved-mcsd-lossy",
@@ -239,7 +242,7 @@ PRESETS = {
             "fork-lossy:4x6",
             "lossy-longest",
             "Lu et al., improved MCSD, 2409.10644",
-            "The first tokens are the target's own and the longest branch wins, which changes the law.",
+            "The first tokens are the target's own and the longest branch wins, which changes the distribution.",
         ),
         Method(
             "specinfer",
@@ -408,11 +411,11 @@ def find_any(spec: str) -> Method:
 
 def table() -> str:
     """The presets as a table of Markdown."""
-    lines = ["| `--method` | paper | drafter | tree | verifier | law |", "|---|---|---|---|---|---|"]
+    lines = ["| `--method` | paper | drafter | tree | verifier | distribution |", "|---|---|---|---|---|---|"]
     for method in PRESETS.values():
         parts = (f"`{part}`" if part else "" for part in (method.draft, method.tree, method.verify))
-        law = "kept" if method.lossless else "**changed (lossy)**"
-        lines.append(f"| `{method.name}` | {method.paper} | {' | '.join(parts)} | {law} |")
+        probs = "kept" if method.lossless else "**changed (lossy)**"
+        lines.append(f"| `{method.name}` | {method.paper} | {' | '.join(parts)} | {probs} |")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -435,7 +438,7 @@ def members_of(draft: str) -> list[str]:
     """The specs of the drafters of a fusion, or the one that there is."""
     if not draft.startswith(FUSED):
         return [draft]
-    from branchwise.draft.fused import split_members
+    from branchwise.draft.lookup.fusion import split_members
 
     return split_members(draft.removeprefix(FUSED))
 

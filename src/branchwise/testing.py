@@ -1,18 +1,18 @@
-"""Doubles for tests: a target whose laws are known exactly, and drafters of every degree of skill."""
+"""Doubles for tests: a target whose distributions are known exactly, and drafters of every degree of skill."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from branchwise.draft import Budget
-from branchwise.forest import Forest
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
-from branchwise.tree import DraftTree, Draw
+from branchwise.backends.base import Scored
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft.base import Budget
 from branchwise.verify import Verdict
 
 
@@ -41,8 +41,8 @@ class ToyTarget:
         self.slots = slots
         self.seed = seed
         self.passes = 0
-        self._cached: dict[Sequence, list[int]] = {}
-        self._forest: dict[Sequence, tuple[DraftTree, Tensor]] = {}
+        self._cached: dict[SequenceState, list[int]] = {}
+        self._batch: dict[SequenceState, tuple[DraftTree, Tensor]] = {}
 
     @property
     def free_slots(self) -> int:
@@ -51,43 +51,43 @@ class ToyTarget:
     def room(self, batch: int, nodes: int) -> tuple[int, int]:
         return (batch + 2, min(nodes + 3, self.max_nodes)) if self.padded else (batch, nodes)
 
-    def logits(self, tokens: Rows[int]) -> Tensor:
+    def logits(self, tokens: Sequence[int]) -> Tensor:
         """(vocabulary,): what follows these tokens."""
         generator = torch.Generator().manual_seed(hash((self.seed, *tokens)) % (1 << 62))
         return 2 * torch.randn(self.vocabulary, generator=generator)
 
-    def open(self, sequence: Sequence, tell: int = 0) -> Tensor:
+    def open(self, sequence: SequenceState, tell: int = 0) -> Tensor:
         assert self.free_slots > 0
         self._cached[sequence] = sequence.tokens[:-1]
         ends = range(max(len(sequence.tokens) - tell, 1), len(sequence.tokens))
         found = [self.logits(sequence.tokens[:end]) for end in ends]
         return torch.stack(found) if found else torch.zeros(0, self.vocabulary)
 
-    def fork(self, source: Sequence, sequence: Sequence) -> None:
+    def fork(self, source: SequenceState, sequence: SequenceState) -> None:
         assert self.free_slots > 0
         assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
         self._cached[sequence] = list(self._cached[source])
 
-    def score(self, sequences: Rows[Sequence], forest: Forest, taps: Rows[str] = ()) -> Scored:
+    def score(self, sequences: Sequence[SequenceState], batch: TreeBatch, taps: Sequence[str] = ()) -> Scored:
         self.passes += 1
-        logits = torch.zeros(len(forest), forest.nodes, self.vocabulary)
-        for row, (sequence, tree) in enumerate(zip(sequences, forest.trees, strict=False)):
+        logits = torch.zeros(len(batch), batch.nodes, self.vocabulary)
+        for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
             assert self._cached[sequence] == sequence.tokens[:-1], "the cache is out of step with its sequence"
-            tokens = forest.tokens[row]
+            tokens = batch.tokens[row]
             assert int(tokens[0]) == sequence.root, "a tree does not start at the root"
-            self._forest[sequence] = (tree, tokens)
+            self._batch[sequence] = (tree, tokens)
             for node in range(len(tree)):
                 path = tokens[tree.topology.path(node)].tolist()
                 logits[row, node] = self.logits(self._cached[sequence] + path)
         return Scored(logits)
 
-    def commit(self, sequences: Rows[Sequence], verdicts: Rows[Verdict]) -> None:
+    def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
         for sequence, verdict in zip(sequences, verdicts, strict=True):
-            tree, tokens = self._forest.pop(sequence)
+            tree, tokens = self._batch.pop(sequence)
             assert tuple(tree.topology.path(verdict.path[-1])) == verdict.path, "an accepted path has a gap"
             self._cached[sequence] += tokens[list(verdict.path)].tolist()
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         del self._cached[sequence]
 
 
@@ -102,13 +102,13 @@ class RandomDrafter:
         self.nodes = nodes
         self._random = random.Random(seed)
 
-    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
-    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         pass
 
-    def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+    def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
         parents = [-1]
         for node in range(1, min(self.nodes, budget.nodes)):
             # Parents that never go back keep the nodes in level order.
@@ -134,13 +134,13 @@ class TruthDrafter:
         self.length = length
         self.decoys = decoys
 
-    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
-    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         pass
 
-    def _draft(self, sequence: Sequence, budget: Budget) -> DraftTree:
+    def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
         written = len(sequence.output)
         ahead = self.truth[tuple(sequence.tokens[: sequence.prompt_length])][written : written + self.length]
         tokens, parents, parent = [sequence.root], [-1], 0

@@ -9,13 +9,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from branchwise.draft import DRAFTERS, TREES, Budget, Drafter, build_drafter
-from branchwise.draft.model import ModelDrafter
-from branchwise.draft.weights import Weights
+from branchwise.backends.base import Target
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.draft import DRAFTERS, TREES, build_drafter
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.model.draft_model import Weights
+from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.engine import Engine, Request
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target import Target
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
 from tests.test_index import write
@@ -100,7 +101,7 @@ def test_every_tree_starts_at_the_root_and_stays_within_the_budget(name: str) ->
     if hasattr(drafter, "bind"):
         drafter.bind(target)
     for _ in range(60):
-        sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
+        sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
         budgets = [Budget(nodes=rng.randint(1, 12), depth=rng.randint(0, 6)) for _ in sequences]
         for sequence in sequences:
             target.open(sequence)

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
+from branchwise.backends.base import Target
+from branchwise.backends.transformers.probe import context_limit
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import ModelError, UnsupportedModel, UsageError
-from branchwise.forest import Forest
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target import Target
-from branchwise.target.probe import context_limit
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, ToyTarget
-from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import COMMON, VOCABULARY, build, refused, served
 
@@ -38,15 +38,15 @@ def random_tree(rng: random.Random, root: int, nodes: int) -> DraftTree:
 
 
 def own_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """The model's own law after these tokens: one plain forward, nothing of ours."""
+    """The model's own distribution after these tokens: one plain forward, nothing of ours."""
     with torch.inference_mode():
         return model(input_ids=torch.tensor([tokens], device=model.device)).logits[0, -1].float()
 
 
 def assert_scores_equal_own_forward(
-    model: PreTrainedModel, target: TransformersTarget, sequences: list[Sequence], trees: list[DraftTree]
+    model: PreTrainedModel, target: TransformersTarget, sequences: list[SequenceState], trees: list[DraftTree]
 ) -> None:
-    logits = target.score(sequences, Forest(trees, target.device)).logits
+    logits = target.score(sequences, TreeBatch(trees, target.device)).logits
     for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
         for node in range(len(tree)):
             path = tree.tokens[tree.topology.path(node)].tolist()
@@ -61,7 +61,7 @@ def test_tree_scores_equal_the_models_own_forward_before_and_after_commits(famil
     model = build(SERVED[family])
     target = TransformersTarget(model, slots=4, max_nodes=12, prefill_chunk=7)
     rng = random.Random(family)
-    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
+    sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
     for sequence in sequences:
         target.open(sequence)
     for step in range(4):
@@ -76,7 +76,7 @@ def test_tree_scores_equal_the_models_own_forward_before_and_after_commits(famil
             sequence.tokens += [*tree.tokens[list(verdict.path[1:])].tolist(), verdict.token]
         if step == 1:  # leave from the middle: the last sequence moves into the gap
             target.close(sequences.pop(0))
-            newcomer = Sequence([rng.randrange(VOCABULARY) for _ in range(9)])
+            newcomer = SequenceState([rng.randrange(VOCABULARY) for _ in range(9)])
             target.open(newcomer)
             sequences.insert(rng.randrange(3), newcomer)
 
@@ -86,13 +86,13 @@ def test_a_batch_scores_like_its_sequences_alone(family: str) -> None:
     model = build(SERVED[family])
     target = TransformersTarget(model, slots=3, max_nodes=12)
     rng = random.Random(family)
-    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (5, 17, 11)]
+    sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (5, 17, 11)]
     trees = [random_tree(rng, sequence.root, nodes) for sequence, nodes in zip(sequences, (7, 1, 4), strict=True)]
     for sequence in sequences:
         target.open(sequence)
-    together = target.score(sequences, Forest(trees)).logits
+    together = target.score(sequences, TreeBatch(trees)).logits
     for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-        alone = target.score([sequence], Forest([tree])).logits[0]
+        alone = target.score([sequence], TreeBatch([tree])).logits[0]
         torch.testing.assert_close(together[row, : len(tree)], alone, rtol=1e-4, atol=1e-4)
 
 
@@ -102,16 +102,18 @@ def test_a_forked_sequence_scores_exactly_as_one_that_was_opened(family: str) ->
     target = TransformersTarget(build(SERVED[family]), slots=3, max_nodes=12)
     rng = random.Random(family)
     tokens = [rng.randrange(VOCABULARY) for _ in range(17)]
-    source, opened, forked = (Sequence(list(tokens)) for _ in range(3))
+    source, opened, forked = (SequenceState(list(tokens)) for _ in range(3))
     target.open(source)
     tree = random_tree(rng, source.root, 6)
     path = tuple(tree.topology.path(5))
-    target.score([source], Forest([tree]))
+    target.score([source], TreeBatch([tree]))
     target.commit([source], [Verdict(path, 7)])
     for sequence in (source, opened, forked):
         sequence.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
     target.fork(source, forked)
-    passes = [target.score([sequence], Forest([random_tree(random.Random(1), 7, 9)])) for sequence in (source, forked)]
+    passes = [
+        target.score([sequence], TreeBatch([random_tree(random.Random(1), 7, 9)])) for sequence in (source, forked)
+    ]
     assert torch.equal(passes[0].logits, passes[1].logits)
     target.commit([source, forked], [Verdict((0,), 3), Verdict((0,), 4)])
     source.tokens.append(3)
@@ -125,7 +127,7 @@ def test_a_forked_sequence_scores_exactly_as_one_that_was_opened(family: str) ->
 
 def test_a_fork_writes_nothing_into_its_source_and_runs_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     target = TransformersTarget(build(SERVED["llama"]), slots=2, max_nodes=8)
-    source, forked = Sequence([5, 6, 7, 8]), Sequence([5, 6, 7, 8])
+    source, forked = SequenceState([5, 6, 7, 8]), SequenceState([5, 6, 7, 8])
     target.open(source)
     before = [tensor[:, 0].clone() for tensor in target.store._tensors.values()]
     with monkeypatch.context() as patch:
@@ -135,7 +137,7 @@ def test_a_fork_writes_nothing_into_its_source_and_runs_no_pass(monkeypatch: pyt
         assert not any(tensor[:, 1].any() for tensor in target.store._tensors.values())
         target.fork(source, forked)
     assert target.free_slots == 0
-    target.score([forked], Forest([DraftTree.chain([8, 9, 10])]))
+    target.score([forked], TreeBatch([DraftTree.chain([8, 9, 10])]))
     target.commit([forked], [Verdict((0, 1, 2), 11)])
     for tensor, rows in zip(target.store._tensors.values(), before, strict=True):
         assert torch.equal(tensor[:, 0], rows)
@@ -146,11 +148,11 @@ def test_a_fork_writes_nothing_into_its_source_and_runs_no_pass(monkeypatch: pyt
 @pytest.mark.parametrize("make", [lambda: TransformersTarget(build(SERVED["llama"]), slots=2), lambda: ToyTarget(96)])
 def test_a_fork_of_other_tokens_is_refused(make: Callable[[], Target]) -> None:
     target = make()
-    source = Sequence([5, 6, 7])
+    source = SequenceState([5, 6, 7])
     target.open(source)
     free = target.free_slots
     with pytest.raises(AssertionError, match="other tokens than its source"):
-        target.fork(source, Sequence([5, 6, 8]))
+        target.fork(source, SequenceState([5, 6, 8]))
     assert target.free_slots == free
 
 
@@ -165,7 +167,7 @@ def test_texts_from_a_forked_prompt_are_those_from_an_opened_one(make: Callable[
     plain = [engine.submit(request) for request in requests]
     while engine.busy:
         engine.step()
-    source = Sequence([5, 6, 7, 8])
+    source = SequenceState([5, 6, 7, 8])
     target.open(source)
     forked = [engine.submit(request, like=source) for request in requests]
     while engine.busy:
@@ -194,7 +196,7 @@ def test_a_context_that_memory_cannot_hold_is_shortened_or_refused_with_numbers(
 ) -> None:
     config = LlamaConfig(**(COMMON | {"max_position_embeddings": 1 << 17}))
     model = build(config)
-    monkeypatch.setattr("branchwise.target.transformers._free_memory", lambda device: 1 << 22)
+    monkeypatch.setattr("branchwise.backends.transformers.target._free_memory", lambda device: 1 << 22)
     shortened = TransformersTarget(model, slots=2).context
     assert 512 <= shortened < 1 << 17
     with pytest.raises(ModelError, match=rf"GiB are free; ask for a context of at most {shortened}"):
@@ -206,7 +208,7 @@ def test_a_subset_in_any_order_reads_its_own_slots() -> None:
     model = build(SERVED["llama"])
     target = TransformersTarget(model, slots=4, max_nodes=8)
     rng = random.Random(1)
-    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(6 + i)]) for i in range(4)]
+    sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(6 + i)]) for i in range(4)]
     for sequence in sequences:
         target.open(sequence)
     chosen = [sequences[3], sequences[0], sequences[2]]
@@ -220,7 +222,7 @@ def test_prefill_gives_the_same_law_in_chunks_of_any_size(family: str, chunk: in
     model = build(SERVED[family])
     target = TransformersTarget(model, slots=2, max_nodes=8, prefill_chunk=chunk)
     tokens = [(7 * i) % VOCABULARY for i in range(30)]
-    sequence = Sequence(list(tokens))
+    sequence = SequenceState(list(tokens))
     target.open(sequence)
     assert_scores_equal_own_forward(model, target, [sequence], [DraftTree.root(sequence.root)])
 
@@ -232,10 +234,10 @@ def test_low_precision_stays_close_to_the_models_own_forward(family: str, dtype:
     model = build(SERVED[family], dtype)
     target = TransformersTarget(model, slots=2, max_nodes=12)
     rng = random.Random(3)
-    sequence = Sequence([rng.randrange(VOCABULARY) for _ in range(14)])
+    sequence = SequenceState([rng.randrange(VOCABULARY) for _ in range(14)])
     tree = random_tree(rng, sequence.root, 9)
     target.open(sequence)
-    logits = target.score([sequence], Forest([tree])).logits[0].float()
+    logits = target.score([sequence], TreeBatch([tree])).logits[0].float()
     errors = []
     for node in range(len(tree)):
         path = tree.tokens[tree.topology.path(node)].tolist()
@@ -285,10 +287,10 @@ def test_rope_that_depends_on_the_longest_sequence_is_served_up_to_its_original_
 def test_taps_return_the_hidden_states_of_named_layers_for_every_node() -> None:
     model = build(SERVED["llama"])
     target = TransformersTarget(model, slots=2, max_nodes=8)
-    sequence = Sequence([5, 6, 7])
+    sequence = SequenceState([5, 6, 7])
     target.open(sequence)
     tree = DraftTree(torch.tensor([7, 8, 9]), (-1, 0, 0))
-    scored = target.score([sequence], Forest([tree]), taps=["model.layers.1"])
+    scored = target.score([sequence], TreeBatch([tree]), taps=["model.layers.1"])
     hidden = scored.hidden["model.layers.1"]
     assert hidden.shape == (1, 3, 32)
     assert not any(module._forward_hooks for module in model.modules())
@@ -296,7 +298,7 @@ def test_taps_return_the_hidden_states_of_named_layers_for_every_node() -> None:
         own = model(input_ids=torch.tensor([[5, 6, 7, 9]]), output_hidden_states=True).hidden_states[2][0, -1]
     torch.testing.assert_close(hidden[0, 2], own, rtol=1e-4, atol=1e-5)
     with pytest.raises(UsageError, match=r"no layer 'model.layer.1'.*model.layers.1"):
-        target.score([sequence], Forest([tree]), taps=["model.layer.1"])
+        target.score([sequence], TreeBatch([tree]), taps=["model.layer.1"])
 
 
 def test_the_model_is_left_as_it_was_found() -> None:
@@ -306,7 +308,7 @@ def test_the_model_is_left_as_it_was_found() -> None:
     before = model.config._attn_implementation
     target = TransformersTarget(model, slots=1)
     assert model.config._attn_implementation == before
-    sequence = Sequence([1, 2, 3])
+    sequence = SequenceState([1, 2, 3])
     target.open(sequence)
     assert model.config._attn_implementation == before
     del target
@@ -317,7 +319,7 @@ def test_the_model_is_left_as_it_was_found() -> None:
 def test_nothing_of_a_text_stays_behind_in_its_slot() -> None:
     """Catches an overflow in one text that turns the next one in its slot into NaN, through rows under a mask."""
     target = TransformersTarget(build(SERVED["llama"]), slots=3, max_nodes=8)
-    first, second = Sequence(list(range(3, 40))), Sequence(list(range(3, 30)))
+    first, second = SequenceState(list(range(3, 40))), SequenceState(list(range(3, 30)))
     for sequence in (first, second):
         target.open(sequence)
     for tensor in target.store._tensors.values():
@@ -342,7 +344,7 @@ def test_a_model_in_training_mode_is_refused() -> None:
 def test_a_prompt_longer_than_the_context_is_refused_and_leaves_no_slot_behind() -> None:
     target = TransformersTarget(build(SERVED["gpt2"]), slots=1, context=16)
     with pytest.raises(UsageError, match="17 tokens and the context holds 16"):
-        target.open(Sequence([1] * 17))
+        target.open(SequenceState([1] * 17))
     assert target.free_slots == 1
 
 
@@ -354,5 +356,5 @@ def test_a_prefill_that_fails_gives_its_slot_back(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(target, "_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        target.open(Sequence([1, 2, 3]))
+        target.open(SequenceState([1, 2, 3]))
     assert target.free_slots == 1

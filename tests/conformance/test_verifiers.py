@@ -1,8 +1,8 @@
 """One suite for every registered verifier, on every kind of draft that it accepts, through every draft and every coin.
 
 The code that runs is the one that serves users, in both of its forms: row by row as on the host (lazy), and in fixed
-shapes as on a device. What it emits is compared with the target's law, its efficiency with the optimum that no verifier
-passes, and each of its verdicts with the slow truth.
+shapes as on a device. What it emits is compared with the target's distribution, its efficiency with the optimum that no
+verifier passes, and each of its verdicts with the slow truth.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from branchwise.audit.enumeration import Enumerator, outcomes
 from branchwise.audit.exact import audit_instance, emitted, lp_optimum
-from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
-from branchwise.tree import DraftTree
+from branchwise.audit.instances import DRAWS, Drafts, ExactProbs, Instance
+from branchwise.core.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdicts, Verifier
 from tests import slow_truth, strategies
 from tests.slow_truth import normalise
@@ -32,7 +32,7 @@ PAIRS = [(name, kind) for name in VERIFIERS for kind, draw in DRAWS.items() if d
 pairs = pytest.mark.parametrize(("name", "kind"), PAIRS, ids=[f"{name} on {kind}" for name, kind in PAIRS])
 
 TOLERANCE = 1e-9
-"""of laws, for rounding"""
+"""of distributions, for rounding"""
 SLACK = 1e-7
 """of optima, for the solver"""
 
@@ -46,15 +46,15 @@ def random(size: tuple[int, int, int], sigma: float = 1.0, seed: int = 0, kind: 
 
 def rows(instance: Instance, p: Any = None, q: Any = None) -> Instance:
     """The instance with every row of p or q changed by a function of the row."""
-    tables = ((change, laws) for change, laws in ((p, instance.p), (q, instance.q)))
+    tables = ((change, probs) for change, probs in ((p, instance.p), (q, instance.q)))
     new = [
-        laws if change is None else tuple(np.apply_along_axis(change, 1, t) for t in laws) for change, laws in tables
+        probs if change is None else tuple(np.apply_along_axis(change, 1, t) for t in probs) for change, probs in tables
     ]
     return Instance(new[0], new[1], instance.paths)
 
 
 def perfect(instance: Instance) -> Instance:
-    """Drafted from the target's own laws."""
+    """Drafted from the target's own distributions."""
     return Instance(instance.p, instance.p[:-1], instance.paths)
 
 
@@ -90,13 +90,13 @@ WORLDS: dict[str, Instance] = {
     "one level": random((4, 1, 3), 1.0),
     "two tokens": random((2, 2, 3), 2.0),
     "more paths than tokens": random((2, 1, 4), 0.3),
-    "equal laws": perfect(random((3, 2, 2))),
+    "equal distributions": perfect(random((3, 2, 2))),
     "certain target": rows(random((3, 2, 2)), p=certain),
     "certain draft": rows(random((3, 2, 2)), q=certain),
     "both certain": rows(random((3, 2, 2), 2.0), p=certain, q=certain),
     "forbidden by the target": rows(random((3, 2, 2)), p=last_two),
     "forbidden tokens only": rows(random((3, 2, 3)), p=last_two, q=first_only),
-    "cut to the top of each law": rows(random((4, 2, 2), 2.0), p=top_two, q=top_two),
+    "cut to the top of each distribution": rows(random((4, 2, 2), 2.0), p=top_two, q=top_two),
     "not covered by the draft": rows(random((4, 1, 4)), q=last_two),
     "tiny masses in the draft": rows(random((3, 2, 2)), q=tiny),
     "tiny masses in the target": rows(random((3, 2, 3)), p=tiny),
@@ -230,20 +230,20 @@ def verdict_law(verifier: Verifier, drafts: Drafts, *, lazy: bool) -> dict[tuple
     p = drafts.p
 
     def verify(rows: Tensor, chance: Enumerator) -> Verdicts:
-        return verifier(drafts.forest.take(rows), ExactLaws(p[rows], lazy=lazy), chance)
+        return verifier(drafts.batch.take(rows), ExactProbs(p[rows], lazy=lazy), chance)
 
     known = [as_draft(tree) for tree in drafts.trees]
     same = Counter(known)  # draws that differ only in what no verifier looks at
-    law: dict[tuple[slow_truth.Draft, Any, int], float] = defaultdict(float)
+    probs: dict[tuple[slow_truth.Draft, Any, int], float] = defaultdict(float)
     for found in outcomes(verify, len(drafts.trees)):
         for row, weight, verdict in zip(
             found.rows.tolist(), found.weights.tolist(), found.verdicts.read(), strict=True
         ):
             assert drafts.trees[row].topology.path(verdict.path[-1]) == list(verdict.path), "the path has a gap"
-            law[known[row], tuple(tokens_to(drafts.trees[row], verdict.path[-1])), verdict.token] += (
+            probs[known[row], tuple(tokens_to(drafts.trees[row], verdict.path[-1])), verdict.token] += (
                 weight / same[known[row]]
             )
-    return law
+    return probs
 
 
 def truth_of(name: str, kind: str, paths: int) -> slow_truth.Verifier:
@@ -258,7 +258,7 @@ def assert_equals_the_slow_truth(name: str, kind: str, drafts: Drafts) -> None:
     tolerance = 2e-8 if name == "k-seq" else 1e-12
     instance = as_truth(drafts.instance)
     drawn = [(1.0, as_draft(tree)) for tree in drafts.trees]
-    truth = slow_truth.emitted_law(instance, truth_of(name, kind, instance.K), drawn).verdicts
+    truth = slow_truth.emitted_probs(instance, truth_of(name, kind, instance.K), drawn).verdicts
     for lazy in (True, False):
         found = verdict_law(VERIFIERS.build(name), drafts, lazy=lazy)
         for key in {*found, *truth}:
@@ -273,11 +273,11 @@ AWKWARD = [
     "deep",
     "one path",
     "one level",
-    "equal laws",
+    "equal distributions",
     "certain draft",
     "both certain",
     "forbidden by the target",
-    "cut to the top of each law",
+    "cut to the top of each distribution",
     "tiny masses in the draft",
     *("ties 0", "ties 1", "zeros 0", "one-hot 1", "end 1"),
 ]
@@ -286,7 +286,8 @@ AWKWARD = [
 @pytest.mark.parametrize("where", AWKWARD)
 @pairs
 def test_every_verdict_has_the_probability_that_the_slow_truth_gives_it(name: str, kind: str, where: str) -> None:
-    # Catches what the emitted law does not show: two mistakes that cancel, or a rule that is lossless and another one.
+    # Catches what the emitted distribution does not show: two mistakes that cancel, or a rule that is lossless and
+    # another one.
     assert_equals_the_slow_truth(name, kind, drafts_of(where, kind))
 
 

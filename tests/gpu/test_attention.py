@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from branchwise.rows import pack_bits
+from branchwise.core.rows import pack_bits
 from tests.test_attention import (
     CASES,
     Case,

@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from branchwise.chance import SeededChance
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
-from branchwise.forest import Forest
-from branchwise.laws import ModelLaws
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter, TruthDrafter
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import VOCABULARY, build, served
@@ -30,7 +30,7 @@ def test_tree_scores_equal_the_models_own_forward_before_and_after_commits(famil
     model = build(SERVED[family], device="cuda")
     target = TransformersTarget(model, slots=3, max_nodes=12, prefill_chunk=7)
     rng = random.Random(family)
-    sequences = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
+    sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
     for sequence in sequences:
         target.open(sequence)
     for _ in range(3):
@@ -72,17 +72,19 @@ def test_speculation_writes_what_plain_decoding_writes(temperature: float) -> No
 
 def test_a_draw_does_not_depend_on_the_device() -> None:
     rng = random.Random(2)
-    sequences = [Sequence([1, 2, 3], SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=s)) for s in range(6)]
+    sequences = [
+        SequenceState([1, 2, 3], SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=s)) for s in range(6)
+    ]
     trees = [random_tree(rng, 3, 10) for _ in sequences]
     logits = torch.randn(6, 10, VOCABULARY)
     seeds = torch.tensor([sequence.seed for sequence in sequences])
     roots = torch.full((6,), 2)
     found = []
     for device in ("cpu", "cuda"):
-        forest = Forest(trees, device)
-        laws = ModelLaws(logits.to(device), forest, sequences)
+        batch = TreeBatch(trees, device)
+        probs = WarpedProbs(logits.to(device), batch, sequences)
         chance = SeededChance(seeds.to(device), roots.to(device))
-        found.append(VERIFIERS.build("match")(forest, laws, chance).read())
-        law = torch.rand(6, 50, generator=torch.Generator().manual_seed(1)).to(device)
-        found[-1] += [chance.pick(law, 0).tolist(), chance.order(law, 5, 1).tolist()]
+        found.append(VERIFIERS.build("match")(batch, probs, chance).read())
+        row = torch.rand(6, 50, generator=torch.Generator().manual_seed(1)).to(device)
+        found[-1] += [chance.pick(row, 0).tolist(), chance.order(row, 5, 1).tolist()]
     assert found[0] == found[1]

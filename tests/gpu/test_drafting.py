@@ -7,21 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from branchwise.draft import Budget, build_drafter, build_growth
-from branchwise.draft.dice import Races, SeededDice
-from branchwise.draft.drawn_there import draw
-from branchwise.draft.model import ModelDrafter
-from branchwise.draft.trim import save_counts
-from branchwise.draft.weights import Weights
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.draft import build_drafter, build_policy
+from branchwise.draft.base import Budget
+from branchwise.draft.model.draft_model import Weights
+from branchwise.draft.model.drafter import ModelDrafter
+from branchwise.draft.model.trim import save_counts
+from branchwise.draft.recycle.device_paths import draw
+from branchwise.draft.sampler import DeviceSampler, SeededSampler
 from branchwise.engine import Engine, Request
 from branchwise.methods import PRESETS
 from branchwise.registry import split_spec
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target.transformers import TransformersTarget
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import VOCABULARY, build, served
-from tests.test_drawn_there import table_of
+from tests.test_device_paths import table_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -46,7 +47,7 @@ def texts(preset: str | None, temperature: float, device: str) -> list[list[int]
         save_counts(target, torch.arange(VOCABULARY), {})
         drafter = ModelDrafter(
             Weights("noisy", draft.to(device), None),
-            tree=build_growth(method.tree or "chain"),
+            tree=build_policy(method.tree or "chain"),
             recall=float(options["recall"]) if "recall" in options else None,
             **trim,
         )
@@ -66,7 +67,7 @@ def texts(preset: str | None, temperature: float, device: str) -> list[list[int]
 def test_a_preset_writes_on_a_device_what_it_writes_on_the_host(
     preset: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Catches tensors left on the host, and draws or laws that depend on where they are made.
+    # Catches tensors left on the host, and draws or distributions that depend on where they are made.
     monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
     found = texts(preset, temperature, "cuda")
     assert found == texts(preset, temperature, "cpu")
@@ -75,20 +76,20 @@ def test_a_preset_writes_on_a_device_what_it_writes_on_the_host(
 
 
 def test_the_draws_of_a_level_are_those_of_the_host() -> None:
-    here, there = SeededDice(5, 3), SeededDice(5, 3, Races(torch.device("cuda")))
+    here, there = SeededSampler(5, 3), SeededSampler(5, 3, DeviceSampler(torch.device("cuda")))
     for vocabulary in (200, 1024, 151_936):
         for count in (3, 1, 4, 2):
             logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(count))
-            laws = (4 * logits).softmax(dim=-1)
+            probs = (4 * logits).softmax(dim=-1)
             draws = [(turn % count, turn) for turn in range(2 * count)]
             sizes, numbers = [3] * count, range(count)
             for _ in range(2):  # recorded, then replayed
-                assert there.picks_from(laws.cuda(), draws) == here.picks_from(laws, draws)
-                assert there.orders(laws.cuda(), sizes, numbers) == here.orders(laws, sizes, numbers)
-                opened = there.openings(laws.cuda(), 3, numbers)
-                assert opened == [pytest.approx(row, rel=1e-6) for row in here.openings(laws, 3, numbers)]
-                best = here.best(laws, 3)
-                assert there.best(laws.cuda(), 3) == [[pytest.approx(pair, rel=1e-6) for pair in row] for row in best]
+                assert there.picks_from(probs.cuda(), draws) == here.picks_from(probs, draws)
+                assert there.orders(probs.cuda(), sizes, numbers) == here.orders(probs, sizes, numbers)
+                opened = there.openings(probs.cuda(), 3, numbers)
+                assert opened == [pytest.approx(row, rel=1e-6) for row in here.openings(probs, 3, numbers)]
+                best = here.best(probs, 3)
+                assert there.best(probs.cuda(), 3) == [[pytest.approx(pair, rel=1e-6) for pair in row] for row in best]
 
 
 @pytest.mark.parametrize("tree", ["chain:6", "paths:4x6", "paths:4x6@2", "rsd-c:4,2,1", "rsd-s:3x3", "dynamic:12"])
@@ -102,7 +103,7 @@ def test_a_memory_draws_on_a_device_what_it_draws_on_the_host(tree: str) -> None
         found.append([])
         for turn in range(8):
             texts = [
-                Sequence([4] * turn + [7 * turn + row], SamplingParams((turn + row) % 3 / 2, seed=8 * turn + row))
+                SequenceState([4] * turn + [7 * turn + row], SamplingParams((turn + row) % 3 / 2, seed=8 * turn + row))
                 for row in range(1 + 2 * (turn % 2))
             ]
             for drawn in drafter.draft(texts, [Budget(32, 8)] * len(texts)):
@@ -117,13 +118,13 @@ def test_a_memory_draws_on_a_device_what_it_draws_on_the_host(tree: str) -> None
 @pytest.mark.parametrize(("count", "length", "common"), [(1, 6, 0), (4, 6, 0), (3, 4, 2), (64, 2, 0)])
 def test_the_kernel_draws_what_the_operations_of_torch_draw(count: int, length: int, common: int) -> None:
     pytest.importorskip("triton")
-    from branchwise.draft.drawn_kernel import draw_by_kernel
+    from branchwise.draft.recycle.paths_kernel import draw_paths_kernel
 
     for width in (1, 3, 8, 64):
         table = {name: tensor.cuda() for name, tensor in table_of(width, width, 700).items()}
         numbers = [[7 * text, (1 << 62) + text, 3 * text, text % 2] for text in range(9)]
         told, found = torch.tensor(numbers, device="cuda"), []
-        for way in (draw, draw_by_kernel):
+        for way in (draw, draw_paths_kernel):
             q = torch.full((9, count * (length - 1) + 1, 700), 7.0, device="cuda")
             rows = way(table["tokens"], table["masses"], told, q, count=count, length=length, common=common)
             found.append((rows.tolist(), q))

@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.cuda.graphs import PassOutputs, Pool
+from branchwise.cuda.inputs import PassInputs
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
-from branchwise.forest import Forest, Room
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target.graphs import Found, Pool
-from branchwise.target.sheet import Sheet
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import RandomDrafter
-from branchwise.tree import DraftTree
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
-from tests.test_begun import Watched
+from tests.test_inflight import Watched
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,20 +35,20 @@ def scores(target: TransformersTarget, seed: int) -> list[Tensor]:
     """Six steps of three texts with random trees and random accepted paths, which move where the verdicts lie, in the
     same place every time, or as the host says."""
     rng = random.Random(seed)
-    texts = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
+    texts = [SequenceState([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 1, 12)]
     for text in texts:
         target.open(text)
     found = []
     judged = torch.zeros(3, 9, dtype=torch.int64, device="cuda")
     for step in range(6):
         trees = [random_tree(rng, text.root, rng.randint(1, 9)) for text in texts]
-        scored = target.score(texts, Forest(trees, "cuda", Room(nodes=9)))
+        scored = target.score(texts, TreeBatch(trees, "cuda", PadShape(nodes=9)))
         logits = scored.logits
         found += [logits[row, : len(tree)].clone() for row, tree in enumerate(trees)]
         paths = [tuple(tree.topology.path(rng.randrange(len(tree)))) for tree in trees]
         if step < 4:
             judged.copy_(torch.tensor([[*path, *[-1] * (9 - len(path))] for path in paths]))
-            target.heed(scored, Verdicts(judged, judged[:, 0]))
+            target.update_on_device(scored, Verdicts(judged, judged[:, 0]))
         target.commit(texts, [Verdict(path, rng.randrange(VOCABULARY)) for path in paths])
         for text, tree, path in zip(texts, trees, paths, strict=True):
             text.tokens += [*tree.tokens[list(path[1:])].tolist(), rng.randrange(VOCABULARY)]
@@ -72,7 +72,7 @@ def test_a_compiled_pass_scores_as_the_model_does(family: str, caplog: pytest.Lo
     model = build(SERVED[family], device="cuda")
     target = TransformersTarget(model, slots=2, max_nodes=12, compile=True)
     rng = random.Random(family)
-    texts = [Sequence([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 7)]
+    texts = [SequenceState([rng.randrange(VOCABULARY) for _ in range(length)]) for length in (23, 7)]
     for text in texts:
         target.open(text)
     with caplog.at_level(logging.WARNING):
@@ -89,15 +89,15 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
     launched = TransformersTarget(model, slots=3, max_nodes=12, graphs=False)
     scores(target, 0)
     other, _ = Pool(target.device).record(lambda: torch.zeros(3, device="cuda") + 1)
-    own, here = target._run_sheet, torch.cuda.current_stream()
+    own, here = target._run_inputs, torch.cuda.current_stream()
 
-    def breaking(sheet: Sheet) -> Found:
-        found = own(sheet)
+    def breaking(inputs: PassInputs) -> PassOutputs:
+        found = own(inputs)
         if torch.cuda.is_current_stream_capturing():
             other.reset()
         return found
 
-    monkeypatch.setattr(target, "_run_sheet", breaking)
+    monkeypatch.setattr(target, "_run_inputs", breaking)
     target._graphs._ready.popitem()  # type: ignore[union-attr]  # that of these trees, the last one used
     for seed in (1, 2):
         for one, another in zip(scores(target, seed), scores(launched, seed), strict=True):
@@ -113,9 +113,9 @@ def test_targets_of_one_model_record_in_turn_and_read_weights_that_are_still_the
     one, other = (TransformersTarget(model, slots=3, max_nodes=12) for _ in range(2))
     expected = scores(one, 0)
     for target in (other, one):
-        text = Sequence([3, 4, 5])
+        text = SequenceState([3, 4, 5])
         target.open(text)
-        target.score([text], Forest([DraftTree.chain([5, 6, 7])], "cuda"))  # a size of its own
+        target.score([text], TreeBatch([DraftTree.chain([5, 6, 7])], "cuda"))  # a size of its own
         target.close(text)
         torch.cuda.empty_cache()
     for found, value in zip(scores(one, 0), expected, strict=True):
@@ -246,7 +246,7 @@ def test_most_passes_begin_before_the_host_has_read_what_they_stand_behind(
     for waits in (True, False):
         target = Watched(model, slots=3)
         if waits:
-            monkeypatch.setattr(target, "score_ahead", lambda *given: None)
+            monkeypatch.setattr(target, "launch", lambda *given: None)
         engine = Engine(target, build_drafter(draft), VERIFIERS.build("match"))
         sampling = SamplingParams(temperature=temperature, seed=4)
         asked = [

@@ -9,17 +9,17 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
+from branchwise.backends.base import Nodes, Scored
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.sampling import SamplingParams
+from branchwise.cuda.graphs import have_kernels
 from branchwise.draft import build_drafter
-from branchwise.draft.growth import Growth
-from branchwise.draft.paths import Paths
-from branchwise.draft.ranks import Ranks
-from branchwise.draft.recycle import Recycle
-from branchwise.draft.topk import TopK
+from branchwise.draft.builder import TreePolicy
+from branchwise.draft.policies.paths import Paths
+from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.policies.topk import TopK
+from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, Request
-from branchwise.sampling import SamplingParams
-from branchwise.target import Nodes, Scored
-from branchwise.target.graphs import have_kernels
-from branchwise.target.transformers import TransformersTarget
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.conformance.architectures import build, served
@@ -45,7 +45,7 @@ by_kernels = pytest.mark.skipif(
 both_ways = pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain"])
 
 
-def bound_there(tree: Growth, plain: bool = False) -> Recycle:
+def bound_there(tree: TreePolicy, plain: bool = False) -> Recycle:
     target = ToyTarget(VOCABULARY)
     target.device = torch.device("cuda")
     target.kernels = not plain  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def bound_there(tree: Growth, plain: bool = False) -> Recycle:
 
 @both_ways
 @pytest.mark.parametrize("tree", [Ranks(), Paths("3x4"), TopK(40)])
-def test_a_device_learns_and_drafts_what_the_host_would(tree: Growth, plain: bool) -> None:
+def test_a_device_learns_and_drafts_what_the_host_would(tree: TreePolicy, plain: bool) -> None:
     there, here = bound_there(tree, plain), bound(tree=tree)
     here.on_device = there.on_device  # by the same rules
     for seed in range(4):
@@ -126,7 +126,7 @@ def test_texts_drawn_on_the_device_are_judged_from_graphs(tree: str, verify: str
         assert all(len(text.token_ids) == 60 for text in made)
         accepted += sum(text.stats.accepted_tokens for text in made)
     assert accepted > 0
-    judge = target.captured(engine.verifier)
+    judge = target.capture(engine.verifier)
     names = {key[0] for key in judge._graphs}  # type: ignore[attr-defined]
     assert ("match" if verify == "auto" else "undrafted") in names
     assert len(names) > 1
@@ -156,8 +156,8 @@ def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any(plain:
         for place, part in zip(told, anywhere._nodes(logits), strict=True):
             place.copy_(part)
         judged = Verdicts(paths, paths[:, 0])
-        anywhere.heed(Scored(logits.clone()), judged)
-        recorded.heed(Scored(logits, nodes=told), judged)
+        anywhere.update_on_device(Scored(logits.clone()), judged)
+        recorded.update_on_device(Scored(logits, nodes=told), judged)
         assert torch.equal(anywhere.table.tokens, recorded.table.tokens)
         assert torch.equal(anywhere.table.masses, recorded.table.masses)
     assert recorded._learning._recorded

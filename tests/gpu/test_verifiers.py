@@ -8,17 +8,18 @@ import warnings
 import pytest
 import torch
 
-from branchwise.chance import SeededChance
-from branchwise.draft import TREES, Budget
-from branchwise.draft.dice import SeededDice
-from branchwise.draft.growth import Found, grow_with
-from branchwise.forest import Forest, Room
-from branchwise.laws import ModelLaws
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.tree import DraftTree, Draw
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.verify_graph import CapturedVerifier, Places, compiled_or_not, trace
+from branchwise.draft import TREES
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, grow_with
+from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verdicts
-from branchwise.verify.capture import Captured, Places, compiled_or_not, trace
 from branchwise.verify.order import Order
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -42,8 +43,8 @@ def draft(tree: str, seed: int) -> tuple[list[DraftTree], torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     trees, logits = [], []
     for row in range(BATCH):
-        growing = TREES.build(tree).grow(1, Budget(64, 4), SeededDice(seed * 8 + row, 3))
-        trees.append(grow_with(growing, lambda _, nodes: Found(random_laws(len(nodes), generator))))
+        growing = TREES.build(tree).grow(1, Budget(64, 4), SeededSampler(seed * 8 + row, 3))
+        trees.append(grow_with(growing, lambda _, nodes: NodeProbs(random_laws(len(nodes), generator))))
         noise = torch.randn(len(trees[-1]), VOCABULARY, generator=generator)
         logits.append(2 * noise)
         rows = len(trees[-1].q)
@@ -51,20 +52,20 @@ def draft(tree: str, seed: int) -> tuple[list[DraftTree], torch.Tensor]:
     return trees, torch.nn.utils.rnn.pad_sequence(logits, batch_first=True)
 
 
-def verdicts(name: str, trees: list[DraftTree], logits: torch.Tensor, seed: int, device: str, captured: object = None):  # type: ignore[no-untyped-def]
-    laws = [None if tree.q is None else tree.q.to(device) for tree in trees]
+def verdicts(name: str, trees: list[DraftTree], logits: torch.Tensor, seed: int, device: str, capture: object = None):  # type: ignore[no-untyped-def]
+    probs = [None if tree.q is None else tree.q.to(device) for tree in trees]
     moved = [
         DraftTree(tree.tokens.to(device), tree.parents, tree.draw, q, tree.leaves)
-        for tree, q in zip(trees, laws, strict=True)
+        for tree, q in zip(trees, probs, strict=True)
     ]
-    room = Room.for_paths(3, 4) if any(tree.leaves for tree in trees) or len(trees[0]) == 1 else Room()
-    forest = Forest(moved, device, room)
-    logits = torch.nn.functional.pad(logits, (0, 0, 0, forest.nodes - logits.shape[1])).to(device)
-    sequences = [Sequence([0, 1, 2, 1], SamplingParams(temperature=1.0, seed=seed + row)) for row in range(BATCH)]
+    room = PadShape.for_paths(3, 4) if any(tree.leaves for tree in trees) or len(trees[0]) == 1 else PadShape()
+    batch = TreeBatch(moved, device, room)
+    logits = torch.nn.functional.pad(logits, (0, 0, 0, batch.nodes - logits.shape[1])).to(device)
+    sequences = [SequenceState([0, 1, 2, 1], SamplingParams(temperature=1.0, seed=seed + row)) for row in range(BATCH)]
     seeds = torch.tensor([sequence.seed for sequence in sequences], device=device)
-    laws, chance = ModelLaws(logits, forest, sequences), SeededChance(seeds, torch.full_like(seeds, 3))
-    verifier = captured or VERIFIERS.build(name)
-    return lambda: verifier(forest, laws, chance)
+    probs, chance = WarpedProbs(logits, batch, sequences), SeededChance(seeds, torch.full_like(seeds, 3))
+    verifier = capture or VERIFIERS.build(name)
+    return lambda: verifier(batch, probs, chance)
 
 
 @pytest.mark.parametrize(("name", "tree"), PAIRS)
@@ -82,7 +83,7 @@ def test_a_verdict_waits_for_the_device_only_when_it_is_read(name: str, tree: st
     run = verdicts(name, trees, logits, 1, "cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype
-        run()  # the tables of this forest go over once
+        run()  # the tables of this batch of trees go over once
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -95,41 +96,41 @@ def test_a_verdict_waits_for_the_device_only_when_it_is_read(name: str, tree: st
 @pytest.mark.parametrize("name", ["match", "block", "cascade", "rrs", "traversal", "k-seq"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_captured_verdict_is_the_eager_one(name: str, compile: bool) -> None:
-    captured = Captured(VERIFIERS.build(name), compile=compile)
+    capture = CapturedVerifier(VERIFIERS.build(name), compile=compile)
     for seed in range(4):
         trees, logits = draft("paths:3x4", seed)
         eager = verdicts(name, trees, logits, seed, "cuda")().read()
-        assert verdicts(name, trees, logits, seed, "cuda", captured)().read() == eager
-    assert len(captured._graphs) == 1
+        assert verdicts(name, trees, logits, seed, "cuda", capture)().read() == eager
+    assert len(capture._graphs) == 1
 
 
 @pytest.mark.parametrize("name", ["token", "block", "gbv", "cascade", "rrs", "traversal", "k-seq", "auto"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_captured_verdict_on_bare_roots_is_the_eager_one(name: str, compile: bool) -> None:
     """Alone, and beside trees that were drawn."""
-    captured = Captured(VERIFIERS.build(name), compile=compile)
+    capture = CapturedVerifier(VERIFIERS.build(name), compile=compile)
     for seed in range(8):
         trees, logits = draft("paths:3x4", seed)
         for row in range(BATCH):
             if seed % 2 or row == seed // 2 % BATCH:
                 trees[row] = DraftTree(torch.tensor([1]), (-1,))
         eager = verdicts(name, trees, logits, seed, "cuda")().read()
-        assert verdicts(name, trees, logits, seed, "cuda", captured)().read() == eager
-    assert len(captured._graphs) == 2
+        assert verdicts(name, trees, logits, seed, "cuda", capture)().read() == eager
+    assert len(capture._graphs) == 2
 
 
 @pytest.mark.parametrize("name", ["block", "cascade", "traversal", "k-seq"])
 def test_a_verdict_on_what_was_written_where_its_graph_reads_is_the_eager_one(name: str) -> None:
-    captured = Captured(VERIFIERS.build(name), compile=False)
+    capture = CapturedVerifier(VERIFIERS.build(name), compile=False)
 
-    def placed(forest: Forest, laws: ModelLaws, chance: SeededChance) -> Verdicts:
-        captured(forest, laws, chance)
-        places, same = captured.places(forest, laws), copy.copy(forest)
-        q = places.q[:, : forest.q.shape[1]]
-        same.__dict__["q"] = q.copy_(forest.q[:, : q.shape[1]])
-        laws = laws.over(places.logits.copy_(laws.logits), same)
-        captured(same, laws, chance)  # a program that writes to its inputs would judge others the second time
-        return captured(same, laws, chance)
+    def placed(batch: TreeBatch, probs: WarpedProbs, chance: SeededChance) -> Verdicts:
+        capture(batch, probs, chance)
+        places, same = capture.places(batch, probs), copy.copy(batch)
+        q = places.q[:, : batch.q.shape[1]]
+        same.__dict__["q"] = q.copy_(batch.q[:, : q.shape[1]])
+        probs = probs.over(places.logits.copy_(probs.logits), same)
+        capture(same, probs, chance)  # a program that writes to its inputs would judge others the second time
+        return capture(same, probs, chance)
 
     for seed in range(4):
         trees, logits = draft("paths:3x4", seed)

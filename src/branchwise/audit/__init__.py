@@ -2,7 +2,7 @@
 
 Three audits, each of something that really runs, never of a twin of it:
 
-    exact    a verifier's own code on small laws, through every draft and every coin: no statistics, no doubt left
+    exact    a verifier's own code on small distributions, through every draft and every coin: no statistics
     model    a loaded model, its drafter and its engine: sampled blocks against the exact probabilities of those
              blocks, and greedy texts against plain decoding
     server   any server that completes prompts and reports logprobs: sampled blocks against the probabilities that a

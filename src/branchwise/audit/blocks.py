@@ -2,11 +2,12 @@
 
     block        the first tokens of a text, at most `length` of them
     cell         a set of blocks; the cells of a `Partition` cover every block once, with known probabilities
-    distance     total variation between two laws over the cells: the mass that would have to move
+    distance     total variation between two distributions over the cells: the mass that would have to move
     false alarm  a correct decoder found NOT LOSSLESS; its rate holds for all tests of an audit together
 
-The partition depends on the exact law and on the number of samples, never on the samples, so that the counts of its
-cells are multinomial with the stated probabilities if, and only if, the decoder keeps the law over those cells.
+The partition depends on the exact distribution and on the number of samples, never on the samples, so that the counts
+of its cells are multinomial with the stated probabilities if, and only if, the decoder keeps the distribution over
+those cells.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ Token = int | str
 Block = tuple[Token, ...]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
-NextLaw = Callable[[Block], Floats | Mapping[str, float] | None]
+NextProbs = Callable[[Block], Floats | Mapping[str, float] | None]
 """What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, where the rest of
 the mass belongs to any other token. None where nothing follows or where it is not known."""
 
 INTERRUPTED = "The audit was interrupted; what it had gathered is shown and decides nothing."
 
 EXPECTED = 5.0
-"""the fewest counts that a cell should expect, so that the statistic has nearly the law that its table says"""
+"""the fewest counts that a cell should expect, so that the statistic has nearly the distribution that its table says"""
 SAMPLES_PER_CELL = 40
 """more cells would see finer differences and find large ones less surely"""
 FEWEST_CELLS = 8
@@ -56,7 +57,7 @@ class Partition:
     IMPOSSIBLE = 0
     """the cell of blocks with a token that cannot follow; its probability is 0"""
 
-    def __init__(self, law: NextLaw, *, length: int, samples: int) -> None:
+    def __init__(self, probs: NextProbs, *, length: int, samples: int) -> None:
         assert length > 0, "a block has at least one token"
         assert samples > 0, "a partition of no samples"
         self.length = length
@@ -75,7 +76,7 @@ class Partition:
             self._cells[prefix] = len(self.prefixes)
             masses.append(mass)
             # Below this mass no two cells could be made of it.
-            following = law(prefix) if len(prefix) < length and mass >= 2 * least else None
+            following = probs(prefix) if len(prefix) < length and mass >= 2 * least else None
             if following is None:
                 continue
             heavy, rest, possible = _split(following, least / mass)
@@ -116,11 +117,11 @@ def _split(
 ) -> tuple[list[tuple[Token, float]], float, NDArray[np.bool_] | None]:
     """Tokens of at least this probability, the mass of the others, and which are possible where not all are."""
     if isinstance(following, np.ndarray):
-        law = following.astype(np.float64)
-        law = law / law.sum()
-        chosen = law >= least
-        heavy: list[tuple[Token, float]] = [(int(token), float(law[token])) for token in np.flatnonzero(chosen)]
-        return heavy, float(law[~chosen].sum()), None if law.all() else law > 0
+        probs = following.astype(np.float64)
+        probs = probs / probs.sum()
+        chosen = probs >= least
+        heavy: list[tuple[Token, float]] = [(int(token), float(probs[token])) for token in np.flatnonzero(chosen)]
+        return heavy, float(probs[~chosen].sum()), None if probs.all() else probs > 0
     total = max(sum(following.values()), 0.0)
     scale = min(1.0, (1 - LEAST_REST) / total) if total else 1.0
     known = {token: share * scale for token, share in following.items()}
@@ -137,7 +138,7 @@ class BlockTest:
     cells: int
     """after pooling those that expect fewer than 5 counts"""
     statistic: float
-    """G with Williams' correction, chi-square distributed with `freedom` degrees where the law is kept"""
+    """G with Williams' correction, chi-square distributed with `freedom` degrees where the distribution is kept"""
     freedom: int
     impossible: int
     """blocks in cells of probability 0, one of which is proof enough"""
@@ -160,9 +161,10 @@ class BlockTest:
     def detectable(self, level: float) -> float:
         """The distance that a test at this level finds with probability 0.9, wherever it lies.
 
-        The counts of another law give G a noncentral chi-square law, off by samples times the chi-square distance of
-        that law. Of all laws at a total-variation distance d the hardest to find raises one half of the mass in
-        proportion and lowers the other half; its chi-square distance is 4 d², and no other has a smaller one.
+        The counts of another distribution give G a noncentral chi-square distribution, off by samples times the
+        chi-square distance of that distribution. Of all distributions at a total-variation distance d the hardest to
+        find raises one half of the mass in proportion and lowers the other half; its chi-square distance is 4 d², and
+        no other has a smaller one.
         """
         if not self.freedom:
             return 1.0
@@ -182,43 +184,43 @@ def g_test(counts: Counts, probabilities: Floats, context: str = "") -> BlockTes
 
     Cells that expect fewer than 5 counts are pooled, by their probabilities alone. Sokal and Rohlf, "Biometry" (1981)
     for the test; Williams, "Improved likelihood ratio tests for complete contingency tables" (1976) for the correction,
-    without which a sum of many tests would drift away from its chi-square law.
+    without which a sum of many tests would drift away from its chi-square distribution.
     """
     samples = int(counts.sum())
     possible = probabilities > 0
     impossible = int(counts[~possible].sum())
-    observed, law = _pool(counts[possible].astype(np.float64), probabilities[possible], samples)
-    freedom = max(len(law) - 1, 0)
+    observed, probs = _pool(counts[possible].astype(np.float64), probabilities[possible], samples)
+    freedom = max(len(probs) - 1, 0)
     if not freedom:
-        return BlockTest(context, samples, len(law), 0.0, 0, impossible, impossible / max(samples, 1), 0.0)
-    expected = law * samples
+        return BlockTest(context, samples, len(probs), 0.0, 0, impossible, impossible / max(samples, 1), 0.0)
+    expected = probs * samples
     seen = observed > 0
     g = 2 * float((observed[seen] * np.log(observed[seen] / expected[seen])).sum())
-    correction = 1 + (float((1 / law).sum()) - 1) / (6 * samples * freedom)
+    correction = 1 + (float((1 / probs).sum()) - 1) / (6 * samples * freedom)
     return BlockTest(
         context=context,
         samples=samples,
-        cells=len(law),
+        cells=len(probs),
         statistic=max(g, 0.0) / correction,
         freedom=freedom,
         impossible=impossible,
-        distance=(float(np.abs(observed / samples - law).sum()) + impossible / samples) / 2,
-        expected_distance=float(np.sqrt(law * (1 - law) / (2 * math.pi * samples)).sum()),
+        distance=(float(np.abs(observed / samples - probs).sum()) + impossible / samples) / 2,
+        expected_distance=float(np.sqrt(probs * (1 - probs) / (2 * math.pi * samples)).sum()),
     )
 
 
-def _pool(observed: Floats, law: Floats, samples: int) -> tuple[Floats, Floats]:
+def _pool(observed: Floats, probs: Floats, samples: int) -> tuple[Floats, Floats]:
     """Put the least probable cells into one until every cell expects enough."""
-    order = np.argsort(law, kind="stable")
-    observed, law = observed[order], law[order]
-    total = np.cumsum(law)
-    few = int((law * samples < EXPECTED).sum())
+    order = np.argsort(probs, kind="stable")
+    observed, probs = observed[order], probs[order]
+    total = np.cumsum(probs)
+    few = int((probs * samples < EXPECTED).sum())
     if few:
         enough = total * samples >= EXPECTED
-        few = max(few, int(np.argmax(enough)) + 1 if enough.any() else len(law))
+        few = max(few, int(np.argmax(enough)) + 1 if enough.any() else len(probs))
     else:
         few = 1
-    return np.append(observed[:few].sum(), observed[few:]), np.append(total[few - 1], law[few:])
+    return np.append(observed[:few].sum(), observed[few:]), np.append(total[few - 1], probs[few:])
 
 
 def check_demands(false_alarm: float, limit: float, **counts: int) -> None:

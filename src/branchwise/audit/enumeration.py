@@ -118,14 +118,14 @@ class Enumerator:
         self._hopes[draw] = (hope, bound)
         return hope[:, None]
 
-    def pick(self, law: Tensor, draw: int = 0) -> Tensor:
-        law = law.double()
-        return self._decide("pick", draw, law / law.sum(dim=1, keepdim=True))
+    def pick(self, probs: Tensor, draw: int = 0) -> Tensor:
+        probs = probs.double()
+        return self._decide("pick", draw, probs / probs.sum(dim=1, keepdim=True))
 
-    def token(self, law: Tensor, depth: int) -> Tensor:
-        return self._decide("token", depth, law.double())
+    def token(self, probs: Tensor, depth: int) -> Tensor:
+        return self._decide("token", depth, probs.double())
 
-    def order(self, law: Tensor, k: int, draw: int) -> Tensor:
+    def order(self, probs: Tensor, k: int, draw: int) -> Tensor:
         raise NotImplementedError("no verifier draws an order; drafts are enumerated as drafts")
 
     def _decide(self, kind: str, draw: int, weights: Tensor) -> Tensor:

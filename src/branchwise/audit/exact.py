@@ -1,9 +1,9 @@
-"""The exact audit: the law that a verifier emits, over every draft and every coin, against the target's.
+"""The exact audit: the distribution that a verifier emits, over every draft and every coin, against the target's.
 
-A verifier is lossless iff its tokens, continued by the target itself, have the target's law. On a small instance that
-law can be written down: all drafts that can be drawn, all decisions that the verifier can take (`enumeration`), the
-tokens it emits, and behind them the target's own. Beside it stands the optimum that no verifier can pass on these
-drafts, from a linear programme.
+A verifier is lossless iff its tokens, continued by the target itself, have the target's distribution. On a small
+instance that distribution can be written down: all drafts that can be drawn, all decisions that the verifier can take
+(`enumeration`), the tokens it emits, and behind them the target's own. Beside it stands the optimum that no verifier
+can pass on these drafts, from a linear programme.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from branchwise.audit.enumeration import Enumerator, outcomes
-from branchwise.audit.instances import DRAWS, Drafts, ExactLaws, Instance
+from branchwise.audit.instances import DRAWS, Drafts, ExactProbs, Instance
 from branchwise.verify import Verdicts, Verifier
 
 TOLERANCE = 1e-9
-"""how far from the target's law the emitted one may be, for rounding"""
+"""how far from the target's distribution the emitted one may be, for rounding"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Audited:
     verifier: str
     drafts: str
     tv: float
-    """total-variation distance of the emitted law from the target's"""
+    """total-variation distance of the emitted distribution from the target's"""
     block_efficiency: float
     """expected tokens per step, exactly"""
     lp: float
@@ -61,14 +61,14 @@ def audit_instance(instance: Instance, verifiers: list[Verifier], case: int = 0)
 
 
 def emitted(verifier: Verifier, drafts: Drafts, *, lazy: bool = True) -> tuple[float, float]:
-    """Total-variation distance from the target's law, and block efficiency."""
+    """Total-variation distance from the target's distribution, and block efficiency."""
     vocabulary, depth = drafts.instance.vocabulary, drafts.instance.depth
     p, codes = drafts.p, drafts.codes
     ended = [torch.zeros(vocabulary ** (level + 1), dtype=torch.float64) for level in range(depth + 1)]
     """by level: the mass of verdicts that emit exactly these tokens, coded like prefixes"""
 
     def verify(rows: Tensor, chance: Enumerator) -> Verdicts:
-        return verifier(drafts.forest.take(rows), ExactLaws(p[rows], lazy=lazy), chance)
+        return verifier(drafts.batch.take(rows), ExactProbs(p[rows], lazy=lazy), chance)
 
     for found in outcomes(verify, len(drafts.trees)):
         kept = (found.verdicts.paths >= 0).sum(dim=1) - 1
@@ -79,15 +79,15 @@ def emitted(verifier: Verifier, drafts: Drafts, *, lazy: bool = True) -> tuple[f
             at_level = kept == level
             ended[level].index_add_(0, emitted_codes[at_level], weights[at_level])
 
-    law = target = torch.ones(1, dtype=torch.float64)
-    law = torch.zeros(1, dtype=torch.float64)
+    probs = target = torch.ones(1, dtype=torch.float64)
+    probs = torch.zeros(1, dtype=torch.float64)
     efficiency = 0.0
     for level in range(depth + 1):
         rows = torch.from_numpy(drafts.instance.p[level])
         target = (target[:, None] * rows).flatten()
-        law = (law[:, None] * rows).flatten() + ended[level]
+        probs = (probs[:, None] * rows).flatten() + ended[level]
         efficiency += (level + 1) * float(ended[level].sum())
-    return 0.5 * float((law - target).abs().sum()), efficiency
+    return 0.5 * float((probs - target).abs().sum()), efficiency
 
 
 def lp_optimum(drafts: Drafts) -> float:
@@ -102,7 +102,7 @@ def lp_optimum(drafts: Drafts) -> float:
     vocabulary, depth = drafts.instance.vocabulary, drafts.instance.depth
     # Prefixes are numbered level by level, so prefix n has the children 1 + V n, …, V + V n.
     starts = np.cumsum([0, *(vocabulary**level for level in range(depth + 1))])
-    prefixes = starts[drafts.forest.depths.numpy()] + drafts.codes.numpy()
+    prefixes = starts[drafts.batch.depths.numpy()] + drafts.codes.numpy()
     masses: dict[tuple[int, ...], float] = {}
     for row, tree in enumerate(drafts.trees):
         nodes = tuple(sorted(prefixes[row, : len(tree)].tolist()))
@@ -122,8 +122,8 @@ def lp_optimum(drafts: Drafts) -> float:
     retained = csr_matrix((np.ones(len(rows)), (rows, columns)), shape=(starts[-1], len(variables)))
 
     below = np.arange(1, starts[-1])
-    laws = np.concatenate([table.ravel() for table in drafts.instance.p[:-1]])
-    limits = retained[below] - diags(laws) @ retained[(below - 1) // vocabulary]
+    probs = np.concatenate([table.ravel() for table in drafts.instance.p[:-1]])
+    limits = retained[below] - diags(probs) @ retained[(below - 1) // vocabulary]
     gain = np.asarray(retained.sum(axis=0)).ravel()
     solved = linprog(-gain, A_ub=limits, b_ub=np.zeros(len(below)), A_eq=whole, b_eq=list(masses.values()))
     assert solved.success, solved.message

@@ -1,6 +1,6 @@
 """Small worlds in which everything can be enumerated: a target and a drafter over a few tokens and levels.
 
-A prefix of tokens is coded as a number in base V, so the laws of a level are one table (V^level, V).
+A prefix of tokens is coded as a number in base V, so the distributions of a level are one table (V^level, V).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.audit.growths import grown_trees
-from branchwise.draft import Budget
-from branchwise.draft.growth import Growth
+from branchwise.audit.policies import grown_trees
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rows import gather_rows
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import TreePolicy
 from branchwise.errors import UsageError
-from branchwise.forest import Forest
-from branchwise.rows import rows_at
-from branchwise.tree import DraftTree, Draw
 
 Table = NDArray[np.float64]
 SIMILARITIES = {"close": 0.3, "medium": 1.0, "far": 2.0}
@@ -33,7 +33,8 @@ SIMILARITIES = {"close": 0.3, "medium": 1.0, "far": 2.0}
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """Target laws p at levels 0..L and draft laws q at levels 0..L-1, and how many paths are drafted."""
+    """Target distributions p at levels 0..L and draft distributions q at levels 0..L-1, and how many paths are
+    drafted."""
 
     p: tuple[Table, ...]
     q: tuple[Table, ...]
@@ -47,14 +48,14 @@ class Instance:
     def depth(self) -> int:
         return len(self.q)
 
-    def draft_law(self, prefix: Sequence[int]) -> Tensor:
-        """(vocabulary,): the law q after the tokens of a prefix."""
-        assert len(prefix) < self.depth, "the budget of a tree is as deep as the laws of the instance"
+    def draft_probs(self, prefix: Sequence[int]) -> Tensor:
+        """(vocabulary,): the distribution q after the tokens of a prefix."""
+        assert len(prefix) < self.depth, "the budget of a tree is as deep as the distributions of the instance"
         return torch.from_numpy(self.q[len(prefix)][_code(tuple(prefix), self.vocabulary)])
 
     @classmethod
     def random(cls, vocabulary: int, depth: int, paths: int, sigma: float, seed: Sequence[int]) -> Instance:
-        """Laws p from a flat Dirichlet law, and q = softmax(log p + sigma noise)."""
+        """Distributions p from a flat Dirichlet distribution, and q = softmax(log p + sigma noise)."""
         noise = np.random.default_rng(seed)
         p = tuple(noise.dirichlet(np.ones(vocabulary), size=vocabulary**level) for level in range(depth + 1))
         blurred = [np.log(table) + sigma * noise.standard_normal(table.shape) for table in p[:-1]]
@@ -63,19 +64,19 @@ class Instance:
 
     @classmethod
     def from_case(cls, case: dict[str, Any]) -> Instance:
-        """Laws by prefix: {"V", "L", "K", "p": {"": row, "0": row, "0,1": row, …}, "q": …}."""
+        """Distributions by prefix: {"V", "L", "K", "p": {"": row, "0": row, "0,1": row, …}, "q": …}."""
         vocabulary, depth = int(case["V"]), int(case["L"])
 
-        def table(laws: dict[str, list[float]], level: int) -> Table:
+        def table(probs: dict[str, list[float]], level: int) -> Table:
             prefixes = itertools.product(range(vocabulary), repeat=level)
-            return np.array([laws[",".join(map(str, prefix))] for prefix in prefixes], dtype=np.float64)
+            return np.array([probs[",".join(map(str, prefix))] for prefix in prefixes], dtype=np.float64)
 
         p = tuple(table(case["p"], level) for level in range(depth + 1))
         q = tuple(table(case["q"], level) for level in range(depth))
         instance = cls(p, q, int(case["K"]))
-        for law in (*p, *q):
-            if law.shape[1] != vocabulary or (law < 0).any() or not np.allclose(law.sum(axis=1), 1, atol=1e-9):
-                raise ValueError("a row is not a law over the vocabulary")
+        for row in (*p, *q):
+            if row.shape[1] != vocabulary or (row < 0).any() or not np.allclose(row.sum(axis=1), 1, atol=1e-9):
+                raise ValueError("a row is not a distribution over the vocabulary")
         return instance
 
 
@@ -103,7 +104,7 @@ class Drafts:
     trees: list[DraftTree]
     weights: Tensor
     """(trees,) float64"""
-    forest: Forest
+    batch: TreeBatch
     codes: Tensor
     """(trees, nodes): the prefix of each node as a number"""
 
@@ -111,36 +112,36 @@ class Drafts:
     def of(cls, kind: str, instance: Instance) -> Drafts:
         drawn = list(DRAFTS[kind](instance))
         trees = [_tree(prefixes, leaves, instance) for _, prefixes, leaves in drawn]
-        forest = Forest(trees)
-        codes = torch.zeros_like(forest.tokens)
+        batch = TreeBatch(trees)
+        codes = torch.zeros_like(batch.tokens)
         for row, (_, prefixes, _) in enumerate(drawn):
             codes[row, : len(prefixes)] = torch.tensor([_code(prefix, instance.vocabulary) for prefix in prefixes])
         weights = torch.tensor([weight for weight, _, _ in drawn], dtype=torch.float64)
-        return cls(kind, instance, trees, weights, forest, codes)
+        return cls(kind, instance, trees, weights, batch, codes)
 
     @classmethod
-    def grown(cls, growth: Growth, instance: Instance, budget: Budget | None = None, kind: str = "grown") -> Drafts:
-        """All that a growth policy can draw from the laws q, as deep as they reach."""
+    def grown(cls, policy: TreePolicy, instance: Instance, budget: Budget | None = None, kind: str = "grown") -> Drafts:
+        """All that a tree policy can draw from the distributions q, as deep as they reach."""
         most = budget or Budget(nodes=1 << 16, depth=instance.depth)
-        found = grown_trees(growth, instance.draft_law, Budget(most.nodes, min(most.depth, instance.depth)))
-        forest = Forest([tree for _, tree in found])
-        codes = torch.zeros_like(forest.tokens)
-        for node in range(1, forest.nodes):  # parents stand before their children
-            above = codes.gather(1, forest.parents[:, node, None].clamp_min(0))[:, 0]
-            codes[:, node] = above * instance.vocabulary + forest.tokens[:, node]
+        found = grown_trees(policy, instance.draft_probs, Budget(most.nodes, min(most.depth, instance.depth)))
+        batch = TreeBatch([tree for _, tree in found])
+        codes = torch.zeros_like(batch.tokens)
+        for node in range(1, batch.nodes):  # parents stand before their children
+            above = codes.gather(1, batch.parents[:, node, None].clamp_min(0))[:, 0]
+            codes[:, node] = above * instance.vocabulary + batch.tokens[:, node]
         weights = torch.tensor([weight for weight, _ in found], dtype=torch.float64)
-        return cls(kind, instance, list(forest.trees), weights, forest, codes)
+        return cls(kind, instance, list(batch.trees), weights, batch, codes)
 
     @property
     def p(self) -> Tensor:
-        """(trees, nodes, vocabulary): the target's law after every node."""
+        """(trees, nodes, vocabulary): the target's distribution after every node."""
         tables = [torch.from_numpy(table) for table in self.instance.p]
         starts = torch.tensor([0, *itertools.accumulate(len(table) for table in tables)])
-        return torch.cat(tables)[starts[self.forest.depths] + self.codes]
+        return torch.cat(tables)[starts[self.batch.depths] + self.codes]
 
 
-class ExactLaws:
-    """Laws of known rows, in float64."""
+class ExactProbs:
+    """Distributions of known rows, in float64."""
 
     greedy = False
 
@@ -151,7 +152,7 @@ class ExactLaws:
         self.together = True
 
     def rows(self, nodes: Tensor) -> Tensor:
-        return rows_at(self.p, nodes)
+        return gather_rows(self.p, nodes)
 
     def best(self, nodes: Tensor) -> Tensor:
         return self.rows(nodes).argmax(dim=-1)

@@ -1,9 +1,9 @@
-"""The audit of methods: growth policy and verifier together, through every draft and every coin.
+"""The audit of methods: tree policy and verifier together, through every draft and every coin.
 
-A method is audited with its own policy and its own rule, on a tree small enough to enumerate and on small laws in place
-of the draft model's. What a draft model does to its laws before they are drawn from (temperature, remembered laws of
-the target) makes other laws, and those of the instances are as good as any; a trimmed head is a law with zeros, so
-there one token is cut out.
+A method is audited with its own policy and its own rule, on a tree small enough to enumerate and on small distributions
+in place of the draft model's. What a draft model does to its distributions before they are drawn from (temperature,
+remembered distributions of the target) makes other distributions, and those of the instances are as good as any; a
+trimmed head is a distribution with zeros, so there one token is cut out.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import numpy as np
 from branchwise.audit.exact import TOLERANCE, emitted
 from branchwise.audit.instances import SIMILARITIES, Drafts, Instance
 from branchwise.audit.longest import lossy_distance
-from branchwise.draft import DRAFTERS, TREES, Budget, build_drafter, build_growth
-from branchwise.draft.dice import Dice
-from branchwise.draft.grown import Grown
-from branchwise.draft.growth import Growing, Sapling
+from branchwise.core.tree import Draw
+from branchwise.draft import DRAFTERS, TREES, build_drafter, build_policy
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.sampler import DraftSampler
+from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.errors import UsageError
 from branchwise.methods import MODEL, Method
 from branchwise.models import DEFAULT_MODEL
 from branchwise.registry import split_spec
-from branchwise.tree import Draw
 from branchwise.verify import VERIFIERS, check_pairing
 
 VOCABULARY = 3
 SEEDS = (0, 1)
 """instances of each similarity"""
 DEPTH = 3
-"""of the laws; trees are no deeper"""
+"""of the distributions; trees are no deeper"""
 FORK = (2, 2)
 """branches and depth of a lossy fork; `branchwise.methods.DISTANCES` says what was measured on it"""
 
@@ -68,7 +69,7 @@ class MethodAudited:
     tree: str
     """what was enumerated"""
     tv: float
-    """the largest total-variation distance of the emitted law from the target's"""
+    """the largest total-variation distance of the emitted distribution from the target's"""
     block_efficiency: float | None = None
     """expected tokens per step, the mean over the instances"""
     drafts: int | None = None
@@ -80,7 +81,7 @@ class MethodAudited:
 
     @property
     def kept(self) -> bool:
-        """Whether the method does what its name says: only one that is called lossy may change the law."""
+        """Whether the method does what its name says: only one that is called lossy may change the distribution."""
         return self.lossless or not self.method.lossless
 
     @property
@@ -102,15 +103,15 @@ class MethodAudited:
 
 
 class Fixed:
-    """A policy that draws nothing: what a drafter without laws, such as `ngram`, does."""
+    """A policy that draws nothing: what a drafter without distributions, such as `ngram`, does."""
 
     draw = Draw.FIXED
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
 
-    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-        tree, node = Sapling([root]), 0
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        tree, node = TreeBuilder([root]), 0
         for token in self.tokens:
             node = tree.add(node, token)
         yield from ()  # a policy is a coroutine, also one that asks for nothing
@@ -132,7 +133,8 @@ def audit_method(method: Method) -> MethodAudited:
 
 
 def _audit_lossy(method: Method) -> MethodAudited:
-    """A lossy step ends at a drafted token and the next one goes on from there, so its law is told otherwise."""
+    """A lossy step ends at a drafted token and the next one goes on from there, so its distribution is told
+    otherwise."""
     tree = small(method.tree or "fork-lossy")
     return MethodAudited(method, tree, max(lossy_distance(instance, FORK[0]) for instance in instances(method)))
 
@@ -158,12 +160,12 @@ def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
     drafter = DRAFTERS.find(name)
     # One that can copy a chain from the text, with nothing drawn, says whether it does.
     copied = bool(hasattr(drafter, "copied") and vars(build_drafter(method.draft, method.tree)).get("copied"))
-    if isinstance(drafter, type) and issubclass(drafter, Grown) and not copied:
+    if isinstance(drafter, type) and issubclass(drafter, TreeDrafter) and not copied:
         spec = small(method.tree or default_tree(method.draft))
         if spec.startswith("template"):
-            drafts = Drafts.grown(build_growth(spec), instance, FEW)
-            return f"{spec}, {drafts.forest.depth} levels", drafts
-        return spec, Drafts.grown(build_growth(spec), instance)
+            drafts = Drafts.grown(build_policy(spec), instance, FEW)
+            return f"{spec}, {drafts.batch.depth} levels", drafts
+        return spec, Drafts.grown(build_policy(spec), instance)
     if getattr(drafter, "draw", None) is not Draw.FIXED:
         raise UsageError(f"Drafter {name!r} cannot be enumerated; use branchwise audit model --draft {method.draft}.")
     if name == "none":

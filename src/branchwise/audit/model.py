@@ -32,15 +32,16 @@ from branchwise.audit.blocks import (
     judge,
     shorten,
 )
-from branchwise.draft import Drafter, build_drafter
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.sampling import Context, SamplingParams, adjust, warp
+from branchwise.core.sequence import SequenceState as Text
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Drafter
 from branchwise.engine import Engine, Generation, Request
+from branchwise.engine.stats import Stats
 from branchwise.errors import ModelError, UsageError, first_line
 from branchwise.llm import LLM
 from branchwise.progress import Progress
-from branchwise.sampling import Context, SamplingParams, adjust, warp
-from branchwise.sequence import Sequence as Text
-from branchwise.stats import Stats
-from branchwise.target.transformers import TransformersTarget
 from branchwise.verify import VERIFIERS
 
 AHEAD = 64
@@ -184,7 +185,7 @@ class ModelAuditor:
         self._rounded: LLM | None = None
 
     def audit(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> ModelAudit:
-        """Ask whether this drafter with this verifier keeps the law. Ctrl-C ends it with what was gathered."""
+        """Ask whether this drafter with this verifier keeps the distribution. Ctrl-C ends it with what was gathered."""
         llm = self.llm.with_drafter(draft, tree, verify)
         gathered: list[BlockTest] = []
         stats = Stats()
@@ -282,10 +283,10 @@ class ModelAuditor:
 
     def _partition(self, number: int) -> Partition:
         while len(self._partitions) <= number:
-            law = OwnLaw(self.llm, self._tokens[len(self._partitions)], self.plan.sampling)
-            what = f"exact law: {shorten(self.prompts[len(self._partitions)])}"
+            probs = OwnProbs(self.llm, self._tokens[len(self._partitions)], self.plan.sampling)
+            what = f"exact distribution: {shorten(self.prompts[len(self._partitions)])}"
             self._progress(what, 0, 1)
-            self._partitions.append(Partition(law, length=self.plan.length, samples=self.plan.samples))
+            self._partitions.append(Partition(probs, length=self.plan.length, samples=self.plan.samples))
             self._progress(what, 1, 1)
         return self._partitions[number]
 
@@ -344,11 +345,11 @@ def audit_model(
     plan: Plan | None = None,
     progress: Progress | None = None,
 ) -> ModelAudit:
-    """Ask of one drafter and one verifier on a loaded model whether they keep its law."""
+    """Ask of one drafter and one verifier on a loaded model whether they keep its distribution."""
     return ModelAuditor(llm, prompts, plan, progress).audit(draft, tree, verify)
 
 
-class OwnLaw:
+class OwnProbs:
     """What follows a prompt and the first tokens of an answer, by the model's own forward pass."""
 
     def __init__(self, llm: LLM, prompt: list[int], sampling: SamplingParams) -> None:
@@ -364,10 +365,10 @@ class OwnLaw:
         tokens = [*self.prompt, *map(int, prefix)]
         logits = _own_logits(self.llm, tokens)[None]
         context = [Context(tokens, len(self.prompt))]
-        law = warp(logits, [self.sampling], context)[0]
-        if self._rounding_decides(logits, context, law > 0):
+        probs = warp(logits, [self.sampling], context)[0]
+        if self._rounding_decides(logits, context, probs > 0):
             return None
-        found: Floats = law.double().cpu().numpy()
+        found: Floats = probs.double().cpu().numpy()
         return found
 
     def _rounding_decides(self, logits: torch.Tensor, context: list[Context], kept: torch.Tensor) -> bool:

@@ -229,7 +229,7 @@ class Asker:
         return self.server.complete(prompt, **self.form)
 
 
-class StatedLaw:
+class StatedProbs:
     """What follows a prompt and the first tokens of an answer, as the reference states it."""
 
     def __init__(self, reference: Asker, prompt: str) -> None:
@@ -346,7 +346,7 @@ def audit_server(
     limit: float = 0.1,
     progress: Progress | None = None,
 ) -> ServerAudit:
-    """Ask whether a server keeps the law that the reference states, with `samples` texts for each prompt.
+    """Ask whether a server keeps the distribution that the reference states, with `samples` texts for each prompt.
 
     `per_request` texts are asked for at once where the server allows it, in `threads` requests at a time. Ctrl-C ends
     it with what was gathered.
@@ -372,8 +372,8 @@ def audit_server(
     try:
         at_once = len(sampler(prompts[0]))  # what is wrong with the server shows before the work begins
         with _pool(threads) as pool:
-            laws = [StatedLaw(stater, prompt) for prompt in prompts]
-            jobs = [pool.submit(Partition, law, length=length, samples=samples) for law in laws]
+            probs = [StatedProbs(stater, prompt) for prompt in prompts]
+            jobs = [pool.submit(Partition, row, length=length, samples=samples) for row in probs]
             for done, _ in enumerate(as_completed(jobs), start=1):
                 report("probabilities of the reference", done, len(jobs))
             gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]

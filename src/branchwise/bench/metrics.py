@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import ndtr, stdtrit  # type: ignore[import-untyped]
 
 from branchwise.bench.records import PEER, Difference, Key, Record
-from branchwise.stats import PHASES
+from branchwise.engine.stats import PHASES
 
 OTHER = "other"
 """the phase of the time that no phase has"""

@@ -9,12 +9,12 @@ import torch
 
 from branchwise.bench.contest import Answer, Asked
 from branchwise.bench.records import METHOD, PLAIN
-from branchwise.draft import Budget
+from branchwise.core.sampling import SamplingParams
+from branchwise.draft.base import Budget
 from branchwise.engine import Engine, Generation, Request
 from branchwise.llm import LLM
 from branchwise.methods import PLAIN as PLAIN_METHOD
 from branchwise.methods import Method
-from branchwise.sampling import SamplingParams
 
 
 class Ours:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
-from branchwise.draft import Budget
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
-from branchwise.tree import DraftTree, Draw
+from branchwise.backends.base import Scored
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft.base import Budget
 from branchwise.verify import Verdict
 
 
@@ -15,11 +15,11 @@ class Nothing:
     name = "none"
     draw = Draw.FIXED
 
-    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [DraftTree.root(sequence.root) for sequence in sequences]
 
-    def foresee(self, budgets: Rows[Budget]) -> list[DraftTree]:
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree]:
         return [DraftTree.root(0)] * len(budgets)
 
-    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         pass

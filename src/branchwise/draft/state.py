@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from branchwise.draft import Drafter
-from branchwise.draft.trim import fingerprint
+from branchwise.backends.base import Target
+from branchwise.draft.base import Drafter
+from branchwise.draft.model.trim import fingerprint
 from branchwise.errors import UsageError
-from branchwise.target import Target
 
 FORMAT = "branchwise.state"
 """the one key of the metadata, which holds all of it as JSON"""

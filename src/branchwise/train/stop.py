@@ -14,7 +14,7 @@ kept: nodes of one text are too alike to test each other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import ceil
@@ -23,19 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from branchwise.chance import Chance
-from branchwise.draft import Budget, Drafter
-from branchwise.draft.dice import Dice
-from branchwise.draft.growth import Found, Growing, Sapling
-from branchwise.draft.stop import features, network_of, widths_of
+from branchwise.backends.base import Target
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import Draw
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine
+from branchwise.draft.policies.stop import features, network_of, widths_of
+from branchwise.draft.sampler import DraftSampler
 from branchwise.engine import Engine, Request
 from branchwise.errors import PairingError, UsageError
-from branchwise.forest import Forest
-from branchwise.laws import Laws
 from branchwise.progress import Progress, silent
-from branchwise.sampling import SamplingParams
-from branchwise.target import Target
-from branchwise.tree import Draw
 from branchwise.verify import Verdicts
 from branchwise.verify.match import Match
 
@@ -71,31 +71,31 @@ class Fan:
     def __init__(self, kind: str, width: int = WIDTH) -> None:
         self.kind, self.width = kind, width
         self.wants_hidden = kind == "soft"
-        self.found: dict[int, Found] = {}
+        self.found: dict[int, NodeProbs] = {}
         """by the number of the tree, counted from the last look at it"""
         self._trees = count()
 
-    def grow(self, root: int, budget: Budget, dice: Dice) -> Growing:
-        return self._grow(next(self._trees), root, budget, dice)
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        return self._grow(next(self._trees), root, budget, sampler)
 
-    def _grow(self, number: int, root: int, budget: Budget, dice: Dice) -> Growing:
-        tree, width = Sapling([root]), min(self.width, budget.nodes - 1)
+    def _grow(self, number: int, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        tree, width = TreeBuilder([root]), min(self.width, budget.nodes - 1)
         if budget.depth > 0 and width > 0:
-            law = (yield tree, [0]).drawable[0]
-            tree.laws[0] = law
-            self.found[number] = yield tree, [tree.add(0, token) for token in dice.order(law, width, 0)]
+            probs = (yield tree, [0]).drawable[0]
+            tree.probs[0] = probs
+            self.found[number] = yield tree, [tree.add(0, token) for token in sampler.order(probs, width, 0)]
         return tree.finish(self.draw)
 
-    def take(self) -> dict[int, Found]:
+    def take(self) -> dict[int, NodeProbs]:
         """What was found in the trees since the last time."""
         found, self.found, self._trees = self.found, {}, count()
         return found
 
 
 class Judge(Match):
-    """`match`, which on its way compares the laws that a fan found with those of the target.
+    """`match`, which on its way compares the distributions that a fan found with those of the target.
 
-    It is where both are at hand: the laws here are warped as the text wants them.
+    It is where both are at hand: the distributions here are warped as the text wants them.
     """
 
     def __init__(self, fan: Fan) -> None:
@@ -104,24 +104,25 @@ class Judge(Match):
         self.samples: dict[int, tuple[Tensor, Tensor]] = {}
         """features and labels of the last step, by row of the batch"""
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         found = self.fan.take()
-        nodes = torch.arange(1, max(forest.nodes, 2), device=forest.device).clamp_max(forest.nodes - 1)
-        p = laws.rows(nodes.expand(len(forest), -1))
+        nodes = torch.arange(1, max(batch.nodes, 2), device=batch.device).clamp_max(batch.nodes - 1)
+        p = probs.rows(nodes.expand(len(batch), -1))
         self.samples = {
-            row: (self._seen(there).cpu(), labels(self.fan.kind, p[row, : len(there.laws)], there.laws).cpu())
+            row: (self._seen(there).cpu(), labels(self.fan.kind, p[row, : len(there.probs)], there.probs).cpu())
             for row, there in found.items()
         }
-        return super().__call__(forest, laws, chance)
+        return super().__call__(batch, probs, chance)
 
-    def _seen(self, found: Found) -> Tensor:
+    def _seen(self, found: NodeProbs) -> Tensor:
         if self.fan.wants_hidden and found.hidden is None:
             raise PairingError("This drafter has no hidden states to learn from; use a draft model, or --kind hard.")
         return features(self.fan.kind, found)
 
 
 def labels(kind: str, p: Tensor, q: Tensor) -> Tensor:
-    """(nodes,): what a stop should say where the target's laws are p and the drafter's q (nodes, vocabulary)."""
+    """(nodes,): what a stop should say where the target's distributions are p and the drafter's q (nodes,
+    vocabulary)."""
     if kind == "hard":
         return (p.argmax(dim=-1) == q.argmax(dim=-1)).float()
     return torch.minimum(p, q).sum(dim=-1).clamp(0, 1).float()
@@ -131,7 +132,7 @@ def collect(
     target: Target,
     drafter: Drafter,
     fan: Fan,
-    prompts: Rows[tuple[int, ...]],
+    prompts: Sequence[tuple[int, ...]],
     *,
     samples: int,
     length: int = 200,

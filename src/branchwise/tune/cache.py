@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from branchwise.backends.base import Target
 from branchwise.errors import BranchwiseError, ModelError
 from branchwise.models.cache import workspace
-from branchwise.target import Target
 from branchwise.tune.costs import Cliff, Costs, Key, Point
 
 VERSION = 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median, quantiles
 
@@ -28,7 +27,7 @@ class Curve:
         self._samples: dict[int, list[float]] = {}
         self._slopes: set[tuple[int, int]] = set()
 
-    def add(self, turns: Rows[Turn]) -> None:
+    def add(self, turns: Sequence[Turn]) -> None:
         """Take in turns over the same sizes; those known from before tell how the pace has changed since."""
         usual = {n: self.seconds(n) for n in turns[0] if n in self._samples}
         usual = usual or {n: median(turn[n] for turn in turns) for n in turns[0]}
@@ -83,7 +82,7 @@ class Curve:
         return rise > max(share * self.seconds(a), ERRORS * noise)
 
 
-def is_cliff(edge: int, turns: Rows[Turn]) -> bool:
+def is_cliff(edge: int, turns: Sequence[Turn]) -> bool:
     """Differences are taken within a turn, where the machine had one pace."""
     rises = [turn[edge] - turn[edge - 1] for turn in turns]
     beside = [
@@ -95,14 +94,14 @@ def is_cliff(edge: int, turns: Rows[Turn]) -> bool:
     return median(rises) >= CLIFF * median(turn[edge - 1] for turn in turns) and least > STEEPER * max([0.0, *beside])
 
 
-def _error(values: Rows[float]) -> float:
+def _error(values: Sequence[float]) -> float:
     """The standard error of a median, from the median distance to it, which outliers do not move."""
     middle = median(values)
     deviation = 1.4826 * median(abs(value - middle) for value in values)
     return 1.2533 * deviation / math.sqrt(len(values))
 
 
-def quartiles(values: Rows[float]) -> tuple[float, float, float]:
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")

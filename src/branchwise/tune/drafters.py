@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from branchwise.engine import Engine, Request
+from branchwise.engine.stats import Stats
 from branchwise.errors import UsageError
 from branchwise.progress import Progress
-from branchwise.stats import Stats
 from branchwise.tune.curve import quartiles
 
 if TYPE_CHECKING:
-    from branchwise.draft import Drafter
+    from branchwise.draft.base import Drafter
     from branchwise.llm import LLM
 
 
@@ -34,7 +34,7 @@ class DraftCost:
 def measure_drafter(
     llm: LLM,
     drafter: str | Drafter,
-    prompts_ids: Rows[Rows[int]],
+    prompts_ids: Sequence[Sequence[int]],
     *,
     tree: str | None = None,
     verify: str = "match",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from statistics import median
 
+from branchwise.backends.base import Target
 from branchwise.errors import UsageError
 from branchwise.progress import Progress
-from branchwise.target import Target
 from branchwise.tune.cache import keep, key_of, recall
 from branchwise.tune.costs import Cliff, Costs
 from branchwise.tune.curve import Curve, is_cliff
-from branchwise.tune.stand import Clock, Stand, opened
+from branchwise.tune.timing import PassCostModel, TimingRig, opened
 
 SIZES = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 """what is timed by default: doubling, and one more where tiles end, since a stair seen only at its edges is a line"""
@@ -30,10 +30,10 @@ def measure(
     model: str | None = None,
     batch: int = 1,
     context: int = 512,
-    nodes: Rows[int] | None = None,
+    nodes: Sequence[int] | None = None,
     repeat: int = 9,
     fresh: bool = False,
-    clock: Clock = time.perf_counter,
+    clock: PassCostModel = time.perf_counter,
     progress: Progress | None = None,
 ) -> Costs:
     """Time passes over trees of different sizes behind `context` tokens, for `batch` sequences together.
@@ -49,7 +49,7 @@ def measure(
     if not fresh and (known := recall(key)) is not None:
         return known
     with opened(target, batch, context) as sequences:
-        stand = Stand(target, sequences, repeat, clock, progress)
+        stand = TimingRig(target, sequences, repeat, clock, progress)
         curve = Curve()
         curve.add(stand.turns(sizes, "timing passes"))
         _refine(stand, curve)
@@ -60,7 +60,7 @@ def measure(
     return costs
 
 
-def _fitting(target: Target, batch: int, context: int, nodes: Rows[int] | None) -> tuple[int, ...]:
+def _fitting(target: Target, batch: int, context: int, nodes: Sequence[int] | None) -> tuple[int, ...]:
     """The sizes to begin with, one node always among them, checked against what the target can hold."""
     for name, value in (("batch", batch), ("context", context), ("nodes", min(nodes, default=0) if nodes else 1)):
         if value < 1:
@@ -85,7 +85,7 @@ def _fitting(target: Target, batch: int, context: int, nodes: Rows[int] | None) 
     return tuple(sorted({1, *wanted}))
 
 
-def _refine(stand: Stand, curve: Curve) -> None:
+def _refine(stand: TimingRig, curve: Curve) -> None:
     """Split where the cost jumps. Both ends are timed again beside the new sizes, so that all share their turns."""
     left = MOST_PROBES
     while suspects := curve.suspects()[: min(left, PROBES_AT_ONCE)]:
@@ -102,7 +102,7 @@ def _roundest(a: int, b: int) -> int:
     return max(range(a, b - 1), key=lambda nodes: nodes & -nodes)
 
 
-def _confirmed(stand: Stand, curve: Curve) -> tuple[Cliff, ...]:
+def _confirmed(stand: TimingRig, curve: Curve) -> tuple[Cliff, ...]:
     """The cliffs among the steepest edges, judged by fresh turns over each edge and the sizes beside it."""
     edges = curve.edges()[:MOST_CLIFFS]
     if not edges:

@@ -13,22 +13,21 @@ The rates are counted on real text with `rrs`, which looks at siblings one after
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from branchwise.draft import Budget, Drafter
+from branchwise.backends.base import Scored
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress
-from branchwise.sampling import SamplingParams
-from branchwise.sequence import Sequence
-from branchwise.target import Scored
-from branchwise.tree import DraftTree, Draw
 from branchwise.verify import Verdict
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Shape:
     """tokens that a step is expected to emit, the target's own included"""
 
 
-def shares(rates: Rows[float]) -> list[float]:
+def shares(rates: Sequence[float]) -> list[float]:
     """How often each child is the one that is accepted."""
     found, left = [], 1.0
     for rate in rates:
@@ -55,7 +54,7 @@ def shares(rates: Rows[float]) -> list[float]:
     return found
 
 
-def best_shape(rates: Rows[float], nodes: int, depth: int) -> Shape:
+def best_shape(rates: Sequence[float], nodes: int, depth: int) -> Shape:
     """The shape of the greatest worth with at most `nodes` nodes below its root, at most so deep.
 
     No node has more children than there are rates. Nodes that are worth nothing are left out.
@@ -71,7 +70,7 @@ class Shapes:
     the root with its first b - 1 children.
     """
 
-    def __init__(self, rates: Rows[float], nodes: int, depth: int) -> None:
+    def __init__(self, rates: Sequence[float], nodes: int, depth: int) -> None:
         if nodes < 1 or depth < 1:
             raise UsageError(f"A shape needs nodes and depth of at least 1, not {nodes} and {depth}.")
         if not rates or not all(0 <= rate <= 1 for rate in rates):
@@ -164,7 +163,7 @@ class Acceptance:
 def measure_acceptance(
     llm: LLM,
     drafter: Drafter,
-    prompts_ids: Rows[Rows[int]],
+    prompts_ids: Sequence[Sequence[int]],
     *,
     width: int,
     temperature: float = 1.0,
@@ -178,7 +177,7 @@ def measure_acceptance(
     if drafter.draw is not Draw.WITHOUT_REPLACEMENT:
         raise PairingError(
             f"Drafter {drafter.name!r} draws no siblings one after the other, so there is no i-th child to count; "
-            "use one that draws from laws, such as a draft model."
+            "use one that draws from distributions, such as a draft model."
         )
     witness = Witness(drafter, width)
     engine = llm.with_drafter(witness, verify="rrs").engine
@@ -208,12 +207,12 @@ class Witness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)  # what only some drafters have
 
-    def draft(self, sequences: Rows[Sequence], budgets: Rows[Budget]) -> list[DraftTree]:
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self._trees = self.drafter.draft(sequences, budgets)
         return self._trees
 
-    def observe(self, sequences: Rows[Sequence], scored: Scored, verdicts: Rows[Verdict]) -> None:
-        self.drafter.observe(sequences, scored, verdicts)
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        self.drafter.update(sequences, scored, verdicts)
         for tree, verdict in zip(self._trees, verdicts, strict=True):
             for node, kept in pairwise((*verdict.path, None)):
                 assert node is not None

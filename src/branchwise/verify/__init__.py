@@ -1,15 +1,15 @@
-"""Verifiers: rules that turn a drafted tree and the target's laws into an accepted path and one more token.
+"""Verifiers: rules that turn a drafted tree and the target's distributions into an accepted path and one more token.
 
 Words used in every file here:
 
     root    node 0, the last emitted token
     path    nodes from the root downwards; the accepted path always holds the root
-    p(.|u)  the target's law after node u, all warping done (`Laws.rows`)
-    q(.|u)  the law that the children of u were really drawn from (`DraftTree.q`)
+    p(.|u)  the target's distribution after node u, all warping done (`Distributions.rows`)
+    q(.|u)  the distribution that the children of u were really drawn from (`DraftTree.q`)
 
 A verifier emits the tokens of the accepted path below the root and one token more. It is lossless when the text it
-emits step after step has the target's own law. Which rule achieves that depends on how the tree was drawn, so every
-verifier names the draws it accepts, and a wrong pairing is refused before anything runs.
+emits step after step has the target's own distribution. Which rule achieves that depends on how the tree was drawn, so
+every verifier names the draws it accepts, and a wrong pairing is refused before anything runs.
 
 Verifiers are batched tensor programs: loops of fixed length, masks in place of branches on drawn values, and all
 randomness from a `Chance`. One host sync then serves a whole batch, when the engine reads the verdicts.
@@ -24,13 +24,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.rows import row_sum
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.errors import PairingError
-from branchwise.forest import Forest
-from branchwise.laws import Laws
 from branchwise.registry import Registry
-from branchwise.rows import total
-from branchwise.tree import DraftTree, Draw
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ sequence gets the same verdict alone as among others."""
 class Verifier(Protocol):
     """A rule, and the draws for which it is lossless. One that is not says `lossless = False`, and `lossy` by name.
 
-    One that says which tables of a forest it `reads` is told no others where its verdicts are recorded.
+    One that says which tables of a batch of trees it `reads` is told no others where its verdicts are recorded.
     """
 
     name: str
     accepts: frozenset[Draw]
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts: ...
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts: ...
 
 
 VERIFIERS = Registry(
@@ -136,14 +136,14 @@ VERIFIERS = Registry(
 )
 
 
-def left_of(laws: Laws, p: Tensor, q: Tensor, share: Tensor | None = None) -> Tensor:
+def left_of(probs: TargetProbs, p: Tensor, q: Tensor, share: Tensor | None = None) -> Tensor:
     """What is still wanted of p (…, vocabulary) after it was served from q: max(p - share q, 0), not normalised.
 
-    Where nothing is left, p itself: such a law is never asked for, except by rounding.
+    Where nothing is left, p itself: such a distribution is never asked for, except by rounding.
     """
     left = torch.sub(p, q if share is None else q * share[..., None].to(q.dtype)).clamp_min_(0)
-    empty = total(left) == 0
-    if laws.lazy and not bool(empty.any()):
+    empty = row_sum(left) == 0
+    if probs.lazy and not bool(empty.any()):
         return left
     return torch.where(empty[..., None], p, left)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import Draw
 from branchwise.verify import VERIFIERS, Verdicts, Verifier
 
 
@@ -15,16 +15,16 @@ class Auto:
     name = "auto"
     accepts = frozenset(Draw) - {Draw.FORK}
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        return choose(forest)(forest, laws, chance)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        return choose(batch)(batch, probs, chance)
 
 
-def choose(forest: Forest) -> Verifier:
-    drawn = {tree.draw for tree in forest.trees}
+def choose(batch: TreeBatch) -> Verifier:
+    drawn = {tree.draw for tree in batch.trees}
     if Draw.WITHOUT_REPLACEMENT in drawn:
         name = "traversal"
     elif Draw.PATHS in drawn:
-        name = "cascade" if any(len(tree.leaves) > 1 for tree in forest.trees) else "block"
+        name = "cascade" if any(len(tree.leaves) > 1 for tree in batch.trees) else "block"
     else:
         name = "match"
     verifier: Verifier = VERIFIERS.build(name)

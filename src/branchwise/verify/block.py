@@ -19,11 +19,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, settled, where_rows
-from branchwise.rows import rows_at, total
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.rows import gather_rows, row_sum
+from branchwise.core.target_probs import TargetProbs, settled, where_rows
+from branchwise.core.tree import Draw
 from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.match import or_match
 
@@ -34,14 +34,14 @@ class Block:
     reads = ("tokens", "paths")
 
     @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         """Verify the first path."""
-        path = Path.below(forest, forest.paths[:, 0])
+        path = Path.below(batch, batch.paths[:, 0])
         root = torch.zeros_like(path.length)
-        spans = list(read(forest, laws, path, laws.rows(root), forest.q_rows(root)))
+        spans = list(read(batch, probs, path, probs.rows(root), batch.q_rows(root)))
         p, q = at_tokens(spans, path.tokens)
-        block = verify_block(laws, chance, path, spans, clipped_products(p / q), own_law)
-        return path.verdicts(block.kept, chance.pick(block.residual(forest, laws, path)))
+        block = verify_block(probs, chance, path, spans, clipped_products(p / q), own_probs)
+        return path.verdicts(block.kept, chance.pick(block.residual(batch, probs, path)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +56,11 @@ class Path:
     """(batch,): how many tokens it has"""
 
     @classmethod
-    def below(cls, forest: Forest, nodes: Tensor) -> Path:
+    def below(cls, batch: TreeBatch, nodes: Tensor) -> Path:
         """The path through nodes (batch, n + 1) that are padded with -1."""
         length = (nodes >= 0).sum(dim=1) - 1
         nodes = nodes.clamp_min(0)
-        return cls(nodes, rows_at(forest.tokens, nodes[:, 1:]), length)
+        return cls(nodes, gather_rows(batch.tokens, nodes[:, 1:]), length)
 
     def verdicts(self, kept: Tensor, tokens: Tensor) -> Verdicts:
         """Keep the first `kept` tokens of a path that starts at the root."""
@@ -70,7 +70,7 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The laws at some consecutive nodes of a path: one on the host, as many as there are on a device."""
+    """The distributions at some consecutive nodes of a path: one on the host, as many as there are on a device."""
 
     start: int
     p: Tensor
@@ -82,19 +82,19 @@ class Span:
         return self.start + self.p.shape[1]
 
 
-def read(forest: Forest, laws: Laws, path: Path, p: Tensor, q: Tensor) -> Iterator[Span]:
-    """The laws along a path; `p` and `q` (batch, vocabulary) are those of its first node."""
+def read(batch: TreeBatch, probs: TargetProbs, path: Path, p: Tensor, q: Tensor) -> Iterator[Span]:
+    """The distributions along a path; `p` and `q` (batch, vocabulary) are those of its first node."""
     last = path.tokens.shape[1]
-    if not laws.lazy:
+    if not probs.lazy:
         nodes = path.nodes[:, 1:last]
-        yield Span(0, with_first(p, laws.rows(nodes)), with_first(q, forest.q_rows(nodes)))
+        yield Span(0, with_first(p, probs.rows(nodes)), with_first(q, batch.q_rows(nodes)))
         return
     yield Span(0, p[:, None], q[:, None])
     for start in range(1, last):
-        if settled(laws, path.length <= start):
+        if settled(probs, path.length <= start):
             return
         nodes = path.nodes[:, start : start + 1]
-        yield Span(start, laws.rows(nodes), forest.q_rows(nodes))
+        yield Span(start, probs.rows(nodes), batch.q_rows(nodes))
 
 
 def with_first(row: Tensor, rows: Tensor) -> Tensor:
@@ -120,13 +120,13 @@ def clipped_products(ratios: Tensor) -> Tensor:
 
 class DrawnFrom(Protocol):
     def __call__(self, span: Span, place: Tensor | None = None) -> Tensor:
-        """(batch, n, vocabulary): the law that a path was drawn from at the nodes of a span, or, with n = 1, at one of
-        its places (batch,)."""
+        """(batch, n, vocabulary): the distribution that a path was drawn from at the nodes of a span, or, with n = 1,
+        at one of its places (batch,)."""
 
 
-def own_law(span: Span, place: Tensor | None = None) -> Tensor:
+def own_probs(span: Span, place: Tensor | None = None) -> Tensor:
     """`DrawnFrom`, of a path that nobody chose."""
-    return span.q if place is None else rows_at(span.q, place)[:, None]
+    return span.q if place is None else gather_rows(span.q, place)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,20 +138,20 @@ class Kept:
     whole: Tensor
     """(batch,) bool: all of the path"""
     left: Tensor
-    """(batch, vocabulary): unnormalised law of the token after a path that was not kept whole"""
+    """(batch, vocabulary): unnormalised distribution of the token after a path that was not kept whole"""
     mass: Tensor
     """(batch,) float64: of the residual"""
 
-    def residual(self, forest: Forest, laws: Laws, path: Path) -> Tensor:
-        """(batch, vocabulary): the unnormalised law of the token that follows."""
-        if settled(laws, ~self.whole):
+    def residual(self, batch: TreeBatch, probs: TargetProbs, path: Path) -> Tensor:
+        """(batch, vocabulary): the unnormalised distribution of the token that follows."""
+        if settled(probs, ~self.whole):
             return self.left
-        end = laws.rows(path.nodes.gather(1, path.length[:, None])[:, 0])
-        return where_rows(laws, self.whole, end, self.left)
+        end = probs.rows(path.nodes.gather(1, path.length[:, None])[:, 0])
+        return where_rows(probs, self.whole, end, self.left)
 
 
 def verify_block(
-    laws: Laws,
+    probs: TargetProbs,
     chance: Chance,
     path: Path,
     spans: list[Span],
@@ -172,18 +172,18 @@ def verify_block(
     kept = torch.where(whole, path.length, -1)
     left, left_mass = spans[0].p[:, 0], torch.ones_like(weights[:, 0])
     for span in reversed(spans):
-        if settled(laws, kept >= 0):
+        if settled(probs, kept >= 0):
             break
         steps = torch.arange(span.start, span.stop, device=weights.device)
         w = weights[:, span.start : span.stop]
         coin = first_coin + STRIDE - span.stop + 1
-        if laws.lazy and span.start > 0:
+        if probs.lazy and span.start > 0:
             # No odds h_i are above w_i, and the coin often says enough.
             open_ = (kept < 0) & (path.length > span.start)
             if not chance.hopes(torch.where(open_[:, None], w, 0.0), coin).any():
                 continue
         rows = wanted(span.p, w, drawn_from(span))
-        mass = total(rows)
+        mass = row_sum(rows)
         odds = torch.where((w == 1) | (steps == 0), 1.0, mass / (mass + 1 - w))
         odds = torch.where((steps < path.length[:, None]) & (kept < 0)[:, None], odds, 0.0)
         turn = chance.first(odds.flip(1), coin)
@@ -192,18 +192,19 @@ def verify_block(
         # Where p equals q nothing is left, and no coin of odds 1 fails; rounding may still ask, and p is the answer.
         here_mass = mass.gather(1, here[:, None])[:, 0]
         empty = found & (here_mass == 0)
-        p = rows_at(span.p, here)
-        if laws.lazy:
-            row = rows_at(rows, here)
+        p = gather_rows(span.p, here)
+        if probs.lazy:
+            row = gather_rows(rows, here)
         else:  # one row made again costs less than writing all of them
             row = wanted(p[:, None], w.gather(1, here[:, None]), drawn_from(span, here))[:, 0]
-        row = where_rows(laws, empty, p, row)
-        left = where_rows(laws, found, row, left)
+        row = where_rows(probs, empty, p, row)
+        left = where_rows(probs, found, row, left)
         left_mass = torch.where(found & ~empty, here_mass, left_mass)
         kept = torch.where(found, here + span.start, kept)
     return Kept(kept, whole, left, torch.where(whole, 1.0, left_mass))
 
 
 def wanted(p: Tensor, w: Tensor, drawn: Tensor) -> Tensor:
-    """(batch, n, vocabulary): max(w p - q, 0), where q is the law that tokens were `drawn` from and w is (batch, n)."""
+    """(batch, n, vocabulary): max(w p - q, 0), where q is the distribution that tokens were `drawn` from and w is
+    (batch, n)."""
     return (p * w[..., None].to(p.dtype)).sub_(drawn).clamp_min_(0)

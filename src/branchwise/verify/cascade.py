@@ -1,12 +1,13 @@
 """The cascade: multi-path block verification that goes on with the other paths after a stop.
 
-`lambda-gbv` throws the other K - 1 paths away when the chosen one stops at a node v with the residual law r. But given
-all that was seen, the others that run through v are still independent draws from a known law, and what is wanted from v
-is one token from r, then the target. That is the same task again, smaller: choose among them, verify, go on.
+`lambda-gbv` throws the other K - 1 paths away when the chosen one stops at a node v with the residual distribution r.
+But given all that was seen, the others that run through v are still independent draws from a known distribution, and
+what is wanted from v is one token from r, then the target. That is the same task again, smaller: choose among them,
+verify, go on.
 
-After a stop the law of the others' next token is q where the first path had been taken (nothing was learnt about the
-others), and q restricted to the tokens that rank below the chosen one where the highest had been taken (they rank below
-it, or they would have been chosen). Identical copies of a chosen first path stay draws like all others.
+After a stop the distribution of the others' next token is q where the first path had been taken (nothing was learnt
+about the others), and q restricted to the tokens that rank below the chosen one where the highest had been taken (they
+rank below it, or they would have been chosen). Identical copies of a chosen first path stay draws like all others.
 
 The mathematics is Branchwise's own; `branchwise audit verifiers` enumerates it.
 """
@@ -16,11 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, all_at_once, settled, where_rows
-from branchwise.rows import rows_at, total
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.rows import gather_rows, row_sum
+from branchwise.core.target_probs import TargetProbs, all_at_once, settled, where_rows
+from branchwise.core.tree import Draw
 from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.block import Kept, Path
 from branchwise.verify.gbv import GRID, Choice, Draws, Paths
@@ -35,31 +36,31 @@ class Cascade:
     mixtures = GRID
 
     @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        laws = all_at_once(laws)  # the stages come to as many rows as the tree has
-        paths = Paths(forest, laws)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        probs = all_at_once(probs)  # the stages come to as many rows as the tree has
+        paths = Paths(batch, probs)
         draws = paths.all
         anchor = torch.zeros_like(draws.depth)  # a path that runs through the node reached so far
         total = paths.nodes.shape[1]
         coins = STRIDE + 2  # of one stage: which path, and one for each of its nodes
         for stage in range(total):
-            if settled(laws, draws.count == 0):
+            if settled(probs, draws.count == 0):
                 break
             choice = paths.choose(draws, chance, self.mixtures, stage * coins, most=total - stage)
             block = choice.verify(chance, stage * coins + 1)
             anchor = torch.where(draws.count > 0, choice.taken, anchor)
             draws = go_on(choice, block, last=stage == total - 1)
-        path = Path.below(forest, rows_at(paths.nodes, anchor))
+        path = Path.below(batch, gather_rows(paths.nodes, anchor))
         return path.verdicts(draws.depth, chance.pick(draws.p))
 
 
 def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
-    """What is left to do after a stop: the residual as the law that is wanted, the others as draws."""
+    """What is left to do after a stop: the residual as the distribution that is wanted, the others as draws."""
     paths, draws = choice.paths, choice.draws
     active = draws.count > 0
-    wanted = block.residual(paths.forest, paths.laws, choice.path)
+    wanted = block.residual(paths.batch, paths.probs, choice.path)
     wanted = wanted / block.mass[:, None].to(wanted.dtype)
-    p = where_rows(paths.laws, active, wanted, draws.p)
+    p = where_rows(paths.probs, active, wanted, draws.p)
     depth = torch.where(active, draws.depth + block.kept, draws.depth)
     if last:
         return Draws(depth, torch.zeros_like(draws.alive), p, draws.q)
@@ -70,27 +71,29 @@ def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
     here, next_ = paths.at(depth), paths.at(depth, 1)
     others &= here == here.gather(1, taken)
     others &= choice.taken_first[:, None] | (next_ != next_.gather(1, taken))
-    if settled(paths.laws, ~others.any(dim=1)):
+    if settled(paths.probs, ~others.any(dim=1)):
         return Draws(depth, others, p, draws.q)
-    return Draws(depth, others, p, law_of_others(choice, block.kept, others))
+    return Draws(depth, others, p, probs_of_others(choice, block.kept, others))
 
 
-def law_of_others(choice: Choice, kept: Tensor, others: Tensor) -> Tensor:
-    """(batch, vocabulary): the law of the next token of the other paths where the chosen one stopped."""
+def probs_of_others(choice: Choice, kept: Tensor, others: Tensor) -> Tensor:
+    """(batch, vocabulary): the distribution of the next token of the other paths where the chosen one stopped."""
     token = choice.path.tokens.gather(1, kept.clamp_max(choice.path.tokens.shape[1] - 1)[:, None])
-    laws, law = choice.paths.laws, choice.draws.q
+    probs, row = choice.paths.probs, choice.draws.q
     for span, order in zip(choice.spans, choice.orders, strict=True):
         inside = (kept >= span.start) & (kept < span.stop) & others.any(dim=1)
-        if settled(laws, ~inside):
+        if settled(probs, ~inside):
             continue
         place = (kept - span.start).clamp(0, span.q.shape[1] - 1)
-        q = rows_at(span.q, place)
-        if not choice.alone and not settled(laws, choice.taken_first):
+        q = gather_rows(span.q, place)
+        if not choice.alone and not settled(probs, choice.taken_first):
             lower = (
-                order if span.q.shape[1] == 1 else Order(rows_at(span.p, place)[:, None], q[:, None], lazy=laws.lazy)
+                order
+                if span.q.shape[1] == 1
+                else Order(gather_rows(span.p, place)[:, None], q[:, None], lazy=probs.lazy)
             )
             lower_q = lower.only_below(token)[:, 0]
-            lower_q /= total(lower_q)[:, None].to(q.dtype)
-            q = where_rows(laws, choice.taken_first, q, lower_q)
-        law = where_rows(laws, inside, q, law)
-    return law
+            lower_q /= row_sum(lower_q)[:, None].to(q.dtype)
+            q = where_rows(probs, choice.taken_first, q, lower_q)
+        row = where_rows(probs, inside, q, row)
+    return row

@@ -1,10 +1,10 @@
 """Greedy multi-path block verification: block verification of the best of K drafted paths.
 
 Thomas and Pal, "Greedy Multi-Path Block Verification" (arXiv 2602.16961). Of K independent paths the one that ranks
-highest is taken, level by level in the order of p/q, and verified as a block against the law of the highest of K.
-`gbv` always takes that path. It can be worse than verifying one path, since the highest of K lies further from q: where
-q is close to p, that is a loss. `lambda-gbv` therefore takes the first path with a probability lambda that the two laws
-at the root decide, and verifies whichever it took against the mixture of both laws.
+highest is taken, level by level in the order of p/q, and verified as a block against the distribution of the highest of
+K. `gbv` always takes that path. It can be worse than verifying one path, since the highest of K lies further from q:
+where q is close to p, that is a loss. `lambda-gbv` therefore takes the first path with a probability lambda that the
+two distributions at the root decide, and verifies whichever it took against the mixture of both distributions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws
-from branchwise.rows import rows_at, total
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.rows import gather_rows, row_sum
+from branchwise.core.target_probs import TargetProbs
+from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts
 from branchwise.verify.block import (
     Kept,
@@ -27,7 +27,7 @@ from branchwise.verify.block import (
     Span,
     at_tokens,
     clipped_products,
-    own_law,
+    own_probs,
     read,
     verify_block,
     with_first,
@@ -45,11 +45,11 @@ class GBV:
     mixtures: tuple[float, ...] = (0.0,)
 
     @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        paths = Paths(forest, laws)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        paths = Paths(batch, probs)
         choice = paths.choose(paths.all, chance, self.mixtures, coin=0)
         block = choice.verify(chance, coin=1)
-        return choice.path.verdicts(block.kept, chance.pick(block.residual(forest, laws, choice.path)))
+        return choice.path.verdicts(block.kept, chance.pick(block.residual(batch, probs, choice.path)))
 
 
 class LambdaGBV(GBV):
@@ -66,9 +66,9 @@ class Draws:
     alive: Tensor
     """(batch, paths) bool: the paths through it that are still draws from q, independent of all that is known"""
     p: Tensor
-    """(batch, vocabulary): the law that the next token must have; below, the target's own"""
+    """(batch, vocabulary): the distribution that the next token must have; below, the target's own"""
     q: Tensor
-    """(batch, vocabulary): the law of the next tokens of these paths; below, the drafter's own"""
+    """(batch, vocabulary): the distribution of the next tokens of these paths; below, the drafter's own"""
     below: Tensor | None = None
     """(batch, vocabulary): the mass of q that ranks below each token, where it is known already"""
 
@@ -80,37 +80,37 @@ class Draws:
 class Paths:
     """The drafted paths of a batch and how they compare."""
 
-    def __init__(self, forest: Forest, laws: Laws) -> None:
-        self.forest = forest
-        self.laws = laws
-        self.nodes = forest.paths
+    def __init__(self, batch: TreeBatch, probs: TargetProbs) -> None:
+        self.batch = batch
+        self.probs = probs
+        self.nodes = batch.paths
         """(batch, paths, depth + 1), padded with -1"""
-        self.ranks = ranks(forest, laws) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes[..., 0])
-        at_once = not laws.lazy and laws.together and self.nodes.shape[1] > 1
+        self.ranks = ranks(batch, probs) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes[..., 0])
+        at_once = not probs.lazy and probs.together and self.nodes.shape[1] > 1
         self._below = self._all_below() if at_once else None
 
     def _all_below(self) -> Tensor:
         """(batch, rows, vocabulary): the masses that rank below, at every node."""
-        q = self.forest.q
+        q = self.batch.q
         assert q is not None
         nodes = torch.arange(q.shape[1], device=q.device).expand(len(q), -1)
-        return Order(self.laws.rows(nodes), q, lazy=False).below()
+        return Order(self.probs.rows(nodes), q, lazy=False).below()
 
     @property
     def all(self) -> Draws:
-        root = torch.zeros(len(self.forest), dtype=torch.long, device=self.nodes.device)
+        root = torch.zeros(len(self.batch), dtype=torch.long, device=self.nodes.device)
         alive = self.nodes[:, :, 0] >= 0
         below = None if self._below is None else self._below[:, 0]
-        return Draws(root, alive, self.laws.rows(root), self.forest.q_rows(root), below)
+        return Draws(root, alive, self.probs.rows(root), self.batch.q_rows(root), below)
 
     def order(self, span: Span, nodes: Tensor, first: Order) -> Order:
         """The order of tokens at the nodes (batch, n) of a span; `first` is that at the first node of the path."""
-        if self.laws.lazy:
+        if self.probs.lazy:
             return Order(span.p, span.q, lazy=True) if span.start else first
         if self._below is None:
             below = Order(span.p[:, 1:], span.q[:, 1:], lazy=False).below()
         else:
-            below = rows_at(self._below, nodes[:, 1:].clamp_max(self._below.shape[1] - 1))
+            below = gather_rows(self._below, nodes[:, 1:].clamp_max(self._below.shape[1] - 1))
         return Order(span.p, span.q, lazy=False, below=with_first(first.below()[:, 0], below))
 
     def at(self, depth: Tensor, beyond: int = 0) -> Tensor:
@@ -128,49 +128,50 @@ class Paths:
         """
         most = most or self.nodes.shape[1]
         below = None if draws.below is None else draws.below[:, None]
-        order = Order(draws.p[:, None], draws.q[:, None], lazy=self.laws.lazy, below=below)
+        order = Order(draws.p[:, None], draws.q[:, None], lazy=self.probs.lazy, below=below)
         first = draws.alive.int().argmax(dim=1)
-        alone = most == 1 or (self.laws.lazy and bool((draws.count <= 1).all()))
+        alone = most == 1 or (self.probs.lazy and bool((draws.count <= 1).all()))
         if alone:
             share, taken_first, taken = torch.ones_like(draws.depth, dtype=torch.float64), draws.count >= 0, first
         else:
-            share = best_mixture(draws, order, mixtures, most, lazy=self.laws.lazy)
+            share = best_mixture(draws, order, mixtures, most, lazy=self.probs.lazy)
             taken_first = chance.first(share[:, None], coin) == 0
             taken = torch.where(taken_first, first, self._highest(draws))
         steps = torch.arange(self.nodes.shape[2], device=self.nodes.device)
-        own = rows_at(self.nodes, taken)
+        own = gather_rows(self.nodes, taken)
         places = draws.depth[:, None] + steps
         nodes = torch.where(places < len(steps), own.gather(1, places.clamp_max(len(steps) - 1)), -1)
         nodes = torch.where((draws.count > 0)[:, None] | (steps == 0), nodes, -1)
-        return Choice(self, draws, order, share, taken_first, taken, Path.below(self.forest, nodes), most, alone)
+        return Choice(self, draws, order, share, taken_first, taken, Path.below(self.batch, nodes), most, alone)
 
     def _highest(self, draws: Draws) -> Tensor:
-        """(batch,): the living path that ranks highest, by the first laws of `draws` and those of the nodes below."""
-        tokens = rows_at(self.forest.tokens, self.at(draws.depth, 1).clamp_min(0))
+        """(batch,): the living path that ranks highest, by the first distributions of `draws` and those of the nodes
+        below."""
+        tokens = gather_rows(self.batch.tokens, self.at(draws.depth, 1).clamp_min(0))
         p, q = draws.p.gather(1, tokens), draws.q.gather(1, tokens)
         keys = sort_keys(p, q, draws.p.shape[-1])
-        # Paths that take the same token part further down, where the laws are those that `ranks` has seen.
+        # Paths that take the same token part further down, where the distributions are those that `ranks` has seen.
         wins = _beats((keys, tokens, self.ranks)).sum(dim=2)
         return torch.where(draws.alive, wins, -1).argmax(dim=1)
 
 
-def ranks(forest: Forest, laws: Laws) -> Tensor:
+def ranks(batch: TreeBatch, probs: TargetProbs) -> Tensor:
     """(batch, paths): how many paths each one beats. The order is total, so this ranks any choice of them too.
 
-    Paths compare by the first token in which they differ, so only nodes where they part need their laws read.
+    Paths compare by the first token in which they differ, so only nodes where they part need their distributions read.
     """
-    nodes = forest.paths
-    assert forest.q is not None
-    keys = forest.q.new_zeros(len(forest), forest.nodes)  # of every node among its siblings
-    for forks in forest.forks.split(1 if laws.lazy else max(forest.forks.shape[1], 1), dim=1):
-        p, q = laws.rows(forks.clamp_min(0)), forest.q_rows(forks)
-        parents = forks[:, :, None] == forest.parents[:, None, :]  # (batch, forks, nodes)
+    nodes = batch.paths
+    assert batch.q is not None
+    keys = batch.q.new_zeros(len(batch), batch.nodes)  # of every node among its siblings
+    for forks in batch.forks.split(1 if probs.lazy else max(batch.forks.shape[1], 1), dim=1):
+        p, q = probs.rows(forks.clamp_min(0)), batch.q_rows(forks)
+        parents = forks[:, :, None] == batch.parents[:, None, :]  # (batch, forks, nodes)
         parents &= (forks >= 0)[:, :, None]
-        tokens = forest.tokens[:, None, :].expand(-1, forks.shape[1], -1)
+        tokens = batch.tokens[:, None, :].expand(-1, forks.shape[1], -1)
         found = sort_keys(p.gather(2, tokens), q.gather(2, tokens), p.shape[-1])
         keys += torch.where(parents, found, 0.0).sum(dim=1)
     steps = nodes[:, :, 1:].clamp_min(0)
-    found, tokens = (rows_at(table, steps.flatten(1)).view(steps.shape) for table in (keys, forest.tokens))
+    found, tokens = (gather_rows(table, steps.flatten(1)).view(steps.shape) for table in (keys, batch.tokens))
     contest = [table for pair in zip(found.unbind(dim=2), tokens.unbind(dim=2), strict=True) for table in pair]
     return _beats(contest).sum(dim=2)
 
@@ -187,8 +188,8 @@ def _beats(contest: Sequence[Tensor]) -> Tensor:
 def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: int, *, lazy: bool) -> Tensor:
     """(batch,) float64: the probability of taking the first path that promises most for the first token.
 
-    It may look at nothing but the laws and the number of the paths. The promise is the overlap of what is wanted with
-    what the mixture would give; of equal promises the smallest probability is taken.
+    It may look at nothing but the distributions and the number of the paths. The promise is the overlap of what is
+    wanted with what the mixture would give; of equal promises the smallest probability is taken.
     """
     alone = draws.count <= 1
     if len(mixtures) == 1:
@@ -197,7 +198,7 @@ def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: 
     p, q = order.p[:, 0], order.q[:, 0]
     gain = boost(order.below(), order.q, torch.ones_like(order.q[..., :1]), draws.count[:, None, None], most, lazy=lazy)
     highest = gain[:, 0].mul_(q)
-    overlaps = torch.stack([total(torch.lerp(highest, q, share).clamp_(max=p)) for share in mixtures], dim=1)
+    overlaps = torch.stack([row_sum(torch.lerp(highest, q, share).clamp_(max=p)) for share in mixtures], dim=1)
     noise = 1e-12 if p.dtype == torch.float64 else 1e-6
     good = overlaps >= overlaps.amax(dim=1, keepdim=True) - noise
     share = torch.ones_like(overlaps[:, 0])
@@ -208,7 +209,7 @@ def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: 
 
 @dataclass(eq=False)
 class Choice:
-    """A path that was taken, with all that its law depends on."""
+    """A path that was taken, with all that its distribution depends on."""
 
     paths: Paths
     draws: Draws
@@ -224,16 +225,17 @@ class Choice:
     """its part below the node of the draws"""
     most: int
     alone: bool
-    """whether there was no choice: one path, whose law is q"""
+    """whether there was no choice: one path, whose distribution is q"""
 
     def verify(self, chance: Chance, coin: int) -> Kept:
-        """Block verification against the law that the path was taken from, the same whichever way it was taken."""
-        laws = self.paths.laws
-        self.spans = list(read(self.paths.forest, laws, self.path, self.draws.p, self.draws.q))
+        """Block verification against the distribution that the path was taken from, the same whichever way it was
+        taken."""
+        probs = self.paths.probs
+        self.spans = list(read(self.paths.batch, probs, self.path, self.draws.p, self.draws.q))
         p, q = at_tokens(self.spans, self.path.tokens)
         if self.alone:
             self.orders = [self.order] * len(self.spans)  # nobody asks
-            return verify_block(laws, chance, self.path, self.spans, clipped_products(p / q), own_law, coin)
+            return verify_block(probs, chance, self.path, self.spans, clipped_products(p / q), own_probs, coin)
         self.orders = [
             self.paths.order(span, self.path.nodes[:, span.start : span.stop], self.order) for span in self.spans
         ]
@@ -246,7 +248,7 @@ class Choice:
         ).double()
         share = shares(q, below)
         count = self.draws.count[:, None]
-        gain = boost(below, q, share, count, self.most, lazy=laws.lazy)
+        gain = boost(below, q, share, count, self.most, lazy=probs.lazy)
         first = odds_of_first(self.share, gain)
         weights = clipped_products(p / (q * (first + (1 - first) * gain)))
 
@@ -254,11 +256,11 @@ class Choice:
             below, q = self.orders[self.spans.index(span)].below(), span.q
             shares_, one = (numbers[:, span.start : span.stop, None].to(q.dtype) for numbers in (share, first))
             if place is not None:
-                below, q, shares_, one = (rows_at(table, place)[:, None] for table in (below, q, shares_, one))
-            gain = boost(below, q, shares_, count[..., None], self.most, lazy=laws.lazy)
+                below, q, shares_, one = (gather_rows(table, place)[:, None] for table in (below, q, shares_, one))
+            gain = boost(below, q, shares_, count[..., None], self.most, lazy=probs.lazy)
             return gain.mul_(1 - one).add_(one).mul_(q)
 
-        return verify_block(laws, chance, self.path, self.spans, weights, drawn_from, coin)
+        return verify_block(probs, chance, self.path, self.spans, weights, drawn_from, coin)
 
 
 def shares(q: Tensor, below: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """The longest run wins. This rule is lossy: with more than one branch it changes what the target would have written.
 
-Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644). After a step the target's law at the
-last accepted node is known. W tokens drawn from it begin the next tree, so they need no test, and the draft model
-continues each by a chain, whose tokens are accepted with min(1, p/q). Of all branches the one with the longest accepted
-run is kept (the first of several). That is the bias: a first token is preferred because the draft goes on well behind
-it. With one branch it is speculative sampling, and lossless.
+Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644). After a step the target's distribution
+at the last accepted node is known. W tokens drawn from it begin the next tree, so they need no test, and the draft
+model continues each by a chain, whose tokens are accepted with min(1, p/q). Of all branches the one with the longest
+accepted run is kept (the first of several). That is the bias: a first token is preferred because the draft goes on well
+behind it. With one branch it is speculative sampling, and lossless.
 
-A step ends without a token of its own: the last accepted node is the next root, and the law behind it, which this pass
-has scored, begins the next tree (`draft/fork.py`). Where no law was known, the first level is the draft's and is tested
-like the others; if nothing is accepted there, one token follows from max(p - q, 0).
+A step ends without a token of its own: the last accepted node is the next root, and the distribution behind it, which
+this pass has scored, begins the next tree (`fork.py`). Where no distribution was known, the first level is the draft's
+and is tested like the others; if nothing is accepted there, one token follows from max(p - q, 0).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, settled
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.target_probs import TargetProbs, settled
+from branchwise.core.tree import Draw
 from branchwise.verify import STRIDE, Verdicts
 from branchwise.verify.block import Path
 
@@ -29,48 +29,48 @@ class Longest:
     accepts = frozenset({Draw.FORK})
     lossless = False
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        branches = forest.levels.transpose(1, 2)  # (batch, width, depth + 1)
-        runs = torch.stack([run(forest, laws, chance, *pair) for pair in enumerate(branches.unbind(dim=1))], dim=1)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        branches = batch.levels.transpose(1, 2)  # (batch, width, depth + 1)
+        runs = torch.stack([run(batch, probs, chance, *pair) for pair in enumerate(branches.unbind(dim=1))], dim=1)
         winner = runs.argmax(dim=1, keepdim=True)  # the first of the longest
         kept = runs.gather(1, winner)[:, 0]
         nodes = branches.gather(1, winner[..., None].expand(-1, -1, branches.shape[2]))[:, 0]
-        path = Path.below(forest, torch.cat([torch.zeros_like(winner), nodes[:, 1:]], dim=1))
-        token = forest.tokens.gather(1, path.nodes.gather(1, kept[:, None]))[:, 0]
-        if not settled(laws, kept > 0):
-            token = torch.where(kept > 0, token, chance.pick(opening(forest, laws)))
+        path = Path.below(batch, torch.cat([torch.zeros_like(winner), nodes[:, 1:]], dim=1))
+        token = batch.tokens.gather(1, path.nodes.gather(1, kept[:, None]))[:, 0]
+        if not settled(probs, kept > 0):
+            token = torch.where(kept > 0, token, chance.pick(opening(batch, probs)))
         return path.verdicts((kept - 1).clamp_min(0), token)
 
 
-def run(forest: Forest, laws: Laws, chance: Chance, number: int, branch: Tensor) -> Tensor:
+def run(batch: TreeBatch, probs: TargetProbs, chance: Chance, number: int, branch: Tensor) -> Tensor:
     """(batch,): how many tokens of a branch (batch, depth + 1), padded with -1, are accepted before one is rejected."""
-    length = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
+    length = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
     node = torch.zeros_like(length)
-    for depth in range(1, forest.depth + 1):
+    for depth in range(1, batch.depth + 1):
         child = branch[:, depth]
         here = (length == depth - 1) & (child >= 0)
-        if settled(laws, ~here):
+        if settled(probs, ~here):
             break
         child = child.clamp_min(0)
-        certain = here & (forest.trusted > 0) if depth == 1 else torch.zeros_like(here)
+        certain = here & (batch.trusted > 0) if depth == 1 else torch.zeros_like(here)
         odds = certain.double()[:, None]
-        if not settled(laws, certain | ~here):
-            token = forest.tokens.gather(1, child[:, None])
-            ratio = laws.rows(node).gather(1, token) / forest.q_rows(node).gather(1, token)
+        if not settled(probs, certain | ~here):
+            token = batch.tokens.gather(1, child[:, None])
+            ratio = probs.rows(node).gather(1, token) / batch.q_rows(node).gather(1, token)
             odds = torch.where((here & ~certain)[:, None], ratio.double().clamp_max(1), odds)
         length += chance.first(odds, depth * STRIDE + number) == 0
         node = child
     return length
 
 
-def opening(forest: Forest, laws: Laws) -> Tensor:
+def opening(batch: TreeBatch, probs: TargetProbs) -> Tensor:
     """(batch, vocabulary): what a token follows where nothing was accepted, not normalised."""
-    root = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
-    p = laws.rows(root)
-    if forest.q is None:
+    root = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
+    p = probs.rows(root)
+    if batch.q is None:
         return p
-    q = forest.q_rows(root)
-    return torch.where(forest.trusted[:, None] > 0, q.to(p.dtype), after_stop(p, q, forest.lengths > 0))
+    q = batch.q_rows(root)
+    return torch.where(batch.trusted[:, None] > 0, q.to(p.dtype), after_stop(p, q, batch.lengths > 0))
 
 
 def after_stop(p: Tensor, q: Tensor, tested: Tensor) -> Tensor:

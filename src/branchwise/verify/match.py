@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import torch
 
-from branchwise.chance import Chance, SeededChance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, one_by_one, settled
-from branchwise.rows import pack_bits, unpack_bits
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance, SeededChance
+from branchwise.core.rows import pack_bits, unpack_bits
+from branchwise.core.target_probs import TargetProbs, one_by_one, settled
+from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts, Verifier
 
 
@@ -26,94 +26,94 @@ class Match:
     accepts = frozenset(Draw) - {Draw.FORK}
 
     reads = ("tokens", "parents", "depths", "seen")
-    """what it looks up in a forest on a device"""
+    """what it looks up in a batch of trees on a device"""
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        if not laws.lazy and isinstance(chance, SeededChance):
-            return at_once(forest, laws, chance)
-        device = forest.tokens.device
-        node = torch.zeros(len(forest), dtype=torch.long, device=device)
-        done = torch.zeros(len(forest), dtype=torch.bool, device=device)
-        paths = torch.full((len(forest), forest.depth + 1), -1, device=device)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        if not probs.lazy and isinstance(chance, SeededChance):
+            return at_once(batch, probs, chance)
+        device = batch.tokens.device
+        node = torch.zeros(len(batch), dtype=torch.long, device=device)
+        done = torch.zeros(len(batch), dtype=torch.bool, device=device)
+        paths = torch.full((len(batch), batch.depth + 1), -1, device=device)
         paths[:, 0].zero_()
-        token = self._draw(laws, node, chance, 0)
-        for depth in range(1, forest.depth + 1):
-            child, found = forest.children_of(node, token)
+        token = self._draw(probs, node, chance, 0)
+        for depth in range(1, batch.depth + 1):
+            child, found = batch.children_of(node, token)
             done = done | ~found
-            if settled(laws, done):
+            if settled(probs, done):
                 break
             node = torch.where(done, node, child)
             paths[:, depth] = torch.where(done, -1, child)
             # A tree that is done keeps its token; its row is drawn again only to keep the batch in one shape.
-            token = torch.where(done, token, self._draw(laws, node, chance, depth))
+            token = torch.where(done, token, self._draw(probs, node, chance, depth))
         return Verdicts(paths, token)
 
     @staticmethod
-    def _draw(laws: Laws, node: torch.Tensor, chance: Chance, depth: int) -> torch.Tensor:
-        if laws.greedy:
-            return laws.best(node)
-        return chance.token(laws.rows(node), depth)
+    def _draw(probs: TargetProbs, node: torch.Tensor, chance: Chance, depth: int) -> torch.Tensor:
+        if probs.greedy:
+            return probs.best(node)
+        return chance.token(probs.rows(node), depth)
 
 
-def at_once(forest: Forest, laws: Laws, chance: SeededChance) -> Verdicts:
+def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdicts:
     """The same verdict without a walk: on a device, draw behind every node and see which nodes were foretold.
 
     A node is accepted where its token, and that of each of its ancestors, is the one drawn behind its parent. Those
     nodes are a path, and its last one is the deepest.
     """
-    nodes = torch.arange(forest.nodes, device=forest.device).expand(len(forest), -1)
-    drawn = laws.best(nodes) if laws.greedy else chance.tokens(laws.rows(nodes), forest.depths)
-    foretold = (drawn.gather(1, forest.parents.clamp_min(0)) == forest.tokens) & (forest.parents >= 0)
+    nodes = torch.arange(batch.nodes, device=batch.device).expand(len(batch), -1)
+    drawn = probs.best(nodes) if probs.greedy else chance.tokens(probs.rows(nodes), batch.depths)
+    foretold = (drawn.gather(1, batch.parents.clamp_min(0)) == batch.tokens) & (batch.parents >= 0)
     foretold[:, 0] = True
     missed = pack_bits(~foretold[:, None])  # (batch, 1, words)
-    accepted = ((forest.seen & missed) == 0).all(dim=-1) & foretold
+    accepted = ((batch.seen & missed) == 0).all(dim=-1) & foretold
     # Of twins, which no drafter should propose, the first.
-    rank = forest.depths * forest.nodes + (forest.nodes - 1 - nodes)
+    rank = batch.depths * batch.nodes + (batch.nodes - 1 - nodes)
     last = torch.where(accepted, rank, -1).argmax(dim=1, keepdim=True)
-    above = forest.seen.gather(1, last[..., None].expand(-1, -1, forest.seen.shape[2]))
-    path = unpack_bits(above, forest.nodes)[:, 0]
-    paths = torch.full_like(nodes, -1).scatter_reduce(1, forest.depths, torch.where(path, nodes, -1), "amax")
+    above = batch.seen.gather(1, last[..., None].expand(-1, -1, batch.seen.shape[2]))
+    path = unpack_bits(above, batch.nodes)[:, 0]
+    paths = torch.full_like(nodes, -1).scatter_reduce(1, batch.depths, torch.where(path, nodes, -1), "amax")
     return Verdicts(paths, drawn.gather(1, last)[:, 0])
 
 
 class Undrafted:
-    """What a rule for drawn trees does where nothing was drafted: one token from the law behind the root."""
+    """What a rule for drawn trees does where nothing was drafted: one token from the distribution behind the root."""
 
     name = "undrafted"
     accepts = frozenset(Draw)
     reads = ("tokens",)
 
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        root = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
-        return Verdicts(root[:, None], chance.pick(one_by_one(laws).rows(root)))
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        root = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
+        return Verdicts(root[:, None], chance.pick(one_by_one(probs).rows(root)))
 
 
 Self = TypeVar("Self")
-Rule = Callable[[Self, Forest, Laws, Chance], Verdicts]
+Rule = Callable[[Self, TreeBatch, TargetProbs, Chance], Verdicts]
 
 
 def or_match(rule: Rule[Self]) -> Rule[Self]:
-    """Leave greedy laws to `match`, on which all verifiers agree, and draw a token where nothing was drafted.
+    """Leave greedy distributions to `match`, on which all verifiers agree, and draw a token where nothing was drafted.
 
     Lossy rules need not.
     """
 
     @wraps(rule)
-    def verify(self: Self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        if laws.greedy:
-            return Match()(forest, laws, chance)
-        if forest.depth == 0:
-            return Undrafted()(forest, laws, chance)
-        return rule(self, forest, laws, chance)
+    def verify(self: Self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        if probs.greedy:
+            return Match()(batch, probs, chance)
+        if batch.depth == 0:
+            return Undrafted()(batch, probs, chance)
+        return rule(self, batch, probs, chance)
 
     verify.leaves_the_rest = True  # type: ignore[attr-defined]
     return verify
 
 
-def rule_for(verifier: Verifier, forest: Forest, laws: Laws) -> Verifier:
-    """Whose rule a verifier follows for these laws and trees; `or_match` says when that is not its own."""
+def rule_for(verifier: Verifier, batch: TreeBatch, probs: TargetProbs) -> Verifier:
+    """Whose rule a verifier follows for these distributions and trees; `or_match` says when that is not its own."""
     if not hasattr(type(verifier).__call__, "leaves_the_rest"):
         return verifier
-    if laws.greedy:
+    if probs.greedy:
         return Match()
-    return verifier if forest.depth else Undrafted()
+    return verifier if batch.depth else Undrafted()

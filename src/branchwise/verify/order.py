@@ -1,11 +1,11 @@
-"""A strict order of the tokens at a node, and the law of the highest of K draws.
+"""A strict order of the tokens at a node, and the distribution of the highest of K draws.
 
 Of K independent draws from q, the one that ranks highest has the mass
 
     G(t) = F(t)^K - F^-(t)^K        F, F^- = the mass of q ranked up to t, and below t
 
-Any strict order that is fixed by (p, q, node) gives an exact law; the order of p/q gives the one that suits the
-target. It costs a sort, so in a large vocabulary only tokens that carry mass are sorted, and the others rank below
+Any strict order that is fixed by (p, q, node) gives an exact distribution; the order of p/q gives the one that suits
+the target. It costs a sort, so in a large vocabulary only tokens that carry mass are sorted, and the others rank below
 them by token id.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.rows import BLOCK, filled_blocks, in_memory, total
+from branchwise.core.rows import BLOCK, filled_blocks, in_memory, row_sum
 
 RANKED = 512
 """At most so many tokens are sorted: in a vocabulary beyond it, those with q above 1 / RANKED."""
@@ -132,8 +132,8 @@ class RowOrder:
     def below_at(self, token: int) -> float:
         place = self._place(token)
         if place is None:
-            return max(float(total(self.q[:token]) - self._masses[self.ranked < token].sum()), 0.0)
-        return max(float(total(self.q) - self._masses[place:].sum()), 0.0)
+            return max(float(row_sum(self.q[:token]) - self._masses[self.ranked < token].sum()), 0.0)
+        return max(float(row_sum(self.q) - self._masses[place:].sum()), 0.0)
 
     def only_below(self, token: int) -> Tensor:
         place = self._place(token)

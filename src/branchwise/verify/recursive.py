@@ -3,7 +3,7 @@
 `mss`  Miao et al., "SpecInfer", ASPLOS 2024 (multi-step speculative sampling), and Yang et al., "Multi-Candidate
        Speculative Decoding" (arXiv 2401.06706) with replacement: the children are independent draws, repeats kept.
 `rrs`  recursive rejection sampling, without replacement: MCSD, RSD (Jeon et al., arXiv 2402.14160), Sequoia (Chen et
-       al., arXiv 2402.12374): no token is tried twice, and a rejected one leaves the law of the next.
+       al., arXiv 2402.12374): no token is tried twice, and a rejected one leaves the distribution of the next.
 
 After a rejection the target still wants max(P - Q, 0), normalised. Written out, after k rejections it wants
 
@@ -22,11 +22,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, settled
-from branchwise.rows import blank, rows_at, total
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.rows import blank, gather_rows, row_sum
+from branchwise.core.target_probs import TargetProbs, settled
+from branchwise.core.tree import Draw
 from branchwise.verify import STRIDE, Verdicts, left_of
 from branchwise.verify.match import or_match
 
@@ -38,21 +38,21 @@ class RRS:
     replace: ClassVar[bool] = False
 
     @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        children = self.candidates(forest)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        children = self.candidates(batch)
 
         def tries(nodes: Tensor) -> tuple[Tensor, ...]:
-            below = rows_at(children, nodes)
-            p, q = laws.rows(nodes), forest.q_rows(nodes)
-            tried = reject(p, q, tokens_of(forest, below), below >= 0, replace=self.replace)
+            below = gather_rows(children, nodes)
+            p, q = probs.rows(nodes), batch.q_rows(nodes)
+            tried = reject(p, q, tokens_of(batch, below), below >= 0, replace=self.replace)
             return below, tried.odds, tried.share
 
-        node, nodes, (share,) = descend(forest, laws, chance, tries)
-        return Verdicts(nodes, chance.pick(left_of(laws, laws.rows(node), forest.q_rows(node), share)))
+        node, nodes, (share,) = descend(batch, probs, chance, tries)
+        return Verdicts(nodes, chance.pick(left_of(probs, probs.rows(node), batch.q_rows(node), share)))
 
-    def candidates(self, forest: Forest) -> Tensor:
+    def candidates(self, batch: TreeBatch) -> Tensor:
         """(batch, nodes, most): what is tried at each node, in order; -1 where there is nothing."""
-        return forest.children
+        return batch.children
 
 
 class MSS(RRS):
@@ -61,24 +61,24 @@ class MSS(RRS):
     reads = ("tokens", "paths")
     replace = True
 
-    def candidates(self, forest: Forest) -> Tensor:
-        return next_on_paths(forest)
+    def candidates(self, batch: TreeBatch) -> Tensor:
+        return next_on_paths(batch)
 
 
-def next_on_paths(forest: Forest) -> Tensor:
+def next_on_paths(batch: TreeBatch) -> Tensor:
     """(batch, nodes, paths): the next node of every path that runs through a node, repeats kept; -1 for other paths."""
-    here, below = forest.paths[:, None, :, :-1], forest.paths[:, None, :, 1:]
-    nodes = torch.arange(forest.nodes, device=forest.device)[:, None, None]
+    here, below = batch.paths[:, None, :, :-1], batch.paths[:, None, :, 1:]
+    nodes = torch.arange(batch.nodes, device=batch.device)[:, None, None]
     return torch.where(here == nodes, below, -1).amax(dim=-1)
 
 
-def tokens_of(forest: Forest, nodes: Tensor) -> Tensor:
+def tokens_of(batch: TreeBatch, nodes: Tensor) -> Tensor:
     """The tokens of nodes (batch, …); any token where there is none."""
-    return rows_at(forest.tokens, nodes.clamp_min(0).flatten(1)).view(nodes.shape)
+    return gather_rows(batch.tokens, nodes.clamp_min(0).flatten(1)).view(nodes.shape)
 
 
 def descend(
-    forest: Forest, laws: Laws, chance: Chance, tries: Callable[[Tensor], tuple[Tensor, ...]]
+    batch: TreeBatch, probs: TargetProbs, chance: Chance, tries: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Walk down from the root while children are accepted.
 
@@ -86,29 +86,29 @@ def descend(
     numbers (batch, n) the caller wants to know of the last node. Returns that node (batch,), the way to it
     (batch, depth + 1), and the numbers: 0 at the bottom, where no child is tried and no row read.
     """
-    node = torch.zeros(len(forest), dtype=torch.long, device=forest.device)
+    node = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
     ended = torch.zeros_like(node, dtype=torch.bool)
     way = [node]
     known = None  # what is said of all nodes, where it does not wait for the walk to come to them
-    if not laws.lazy and laws.together:
-        known = tries(torch.arange(forest.nodes, device=forest.device).expand(len(forest), -1))
+    if not probs.lazy and probs.together:
+        known = tries(torch.arange(batch.nodes, device=batch.device).expand(len(batch), -1))
 
     def at(node: Tensor) -> tuple[Tensor, ...]:
         if known is None:
             return tuple(item[:, 0] for item in tries(node[:, None]))
-        return tuple(rows_at(item, node) for item in known)
+        return tuple(gather_rows(item, node) for item in known)
 
     children, odds, *numbers = at(node)
-    for depth in range(forest.depth):
+    for depth in range(batch.depth):
         turn = chance.first(torch.where(ended[:, None], 0.0, odds), depth * STRIDE)
         accepted = turn < children.shape[1]
         child = children.gather(1, turn.clamp_max(children.shape[1] - 1)[:, None])[:, 0]
         ended = ended | ~accepted
         way.append(torch.where(accepted, child, -1))
         node = torch.where(accepted, child, node)
-        if settled(laws, ended):
+        if settled(probs, ended):
             break
-        if depth + 1 < forest.depth:
+        if depth + 1 < batch.depth:
             children, odds, *numbers = at(node)
         else:
             numbers = [torch.where(accepted, 0.0, number) for number in numbers]
@@ -131,10 +131,11 @@ class Tried:
 def reject(
     p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor, *, replace: bool, acceptance: Tensor | None = None
 ) -> Tried:
-    """Try children with these tokens (batch, n, children) in turn at nodes with laws p, q (batch, n, vocabulary).
+    """Try children with these tokens (batch, n, children) in turn at nodes with distributions p, q (batch, n,
+    vocabulary).
 
-    `valid` marks the children that exist. `acceptance` (batch, n) is the mass of the target's law that is wanted from
-    the node at the start; by default all of it.
+    `valid` marks the children that exist. `acceptance` (batch, n) is the mass of the target's distribution that is
+    wanted from the node at the start; by default all of it.
     """
     a = torch.ones(p.shape[:2], dtype=torch.float64, device=p.device) if acceptance is None else acceptance
     wanted = a  # a_k, the mass still wanted
@@ -148,11 +149,11 @@ def reject(
         odds.append(torch.where(here, chance.clamp_max(1).nan_to_num(0.0), 0.0))
         next_b = b + c / z
         ratio = (next_b / a).to(q.dtype)[..., None]
-        left = a * total(torch.sub(p, q * ratio).clamp_min_(0))
+        left = a * row_sum(torch.sub(p, q * ratio).clamp_min_(0))
         next_c = left + c * (1 - wanted)
         wanted = torch.where(here, (left / next_c).nan_to_num(0.0), wanted)
         b, c = torch.where(here, next_b, b), torch.where(here, next_c, c)
         if not replace and turn + 1 < tokens.shape[-1]:
             untried = blank(untried, tokens[..., turn])
-            z = torch.where(here, total(untried), z)
+            z = torch.where(here, row_sum(untried), z)
     return Tried(torch.stack(odds, dim=-1), wanted, (b / a).nan_to_num(0.0))

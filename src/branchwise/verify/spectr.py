@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, settled
-from branchwise.rows import rows_at, total
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.rows import gather_rows, row_sum
+from branchwise.core.target_probs import TargetProbs, settled
+from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts, left_of
 from branchwise.verify.match import or_match
 from branchwise.verify.recursive import descend, next_on_paths, tokens_of
@@ -31,24 +31,24 @@ class KSeq:
     reads = ("tokens", "paths")
 
     @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        candidates = next_on_paths(forest)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        candidates = next_on_paths(batch)
 
         def tries(nodes: Tensor) -> tuple[Tensor, ...]:
-            children = rows_at(candidates, nodes)
-            p, q, tokens = laws.rows(nodes), forest.q_rows(nodes), tokens_of(forest, children)
+            children = gather_rows(candidates, nodes)
+            p, q, tokens = probs.rows(nodes), batch.q_rows(nodes), tokens_of(batch, children)
             count = (children >= 0).sum(dim=-1)
-            rho, beta = solve(p, q, count, children.shape[-1], laws)
+            rho, beta = solve(p, q, count, children.shape[-1], probs)
             odds = p.gather(-1, tokens).double() / (rho[..., None] * q.gather(-1, tokens))
             # Exact for every rho from the root upwards: each token's share of what is accepted is taken off.
             missed, _ = powers((1 - beta).clamp_min(0), count, children.shape[-1])
             taken = torch.where((beta > 0) & (count > 0), (1 - missed) / beta, 0.0)
             return children, torch.where(children >= 0, odds.clamp_max(1).nan_to_num(0.0), 0.0), rho, taken
 
-        node, nodes, (rho, taken) = descend(forest, laws, chance, tries)
-        p, q = laws.rows(node), forest.q_rows(node)
+        node, nodes, (rho, taken) = descend(batch, probs, chance, tries)
+        p, q = probs.rows(node), batch.q_rows(node)
         served = torch.minimum(p / rho.clamp_min(1)[:, None].to(p.dtype), q)
-        return Verdicts(nodes, chance.pick(left_of(laws, p, served, taken)))
+        return Verdicts(nodes, chance.pick(left_of(probs, p, served, taken)))
 
 
 def powers(base: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -60,9 +60,9 @@ def powers(base: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return power, before
 
 
-def solve(p: Tensor, q: Tensor, count: Tensor, most: int, laws: Laws) -> tuple[Tensor, Tensor]:
-    """rho and beta (batch, n) float64 for laws (batch, n, vocabulary), with rho at or a hair above the root, where the
-    residual is nonnegative. No node has more than `most` candidates.
+def solve(p: Tensor, q: Tensor, count: Tensor, most: int, probs: TargetProbs) -> tuple[Tensor, Tensor]:
+    """rho and beta (batch, n) float64 for distributions (batch, n, vocabulary), with rho at or a hair above the root,
+    where the residual is nonnegative. No node has more than `most` candidates.
 
     Newton's method inside a bracket. Each step goes a hair too far, so that the bracket closes from both sides.
     """
@@ -72,14 +72,14 @@ def solve(p: Tensor, q: Tensor, count: Tensor, most: int, laws: Laws) -> tuple[T
     rho, best = high, None
     for _ in range(ITERATIONS if p.dtype == torch.float32 else 4 * ITERATIONS):
         scaled = q * rho[..., None].to(q.dtype)
-        slope = total(torch.where(p >= scaled, q, 0.0))
-        beta = total(scaled.clamp_(max=p)) / rho
+        slope = row_sum(torch.where(p >= scaled, q, 0.0))
+        beta = row_sum(scaled.clamp_(max=p)) / rho
         missed, missed_before = powers((1 - beta).clamp_min(0), count, most)
         excess = rho * beta - 1 + missed
         enough = excess >= 0
         high, low = torch.where(enough, rho, high), torch.where(enough, low, rho)
         best = beta if best is None else torch.where(enough, beta, best)
-        if settled(laws, high - low <= 4 * hair * high):
+        if settled(probs, high - low <= 4 * hair * high):
             break
         steepness = slope + drawn * missed_before * (beta - slope) / rho
         step = rho - excess / steepness

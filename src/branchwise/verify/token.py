@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, settled, where_rows
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.target_probs import TargetProbs, settled, where_rows
+from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts, left_of
 from branchwise.verify.block import Path
 from branchwise.verify.match import or_match
@@ -25,24 +25,24 @@ class Token:
     reads = ("tokens", "paths")
 
     @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         """Verify the first path."""
-        path = Path.below(forest, forest.paths[:, 0])
+        path = Path.below(batch, batch.paths[:, 0])
         kept = torch.zeros_like(path.length)
-        law = laws.rows(path.nodes[:, 0])
+        row = probs.rows(path.nodes[:, 0])
         for step in range(path.tokens.shape[1]):
-            q, token = forest.q_rows(path.nodes[:, step]), path.tokens[:, step, None]
+            q, token = batch.q_rows(path.nodes[:, step]), path.tokens[:, step, None]
             here = (kept == step) & (path.length > step)
-            odds = law.gather(1, token) / q.gather(1, token)
+            odds = row.gather(1, token) / q.gather(1, token)
             accepted = here & (chance.first(torch.where(here[:, None], odds.clamp_max(1), 0.0), step) == 0)
-            if not settled(laws, accepted | ~here):
-                law = where_rows(laws, here & ~accepted, self.residual(laws, law, q), law)
+            if not settled(probs, accepted | ~here):
+                row = where_rows(probs, here & ~accepted, self.residual(probs, row, q), row)
             kept += accepted
-            if settled(laws, ~accepted):
+            if settled(probs, ~accepted):
                 break
-            law = where_rows(laws, accepted, laws.rows(path.nodes[:, step + 1]), law)
-        return path.verdicts(kept, chance.pick(law))
+            row = where_rows(probs, accepted, probs.rows(path.nodes[:, step + 1]), row)
+        return path.verdicts(kept, chance.pick(row))
 
-    def residual(self, laws: Laws, p: Tensor, q: Tensor) -> Tensor:
+    def residual(self, probs: TargetProbs, p: Tensor, q: Tensor) -> Tensor:
         """(batch, vocabulary): what the token after a rejection follows, not normalised."""
-        return left_of(laws, p, q)
+        return left_of(probs, p, q)

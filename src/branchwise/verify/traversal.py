@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from branchwise.chance import Chance
-from branchwise.forest import Forest
-from branchwise.laws import Laws, all_at_once, settled
-from branchwise.rows import rows_at
-from branchwise.tree import Draw
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rng import Chance
+from branchwise.core.rows import gather_rows
+from branchwise.core.target_probs import TargetProbs, all_at_once, settled
+from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts, left_of
 from branchwise.verify.match import or_match
 from branchwise.verify.recursive import reject
@@ -31,49 +31,49 @@ class Traversal:
     reads = ("tokens", "parents", "depths", "children", "levels", "postorder")
 
     @or_match
-    def __call__(self, forest: Forest, laws: Laws, chance: Chance) -> Verdicts:
-        laws = all_at_once(laws)
-        odds, share = odds_of_nodes(forest, laws)
-        order = forest.postorder
-        turn = chance.first(torch.where(order >= 0, rows_at(odds, order.clamp_min(0)), 0.0), 0)
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        probs = all_at_once(probs)
+        odds, share = odds_of_nodes(batch, probs)
+        order = batch.postorder
+        turn = chance.first(torch.where(order >= 0, gather_rows(odds, order.clamp_min(0)), 0.0), 0)
         node = order.gather(1, turn[:, None])[:, 0]
-        p, q = laws.rows(node), forest.q_rows(node)
-        return Verdicts(way_to(forest, node), chance.pick(left_of(laws, p, q, share.gather(1, node[:, None])[:, 0])))
+        p, q = probs.rows(node), batch.q_rows(node)
+        return Verdicts(way_to(batch, node), chance.pick(left_of(probs, p, q, share.gather(1, node[:, None])[:, 0])))
 
 
-def odds_of_nodes(forest: Forest, laws: Laws) -> tuple[Tensor, Tensor]:
+def odds_of_nodes(batch: TreeBatch, probs: TargetProbs) -> tuple[Tensor, Tensor]:
     """(batch, nodes) float64 each: the odds of every node's coin, and the share b / a of q that it has lost by then."""
-    odds = torch.ones(len(forest), forest.nodes + 1, dtype=torch.float64, device=forest.device)
+    odds = torch.ones(len(batch), batch.nodes + 1, dtype=torch.float64, device=batch.device)
     share = torch.zeros_like(odds)
     # One more column takes what padding writes.
     wanted = torch.ones_like(odds)
-    for depth, width in enumerate(forest.widths):
-        for level in forest.levels[:, depth].split(1 if laws.lazy else forest.levels.shape[2], dim=1):
-            if settled(laws, level < 0):
+    for depth, width in enumerate(batch.widths):
+        for level in batch.levels[:, depth].split(1 if probs.lazy else batch.levels.shape[2], dim=1):
+            if settled(probs, level < 0):
                 continue
             nodes = level.clamp_min(0)
-            children = rows_at(forest.children, nodes)[..., :width]
+            children = gather_rows(batch.children, nodes)[..., :width]
             children = torch.where((level >= 0)[..., None], children, -1)
-            tokens = rows_at(forest.tokens, children.clamp_min(0).flatten(1)).view(children.shape)
-            p, q, start = laws.rows(nodes), forest.q_rows(nodes), wanted.gather(1, nodes)
+            tokens = gather_rows(batch.tokens, children.clamp_min(0).flatten(1)).view(children.shape)
+            p, q, start = probs.rows(nodes), batch.q_rows(nodes), wanted.gather(1, nodes)
             tried = reject(p, q, tokens, children >= 0, replace=False, acceptance=start)
-            own = torch.where(level >= 0, level, forest.nodes)
+            own = torch.where(level >= 0, level, batch.nodes)
             odds.scatter_(1, own, tried.acceptance)
             share.scatter_(1, own, tried.share)
-            below = torch.where(children >= 0, children, forest.nodes).flatten(1)
+            below = torch.where(children >= 0, children, batch.nodes).flatten(1)
             wanted.scatter_(1, below, tried.odds.flatten(1))
             odds.scatter_(1, below, tried.odds.flatten(1))  # what a leaf is asked with
     odds[:, 0].fill_(1)
     return odds[:, :-1], share[:, :-1]
 
 
-def way_to(forest: Forest, node: Tensor) -> Tensor:
+def way_to(batch: TreeBatch, node: Tensor) -> Tensor:
     """(batch, depth + 1): the nodes from the root to the given ones, padded with -1."""
-    depth = forest.depths.gather(1, node[:, None])[:, 0]
-    nodes = torch.full((len(forest), forest.depth + 1), -1, device=node.device)
-    for _ in range(forest.depth + 1):
+    depth = batch.depths.gather(1, node[:, None])[:, 0]
+    nodes = torch.full((len(batch), batch.depth + 1), -1, device=node.device)
+    for _ in range(batch.depth + 1):
         place = depth.clamp_min(0)[:, None]
         nodes = nodes.scatter(1, place, torch.where(depth >= 0, node, nodes[:, 0])[:, None])
-        node = forest.parents.gather(1, node.clamp_min(0)[:, None])[:, 0]
+        node = batch.parents.gather(1, node.clamp_min(0)[:, None])[:, 0]
         depth = depth - 1
     return nodes

@@ -1,7 +1,7 @@
 """llama.cpp in this process, on the GGUF file that our weights come from.
 
 xllamacpp wraps llama.cpp's own server; requests go to it by a call, not through the network. The weights stay
-quantised, as its users run them, while ours were dequantised: the law is nearly, not exactly, the same.
+quantised, as its users run them, while ours were dequantised: the distribution is nearly, not exactly, the same.
 """
 
 from __future__ import annotations

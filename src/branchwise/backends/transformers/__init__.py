@@ -1,0 +1,1 @@
+"""Any decoder of transformers as a target."""

@@ -1,0 +1,373 @@
+"""The slot store: one preallocated place for the keys and values of all running sequences.
+
+A slot holds the rows of one sequence: its committed tokens from row 0 on, and behind them, during a pass, the nodes of
+its tree. Running sequences occupy the first slots (the last moves into a gap), so that a pass over all of them
+reads views and copies nothing. There is one tensor per shape of keys or values, since shapes can differ by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache
+
+from branchwise.backends.transformers.attention import attend, tree_mask
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.cuda.graphs import GraphedFunction
+from branchwise.cuda.inputs import BATCHES, NODES, PassInputs, PinnedBuffer, fitting
+
+Shape = tuple[int, int]
+"""(heads, width)"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of keys and of values in every layer, in order."""
+
+    keys: tuple[Shape, ...]
+    values: tuple[Shape, ...]
+
+    def bytes_per_row(self, dtype: torch.dtype) -> int:
+        return dtype.itemsize * sum(heads * width for heads, width in self.keys + self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class PartialTree:
+    """The rows of growing trees that earlier passes left behind the committed ones."""
+
+    rows: list[int]
+    """how many, for each sequence"""
+    depths: NDArray[np.int64]
+    """(batch, columns): of every row of the trees, those of the coming pass included"""
+
+
+class Pass:
+    """One forward pass: which slots it reads, where its nodes go, and what each node sees."""
+
+    def __init__(
+        self,
+        slots: list[int],
+        lengths: list[int],
+        depths: Tensor,
+        ancestors: Tensor | None,
+        written: PartialTree | None = None,
+    ) -> None:
+        """`depths` (batch, nodes); `ancestors` (batch, nodes, nodes), or None for one chain, as in prefill.
+
+        Where the trees have rows already, `ancestors` is (batch, nodes, columns) over all rows of the trees.
+        """
+        device = depths.device
+        nodes = depths.shape[1]
+        before = written.rows if written else [0] * len(lengths)
+        starts = [length + rows for length, rows in zip(lengths, before, strict=True)]
+        self.keys = max(starts) + nodes
+        self.lengths = torch.tensor(lengths, device=device)
+        self.rows = torch.tensor(starts, device=device)[:, None] + torch.arange(nodes, device=device)  # (batch, nodes)
+        self.slots: slice | Tensor
+        if slots == list(range(slots[0], slots[0] + len(slots))):
+            self.slots = slice(slots[0], slots[0] + len(slots))
+        else:
+            self.slots = torch.tensor(slots, device=device)
+        self.slot_column = torch.tensor(slots, device=device)[:, None]
+        self.depths = depths
+        self.ancestors = ancestors
+        self.written = written
+        # From an empty prefix a chain is plain causal attention, for which there are kernels without a mask.
+        self.causal = ancestors is None and max(lengths) == 0 and nodes > 1
+        self._all_seen = nodes == 1 and min(lengths) == max(lengths) and not any(before)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+        """The additive mask for layers with this window, and whether the causal flag stands in for it."""
+        if window is not None and window >= self.keys:
+            window = None
+        if window is None and (self._all_seen or self.causal):
+            return None, self.causal
+        if window not in self._masks:
+            ancestors = self.ancestors
+            if ancestors is None:
+                nodes = self.depths.shape[1]
+                ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.depths.device).tril_()
+            key_depths = torch.from_numpy(self.written.depths).to(self.depths.device) if self.written else None
+            self._masks[window] = tree_mask(self.lengths, self.depths, ancestors, self.keys, window, dtype, key_depths)
+        return self._masks[window], False
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the nodes (batch, heads, nodes, width) into a layer of the store; returns all rows that may be read."""
+        found = []
+        for tensor, states in ((keys, new_keys), (values, new_values)):
+            # The two index tensors stand around a slice, so their axes (batch, nodes) come first.
+            tensor[self.slot_column, :, self.rows] = states.transpose(1, 2)
+            found.append(tensor[self.slots, :, : self.keys])
+        return found[0], found[1]
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
+    ) -> Tensor:
+        """(batch, nodes, heads, width): what the nodes find among the rows that `write` returned."""
+        mask, causal = self.mask(window, query.dtype)
+        found = attend(query, keys, values, mask, causal=causal, scale=scale, softcap=softcap)
+        return found.transpose(1, 2).contiguous()
+
+
+class BlankCache(Cache):
+    """A cache that knows of no positions.
+
+    transformers asks a cache for them before it builds positions and masks. Positions are always given and masks are
+    made here, so the answers decide nothing; a model that uses them all the same fails the probe at load.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class KVCache(BlankCache):
+    """Keys and values in slots. During a pass it is the `Cache` that the model writes to and reads from."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        slots: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        by_kernels: bool = False,
+        record: bool = True,
+    ) -> None:
+        """`by_kernels` moves rows with a kernel for all layers, where there are kernels, and records that."""
+        super().__init__()
+        self.slots = slots
+        self.rows = rows
+        self.by_kernels = by_kernels
+        self._tensors: dict[tuple[str, Shape], Tensor] = {}
+        self.layers_keys = [self._place("keys", layout.keys, i, dtype, device) for i in range(len(layout.keys))]
+        self.layers_values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
+        self._running: list[SequenceState] = []
+        self._lengths: dict[SequenceState, int] = {}
+        self._touched = [0] * slots  # rows of each slot that may hold something
+        tensors = list(self._tensors.values())
+        self._moving = GraphedFunction(move, device, tensors, still=nowhere, capture=by_kernels and record)
+        self._moves: dict[tuple[int, int], Moves] = {}  # by the room for texts and steps
+        self.current: Pass | PassInputs | None = None
+
+    def _place(
+        self, kind: str, shapes: tuple[Shape, ...], layer: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """(slots, heads, rows, width): the layer's part of the one tensor for its shape."""
+        heads, width = shapes[layer]
+        if (kind, shapes[layer]) not in self._tensors:
+            size = (shapes.count(shapes[layer]), self.slots, heads, self.rows, width)
+            self._tensors[kind, shapes[layer]] = zeros(size, dtype, device)
+        return self._tensors[kind, shapes[layer]][shapes[:layer].count(shapes[layer])]
+
+    # Slots
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self._running)
+
+    def open(self, sequence: SequenceState) -> None:
+        assert self.free_slots > 0, "opened more sequences than there are slots"
+        self._running.append(sequence)
+        self._lengths[sequence] = 0
+
+    def fork(self, source: SequenceState, sequence: SequenceState) -> None:
+        """Open a sequence with a copy of the committed rows of another."""
+        assert self.free_slots > 0, "opened more sequences than there are slots"
+        origin, slot, rows = self._running.index(source), len(self._running), self._lengths[source]
+        self._touched[slot] = max(self._touched[slot], rows)
+        for tensor in self._tensors.values():
+            tensor[:, slot, :, :rows] = tensor[:, origin, :, :rows]
+        self.open(sequence)
+        self._lengths[sequence] = rows
+
+    def close(self, sequence: SequenceState) -> None:
+        gap = self._running.index(sequence)
+        last = self._running.pop()
+        del self._lengths[sequence]
+        free = len(self._running)
+        # With all that its passes wrote: a draft model comes back to rows that are not committed yet.
+        used = 0 if last is sequence else self._touched[free]
+        for tensor in self._tensors.values():
+            if last is not sequence:
+                tensor[:, gap, :, :used] = tensor[:, free, :, :used]
+            # Nothing of a text stays behind it: an overflow in it would reach whoever reads these rows under a mask.
+            tensor[:, gap, :, used : self._touched[gap]] = 0
+            tensor[:, free, :, : self._touched[free]] = 0
+        self._touched[free] = 0
+        if last is not sequence:
+            self._running[gap], self._touched[gap] = last, used
+
+    def length(self, sequence: SequenceState) -> int:
+        """How many tokens of the sequence are in the cache."""
+        return self._lengths[sequence]
+
+    # Passes
+
+    def begin(
+        self,
+        sequences: Sequence[SequenceState],
+        depths: Tensor,
+        ancestors: Tensor | None,
+        written: PartialTree | None = None,
+    ) -> Pass:
+        """Make ready for a pass over these sequences; see `Pass` for the rest."""
+        slots = [self._running.index(sequence) for sequence in sequences]
+        lengths = [self._lengths[sequence] for sequence in sequences]
+        self.current = Pass(slots, lengths, depths, ancestors, written)
+        assert self.current.keys <= self.rows, "a pass reaches beyond its slots"
+        self._touch(slots, [self.current.keys] * len(slots))
+        return self.current
+
+    def seat(
+        self, sequences: Sequence[SequenceState], written: Sequence[int], nodes: int, room: int
+    ) -> tuple[list[int], list[int]]:
+        """Slots and lengths of these sequences, for a pass on a sheet over so many nodes behind what is `written`.
+
+        The sheet has room for more nodes; what they write behind the tree means nothing.
+        """
+        slots = [self._running.index(sequence) for sequence in sequences]
+        lengths = [self._lengths[sequence] for sequence in sequences]
+        starts = [length + rows for length, rows in zip(lengths, written, strict=True)]
+        assert max(starts) + nodes <= self.rows, "a pass reaches beyond its slots"
+        self._touch(slots, [start + room for start in starts])
+        return slots, lengths
+
+    def _touch(self, slots: list[int], ends: list[int]) -> None:
+        for slot, end in zip(slots, ends, strict=True):
+            self._touched[slot] = max(self._touched[slot], min(end, self.rows))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the nodes of this pass, (batch, heads, nodes, width), and return all rows that it may read."""
+        assert self.current is not None, "a model ran on the store outside a pass"
+        return self.current.write(self.layers_keys[layer_idx], self.layers_values[layer_idx], key_states, value_states)
+
+    def move(self, slots: Tensor, lengths: Tensor, paths: Tensor) -> None:
+        """Move the rows of accepted paths, (batch, steps) padded with -1, by kernels, where the device knows them; what
+        is committed is for `keep` to say."""
+        self._moving(slots, lengths, paths)
+
+    def keep(
+        self, sequences: Sequence[SequenceState], paths: Sequence[tuple[int, ...]], *, moved_there: bool = False
+    ) -> None:
+        """Move the rows of each accepted path to the front of its tree, unless the device did, and count them as
+        committed."""
+        moved = [] if moved_there else [row for row, path in enumerate(paths) if path != tuple(range(len(path)))]
+        if moved:
+            slots = [self._running.index(sequences[number]) for number in moved]
+            lengths = [self._lengths[sequences[number]] for number in moved]
+            self._move(slots, lengths, [paths[number] for number in moved])
+        for sequence, path in zip(sequences, paths, strict=True):
+            self._lengths[sequence] += len(path)
+
+    def _move(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:
+        """Row length + path[i] of each slot becomes row length + i."""
+        device = self.layers_keys[0].device
+        if self.by_kernels:
+            size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
+            if size not in self._moves:
+                self._moves[size] = Moves(*size, device)
+            self.move(*self._moves[size].tell(slots, lengths, paths))
+            return
+        moves = [
+            (slot, length + node, length + i)
+            for slot, length, path in zip(slots, lengths, paths, strict=True)
+            for i, node in enumerate(path)
+            if node != i
+        ]
+        places, sources, goals = torch.tensor(moves, device=device).unbind(1)
+        for tensor in self._tensors.values():
+            tensor[:, places, :, goals] = tensor[:, places, :, sources]
+
+    def cut(self, sequence: SequenceState, length: int) -> None:
+        """Count only the first tokens of a sequence as committed; the rows behind them are free again."""
+        assert length <= self._lengths[sequence], "a cut made a sequence longer"
+        self._lengths[sequence] = length
+
+    def advance(self, sequence: SequenceState, rows: int) -> None:
+        """Count the first rows of the last pass as committed, as after a chunk of prefill."""
+        self._lengths[sequence] += rows
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.rows
+
+
+class Moves:
+    """Which rows go where, told by the host in one copy."""
+
+    def __init__(self, texts: int, steps: int, device: torch.device) -> None:
+        self._size = texts, steps
+        self._told = PinnedBuffer(texts * (2 + steps), device, fill=-1)
+
+    def tell(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same on the device: slots, lengths and paths (texts, steps)."""
+        texts, _ = self._size
+        told = self._told.here
+        told.fill(-1)
+        told[: len(slots)] = slots
+        told[texts : texts + len(lengths)] = lengths
+        steps = told[2 * texts :].reshape(self._size)
+        for row, path in zip(steps, paths, strict=False):
+            row[: len(path)] = path
+        there = self._told.bring()
+        return there[:texts], there[texts : 2 * texts], there[2 * texts :].view(self._size)
+
+
+def move(*inputs: Tensor) -> None:
+    """Move rows in all tensors of a store, all layers of each in one launch; the last three inputs say which."""
+    from branchwise.cuda import kernels
+
+    *tensors, slots, lengths, paths = inputs
+    steps = paths.int().contiguous()
+    for tensor in tensors:
+        kernels.keep_rows(tensor, slots, lengths, steps)
+
+
+@contextmanager
+def nowhere(slots: Tensor, lengths: Tensor, paths: Tensor) -> Iterator[None]:
+    """Name no slot meanwhile: what moves twice is lost."""
+    named = slots.clone()
+    slots.fill_(-1)
+    try:
+        yield
+    finally:
+        slots.copy_(named)
+
+
+def batch_ancestors(batch: TreeBatch, device: torch.device) -> Tensor:
+    """(batch, nodes, nodes) bool; padding nodes see only themselves besides the prefix."""
+    masks = torch.eye(batch.nodes, dtype=torch.bool).repeat(len(batch), 1, 1)
+    for mask, tree in zip(masks, batch.trees, strict=True):
+        mask[: len(tree), : len(tree)] = tree.topology.ancestors
+    return masks.to(device, non_blocking=True)
+
+
+def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost no memory on the CPU until they are touched: a store is mostly rows that nobody reaches.
+
+    Rows must not start as garbage: a masked key still meets the softmax, and NaN times zero is NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    flat = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(flat).view(dtype).view(size)

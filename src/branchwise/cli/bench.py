@@ -1,0 +1,376 @@
+"""`branchwise bench` and `branchwise report`. Heavy imports wait until a command needs them: help is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from branchwise.cli.options import (
+    Compile,
+    Device,
+    DraftModel,
+    Dtype,
+    Index,
+    Model,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    TrustRemoteCode,
+)
+from branchwise.errors import UsageError
+from branchwise.models import DEFAULT_MODEL
+from branchwise.progress import showing
+from branchwise.registry import split_specs
+
+if TYPE_CHECKING:
+    from branchwise.bench.contest import Contestant
+    from branchwise.bench.items import Item
+    from branchwise.bench.records import Record
+    from branchwise.llm import LLM
+
+STYLEBENCH = "stylebench"
+
+
+def bench(
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of prompts: Spec-Bench, MT-bench, HumanEval, GSM8K, or text; may be repeated."),
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Known set, found in --data: spec-bench, mt-bench, humaneval, gsm8k; or stylebench; may be repeated."
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of known sets.", show_default="$BRANCHWISE_DATA")] = None,
+    methods: Annotated[
+        str,
+        typer.Option(help="Presets (see `branchwise methods`), draft/tree/verify specs, or all; between commas."),
+    ] = "ngram",
+    draft_model: DraftModel = None,
+    index: Index = None,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="transformers, transformers-lookup, transformers-assisted:MODEL, llama.cpp, openai:URL; as --methods."
+        ),
+    ] = "",
+    model: Model = DEFAULT_MODEL,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="The most tokens of an answer.")] = 128,
+    full_length: Annotated[
+        bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have one length.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="The most tokens of a prompt and its answer: every method with a draft model has a cache of its own.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(help="Only prompts of this category of a set or file; may be repeated.", show_default="all"),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="The first prompts of each category.", show_default="all")] = None,
+    problems: Annotated[int, typer.Option(help="Problems for each task of stylebench.")] = 10,
+    repeat: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
+    order: Annotated[
+        str, typer.Option(help="interleaved: all contestants on a prompt before the next; or sequential.")
+    ] = "interleaved",
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            help="The most drafted nodes of a tree, the root not counted, for every method alike: a larger tree is cut "
+            "by its own rule."
+        ),
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="The most levels of a tree, for every method alike.")] = None,
+    state: Annotated[
+        str, typer.Option(help="cold: a fresh drafter for every prompt; warm: one that goes on learning.")
+    ] = "cold",
+    seed: Annotated[int, typer.Option(help="Of sampling; every contestant gets the same seeds.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    compile: Compile = False,
+    trust_remote_code: TrustRemoteCode = False,
+    out: Annotated[Path, typer.Option(help="Records, one JSON line per request. The same command goes on.")] = Path(
+        "bench.jsonl"
+    ),
+    categories: Annotated[bool, typer.Option("--categories", help="Show a row for every category.")] = False,
+    spec_bench_out: Annotated[
+        Path | None, typer.Option(help="Folder for Spec-Bench's own JSON lines, one file per contestant.")
+    ] = None,
+    vllm_out: Annotated[
+        Path | None, typer.Option(help="Folder for results with the keys of `vllm bench serve --save-result`.")
+    ] = None,
+    csv_out: Annotated[
+        Path | None, typer.Option(help="File for every number of the summary, a row per contestant and category.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git to ask.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Measure methods and peers against plain decoding: same process, same token ids, in turn.
+
+    branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
+    """
+    from branchwise.bench.provenance import without_folder
+    from branchwise.bench.records import STATES, Ledger
+    from branchwise.bench.run import Contest, Rules, digest, fitting
+    from branchwise.core.sampling import SamplingParams
+    from branchwise.draft.base import Budget
+    from branchwise.methods import PLAIN, PRESETS, find_methods
+
+    SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    rules = Rules(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        full_length=full_length,
+        batch=batch,
+        rounds=repeat,
+        order=order,
+        state=state,
+    )
+    if state not in STATES:
+        raise UsageError(f"Unknown state {state!r}. Known: {', '.join(STATES)}.")
+    for name, value in (("budget", budget), ("length", length), ("limit", limit), ("problems", problems)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be at least 1, not {value}.")
+    if not split_specs(methods) and not split_specs(peers):
+        raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
+    specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
+    chosen = find_methods(specs, draft_model, index)
+    for method in chosen:
+        method.build()  # a pair that does not fit is refused before a model is loaded
+    if len({PLAIN.name, *(method.name for method in chosen)}) != len(chosen) + (PLAIN not in chosen):
+        raise UsageError("A method is named twice in --methods.")
+    check_peers(split_specs(peers))
+    for method in chosen:
+        method.warn_if_lossy()
+    items = find_items(prompts or [], suite or [], data, limit, problems, seed, category or [])
+    arguments = {
+        "prompts": [path.name for path in prompts or []],
+        "suite": suite or [],
+        "methods": [method.name for method in chosen],
+        "draft_model": None if draft_model is None else without_folder(draft_model),
+        "index": None if index is None else without_folder(index),
+        "peers": split_specs(peers),
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+        "full_length": full_length,
+        "batch": batch,
+        "context": context,
+        "category": category or [],
+        "limit": limit,
+        "problems": problems if STYLEBENCH in (suite or []) else None,
+        "repeat": repeat,
+        "order": order,
+        "budget": budget,
+        "length": length,
+        "state": state,
+    }
+    with Ledger(out) as ledger:
+        llm, contestants = enter(
+            model, chosen, split_specs(peers), batch, context, dtype, device, threads, compile, trust_remote_code,
+            None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9),
+        )  # fmt: skip
+        kept = fitting(items, llm, max_new_tokens)
+        if len(kept) < len(items):
+            tell(
+                f"{len(items) - len(kept)} of {len(items)} prompts cannot be asked here and are left out: they are "
+                "longer than the context, or dialogues for a model without a chat template."
+            )
+        if not kept:
+            raise UsageError("No prompt fits into the context; choose a smaller --max-new-tokens or other prompts.")
+        run = {**about(llm, model, arguments, seed, commit), "questions": digest(kept)}
+        contest = Contest(llm, contestants, kept, rules, ledger, run)
+        if ledger.records:
+            tell(f"{out} holds {len(ledger.records)} records of this run; going on with what is missing.")
+        try:
+            with showing() as contest.progress:
+                contest.play()
+        except KeyboardInterrupt:
+            tell(f"Stopped with {len(ledger.records)} records in {out}; the same command goes on.")
+            raise
+        records = ledger.records
+    write_exports(records, spec_bench_out, vllm_out, csv_out)
+    show(records, out, categories, as_json)
+    if broken := unequal(records, lossy={method.name for method in chosen if not method.lossless}):
+        tell(
+            f"NOT EQUAL: {len(broken)} answers differ from plain decoding in float32, the first is {broken[0].key}. "
+            "This is a bug in Branchwise; please report it."
+        )
+        raise typer.Exit(1)
+
+
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Files of branchwise bench.")],
+    out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = Path("report"),
+    costs: Annotated[
+        Path | None, typer.Option(help="What `branchwise tune --json` printed, for a figure of the cost of a pass.")
+    ] = None,
+) -> None:
+    """Make one HTML page with figures from records alone.
+
+    branchwise report run.jsonl --out report
+    """
+    from branchwise.bench.records import read
+    from branchwise.bench.report import write_report
+
+    found = [record for path in records for record in read(path)]
+    if not found:
+        raise UsageError("There are no records in these files yet.")
+    print(write_report(found, out, read_costs(costs)))
+
+
+def check_peers(specs: list[str]) -> None:
+    """A misspelt peer should not cost the loading of a model."""
+    from branchwise.bench.peers import PEERS
+
+    for spec in specs:
+        PEERS.find(spec.partition(":")[0].strip())
+    if len(set(specs)) < len(specs):
+        raise UsageError("A peer is named twice in --peers.")
+
+
+def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
+    """Answers of methods that must be plain decoding's, bit by bit, and are not."""
+    from branchwise.bench.records import METHOD
+
+    exact = (record for record in records if record.kind == METHOD and record.run.get("dtype") == "float32")
+    return [record for record in exact if record.equal is False and record.contestant not in lossy]
+
+
+def find_items(
+    files: list[Path],
+    suites: list[str],
+    folder: Path | None,
+    limit: int | None,
+    problems: int,
+    seed: int,
+    categories: list[str],
+) -> list[Item]:
+    from branchwise.bench.own import own_items
+    from branchwise.bench.prompts import find_suite, load_items
+    from branchwise.bench.styles import STYLES, style_items
+
+    items: list[Item] = []
+    known = [name for name in suites if name != STYLEBENCH]
+    if files or known:
+        items += load_items(files, known, folder, limit, categories)
+    elif categories:
+        raise UsageError("--category chooses among prompts of --prompts or --suite; name one of the two.")
+    if STYLEBENCH in suites:
+        try:
+            gsm8k = find_suite("gsm8k", folder)
+        except UsageError:
+            gsm8k = None
+            tell("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
+        items += style_items(list(STYLES), problems, seed, gsm8k)
+    if not files and not suites:
+        items = own_items(limit)
+    return items
+
+
+def enter(
+    model: str,
+    methods: list[Any],
+    peers: list[str],
+    batch: int,
+    context: int | None,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    compile: bool,
+    trust_remote_code: bool,
+    most: Any,
+) -> tuple[LLM, list[Contestant]]:
+    """The model, and everyone who writes with it: plain decoding first."""
+    from branchwise.bench.ours import Ours
+    from branchwise.bench.peers import build_peer
+    from branchwise.llm import load
+    from branchwise.methods import PLAIN
+
+    llm = load(
+        model,
+        draft="none",
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        compile=compile,
+        context=context,
+        max_batch=batch,
+        trust_remote_code=trust_remote_code,
+    )
+    ours: list[Contestant] = [Ours(llm, method, most) for method in dict.fromkeys([PLAIN, *methods])]
+    return llm, [*ours, *(build_peer(spec, llm, threads=threads) for spec in peers)]
+
+
+def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: str | None) -> dict[str, Any]:
+    from branchwise.bench.provenance import provenance, without_folder
+
+    found = provenance(llm.model.device, arguments, commit)
+    return {**found, "model": without_folder(model), "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}
+
+
+def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None = None) -> None:
+    from branchwise.bench.export import csv_text, spec_bench_lines, vllm_result
+    from branchwise.bench.summary import by_contestant, summarise
+
+    if csv is not None:
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        csv.write_text(csv_text(summarise(records)), encoding="utf-8", newline="")
+    for folder, suffix in ((spec_bench, "jsonl"), (vllm, "json")):
+        if folder is None:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, own in by_contestant(records).items():
+            safe = "".join(c if c.isalnum() or c in "-._" else "_" for c in name)
+            if suffix == "jsonl":
+                (folder / f"{safe}.jsonl").write_text(
+                    "".join(f"{line}\n" for line in spec_bench_lines(own)), encoding="utf-8"
+                )
+            else:
+                (folder / f"{safe}.json").write_text(json.dumps(vllm_result(own), indent=1) + "\n", encoding="utf-8")
+
+
+def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> None:
+    from branchwise.bench import summary
+
+    rows = summary.summarise(records)
+    if as_json:
+        print(json.dumps({"records": str(out), "rows": summary.as_json(rows)}))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(summary.table(rows, per_category=categories, width=console.width))
+    console.print(f"{len(records)} records in {out}; branchwise report {out} draws them.", style="dim")
+
+
+def read_costs(path: Path | None) -> list[dict[str, Any]] | None:
+    if path is None:
+        return None
+    try:
+        points = json.loads(path.read_text())["points"]
+        return [{"nodes": int(point["nodes"]), "seconds": float(point["seconds"])} for point in points]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"{path} is not what `branchwise tune --json` prints.") from None
+
+
+def tell(line: str) -> None:
+    print(f"branchwise: {line}", file=sys.stderr)

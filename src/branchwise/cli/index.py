@@ -1,0 +1,107 @@
+"""`branchwise index`. Heavy imports wait until a command needs them, so that help is instant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from branchwise.cli.options import AsJson, Model, TrustRemoteCode
+from branchwise.models import DEFAULT_MODEL
+from branchwise.progress import showing
+
+if TYPE_CHECKING:
+    from branchwise.index import About
+
+app = typer.Typer(
+    name="index",
+    help="Index texts for drafting by retrieval.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Files = Annotated[
+    list[Path],
+    typer.Argument(help="Text, code, JSON lines with a field text or prompt, or folders of such.", show_default=False),
+]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The index.", show_default=False)]
+
+
+@app.command()
+def build(
+    files: Files,
+    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    model: Model = DEFAULT_MODEL,
+    force: Annotated[bool, typer.Option("--force", help="Replace an index that is there.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Index texts for the tokenizer of a model.
+
+    The folder is then part of a drafter:  --draft retrieval:DIR
+
+    branchwise index build docs src --model smollm2 --out my-index
+    """
+    from branchwise.index.build import build_index, require_free
+    from branchwise.models import load_tokenizer
+
+    require_free(out, force)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    with showing() as progress:
+        about = build_index(out, files, tokenizer, model=model, force=force, progress=progress)
+    _print(about, out, as_json)
+
+
+@app.command()
+def add(
+    folder: Folder,
+    files: Files,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Where its tokenizer is now.", show_default="as it was built")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add texts to an index, as if it had been built of all.
+
+    branchwise index add my-index more.txt
+    """
+    from branchwise.index import read_about
+    from branchwise.index.build import add_texts
+    from branchwise.models import load_tokenizer
+
+    tokenizer = load_tokenizer(model or read_about(folder).model, trust_remote_code=trust_remote_code)
+    with showing() as progress:
+        about = add_texts(folder, files, tokenizer, progress=progress)
+    _print(about, folder, as_json)
+
+
+@app.command()
+def info(
+    folder: Folder,
+    check: Annotated[bool, typer.Option("--check", help="Read everything, and compare the checksums.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what an index holds."""
+    from branchwise.index import Index
+
+    index = Index(folder)
+    if check:
+        with showing() as progress:
+            index.check(progress)
+    _print(index.about, folder, as_json)
+
+
+def _print(about: About, folder: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"index": str(folder), **about.as_dict()}))
+        return
+    first, more = about.sources[:5], len(about.sources) - 5
+    print(
+        f"{about.tokens:,} tokens of {about.documents:,} documents in {len(about.parts)} "
+        f"{'shard' if len(about.parts) == 1 else 'shards'}, {about.bytes / 1e6:,.1f} MB, for the tokenizer of "
+        f"{about.model}\nfrom {', '.join(first)}{f' and {more} more' if more > 0 else ''}\n"
+        f"Use it with --draft retrieval:{folder}"
+    )

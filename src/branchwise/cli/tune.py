@@ -1,0 +1,218 @@
+"""`branchwise tune`: what a pass over n nodes costs on this machine, as a table, one JSON object or a picture.
+
+Heavy imports wait until the command runs, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from branchwise.bench.own import CODE, FREE, SPELLING
+from branchwise.cli.options import AsJson, Compile, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
+from branchwise.errors import UsageError
+from branchwise.models import DEFAULT_MODEL
+from branchwise.plots import check_plot, pyplot, save
+from branchwise.progress import showing
+from branchwise.registry import split_specs
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from branchwise.tune import Costs, DraftCost
+
+BAR = 30
+
+PROMPTS = (SPELLING, CODE, FREE[0])
+"""what drafters are timed on: answers that repeat their prompt, and one that does not"""
+
+
+def tune(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    compile: Compile = False,
+    batch: Annotated[int, typer.Option(help="Sequences in a pass.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens before the tree.")] = 512,
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="Sizes to begin with, separated by commas.", show_default="1 to 128, as far as they fit"),
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Timed passes for each size.")] = 9,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="Drafter to time; may be repeated, or several with commas.", show_default="ngram"),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="Method whose drafter to time with its tree; may be repeated; see `branchwise methods`."),
+    ] = None,
+    draft_model: DraftModel = None,
+    index: Index = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the cache knows.")] = False,
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measure what scoring n nodes costs here, and where one node more costs too much.
+
+    The costs of passes are kept in the cache and measured again when the model, the machine or a version changes.
+
+    branchwise tune --model smollm2 --batch 4 --context 1024
+    """
+    sizes = _sizes(nodes)
+    wanted = [name for given in method or [] for name in split_specs(given)]
+    drafts = [name for given in draft or ([] if wanted else ["ngram"]) for name in split_specs(given)]
+    if batch < 1:
+        raise UsageError(f"batch must be at least 1, not {batch}.")
+    if plot is not None:
+        check_plot(plot)
+    from branchwise.llm import load
+    from branchwise.methods import Method, find_methods
+    from branchwise.tune import measure, measure_drafter
+
+    timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model, index)]
+    for found in timed:  # an unknown name is told before a model is loaded, and so is what changes the distribution
+        found.build()
+        found.warn_if_lossy()
+    llm = load(
+        model,
+        draft="none",
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        compile=compile,
+        max_batch=batch,
+        trust_remote_code=trust_remote_code,
+    )
+    prompts = [llm.encode(prompt) for prompt in PROMPTS]
+    with showing() as progress:
+        costs = measure(
+            llm.engine.target,
+            model=llm.name,
+            batch=batch,
+            context=context,
+            nodes=sizes,
+            repeat=repeat,
+            fresh=fresh,
+            progress=progress,
+        )
+        drafting = [
+            (
+                found.name,
+                measure_drafter(llm, found.draft, prompts, tree=found.tree, verify=found.verify, progress=progress),
+            )
+            for found in timed
+        ]
+    if plot is not None:
+        _draw(costs, plot)
+    if as_json:
+        print(json.dumps(_as_dict(costs, drafting)))
+    else:
+        _print(costs, drafting)
+
+
+def _sizes(nodes: str | None) -> list[int] | None:
+    if nodes is None:
+        return None
+    try:
+        sizes = [int(part) for part in nodes.split(",") if part.strip()]
+    except ValueError:
+        sizes = []
+    if not sizes:
+        raise UsageError(f"nodes are sizes separated by commas, such as 1,2,4,8, not {nodes!r}.")
+    return sizes
+
+
+def _as_dict(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> dict[str, Any]:
+    return {
+        "key": asdict(costs.key),
+        "measured": costs.measured,
+        "remembered": costs.remembered,
+        "points": [{**asdict(point), "ratio": costs.ratio(point.nodes)} for point in costs.points],
+        "cliffs": [{**asdict(cliff), "stay_at": cliff.stay_at} for cliff in costs.cliffs],
+        "drafters": [{**asdict(cost), "drafter": name} for name, cost in drafting],
+    }
+
+
+def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
+    from rich.table import Table
+
+    from branchwise.tune.curve import CLIFF
+
+    console = _console()
+    console.print(_title(costs))
+    again = "; --fresh measures again" if costs.remembered else ""
+    console.print(f"measured {costs.measured}{again}\n", style="dim")
+    cliffs = {cliff.nodes for cliff in costs.cliffs}
+    dearest = max(point.seconds for point in costs.points)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("nodes", "ms", "half between", "times one node"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for point in costs.points:
+        table.add_row(
+            str(point.nodes),
+            f"{1e3 * point.seconds:.2f}",
+            f"{1e3 * point.low:.2f} – {1e3 * point.high:.2f}",
+            f"{costs.ratio(point.nodes):.2f}",
+            "█" * max(1, round(BAR * point.seconds / dearest)),
+            style="yellow" if point.nodes in cliffs else None,
+        )
+    console.print(table)
+    console.print()
+    for cliff in costs.cliffs:
+        console.print(f"{cliff.nodes} nodes cost {cliff.times:.2f} times {cliff.stay_at}: stay at {cliff.stay_at}.")
+    if not costs.cliffs:
+        console.print(f"No cliff: no size was found that clearly costs {CLIFF:.0%} more than the one before.")
+    for name, cost in drafting:
+        console.print(
+            f"{name} drafts in {1e3 * cost.seconds:.3f} ms a step, {cost.drafted:.1f} nodes on average "
+            f"({cost.seconds / costs.seconds(1):.1%} of a pass over one node)."
+        )
+
+
+def _title(costs: Costs) -> str:
+    key = costs.key
+    sequences = "one sequence" if key.batch == 1 else f"{key.batch} sequences"
+    return f"{key.model}, {key.dtype}, {sequences} of {key.context} tokens; {key.device}, {key.threads} threads"
+
+
+def _draw(costs: Costs, file: Path) -> None:
+    plt = pyplot()
+    sizes = [point.nodes for point in costs.points]
+    figure, axis = plt.subplots(figsize=(7, 4))
+    axis.fill_between(
+        sizes,
+        [1e3 * point.low for point in costs.points],
+        [1e3 * point.high for point in costs.points],
+        color="#2a7f62",
+        alpha=0.2,
+        linewidth=0,
+    )
+    axis.plot(sizes, [1e3 * point.seconds for point in costs.points], "o-", color="#2a7f62", markersize=3)
+    for cliff in costs.cliffs:
+        axis.axvline(cliff.nodes - 0.5, color="#c03a2b", linewidth=1, linestyle="--")
+        note = f" {cliff.nodes}: × {cliff.times:.2f}"
+        axis.text(cliff.nodes - 0.5, 0.02, note, color="#c03a2b", fontsize=8, transform=axis.get_xaxis_transform())
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("nodes")
+    axis.set_ylabel("milliseconds a pass")
+    axis.set_title(_title(costs), fontsize=8, loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    save(figure, file)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160  # a table in a file is not cut to a screen that is not there
+    return console

@@ -1,0 +1,1 @@
+"""What everything else speaks of: trees, their batches, probabilities, sampling, randomness, sequences."""

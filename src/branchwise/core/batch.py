@@ -1,0 +1,299 @@
+"""The trees of a batch as one: what a pass of the target and a verifier work on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from branchwise.core.rows import gather_rows
+from branchwise.core.topology import Topology, words_for
+from branchwise.core.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class PadShape:
+    """The least size of what a batch of trees holds: with the same room, the shapes of a batch are the same at every
+    step."""
+
+    nodes: int = 0
+    inner: int = 0
+    """nodes with children, and those before them"""
+    children: int = 0
+    """of one node"""
+    width: int = 0
+    """of one level"""
+    forks: int = 0
+
+    @lru_cache(maxsize=256)  # noqa: B019, rooms are few and small
+    def holding(self, nodes: int) -> PadShape:
+        """The same for so many nodes."""
+        return replace(self, nodes=nodes)
+
+    @classmethod
+    def for_paths(cls, count: int, length: int) -> PadShape:
+        """Whatever of `count` paths of `length` tokens agrees."""
+        return cls(count * length + 1, count * (length - 1) + 1, children=count, width=count, forks=count - 1)
+
+
+class TreeLayout(NamedTuple):
+    """How the nodes of a batch of trees lie, padded to one size: all that does not depend on tokens, on the host."""
+
+    depths: NDArray[np.int64]
+    """(batch, nodes): levels below the root"""
+    parents: NDArray[np.int64]
+    """(batch, nodes): -1 for roots and padding, so a search for children never finds padding"""
+    seen: NDArray[np.int32]
+    """(batch, nodes, words): the ancestors of every node, itself included, as bits. Padding has none."""
+
+
+@lru_cache(maxsize=64)
+def lay_out(shapes: tuple[Topology, ...], nodes: int) -> TreeLayout:
+    """Where trees keep their shapes from step to step, this is the same at every step."""
+    depths = np.zeros((len(shapes), nodes), dtype=np.int64)
+    parents = np.full((len(shapes), nodes), -1, dtype=np.int64)
+    seen = np.zeros((len(shapes), nodes, words_for(nodes)), dtype=np.int32)
+    for row, shape in enumerate(shapes):
+        depths[row, : len(shape)] = shape.depths
+        parents[row, : len(shape)] = shape.parents
+        seen[row, : len(shape), : shape.bits.shape[1]] = shape.bits
+    return TreeLayout(depths, parents, seen)
+
+
+class TreeBatch:
+    """The trees of a batch, padded to one size: what a pass of the target and a verifier work on.
+
+    Padding nodes carry token 0, stand at the root's depth and have no parent, so that nothing ever reaches them.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[DraftTree],
+        device: torch.device | str = "cpu",
+        room: PadShape | None = None,
+        roots: Sequence[int] | None = None,
+    ) -> None:
+        """`roots` stand in the place of the trees' own."""
+        assert trees, "a batch of trees has at least one tree"
+        self.trees = tuple(trees)
+        self.device = torch.device(device)
+        self.room = room or PadShape()
+        self.nodes = max(self.room.nodes, *map(len, trees))
+        self.depth = max(tree.depth for tree in trees)
+        self._roots = roots
+        self._host: dict[str, Tensor] = {}
+        self._source: tuple[TreeBatch, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.trees) if self._source is None else len(self._source[1])
+
+    # Nodes. On the host they are arrays; on the device they are there when somebody asks.
+
+    @cached_property
+    def layout(self) -> TreeLayout:
+        """How the nodes lie, on the host."""
+        return lay_out(tuple(tree.topology for tree in self.trees), self.nodes)
+
+    @cached_property
+    def host_tokens(self) -> NDArray[np.int64] | None:
+        """(batch, nodes) on the host; None where trees were drafted on a device."""
+        if any(tree.tokens.device.type != "cpu" for tree in self.trees):
+            return None
+        tokens = np.zeros((len(self.trees), self.nodes), dtype=np.int64)
+        for row, tree in zip(tokens, self.trees, strict=True):
+            row[: len(tree)] = tree.tokens.numpy()
+        if self._roots is not None:
+            tokens[:, 0] = self._roots
+        return tokens
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """(batch, nodes) int64, levels below the root"""
+        return torch.from_numpy(self.layout.depths).to(self.device, copy=True)
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """(batch, nodes) int64; -1 for roots and padding"""
+        return torch.from_numpy(self.layout.parents).to(self.device, copy=True)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """(batch, nodes, words) int32: the ancestors of every node as bits"""
+        if self._source is not None:
+            source, rows = self._source
+            return source.seen[rows]
+        return torch.from_numpy(self.layout.seen).to(self.device, copy=True)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """(batch, nodes) int64"""
+        if self.host_tokens is not None:
+            return torch.from_numpy(self.host_tokens).to(self.device)
+        drafted = self.drafted
+        tokens = torch.nn.functional.pad(drafted, (0, self.nodes - drafted.shape[1]))  # a copy in any case
+        if self._roots is not None:
+            tokens[:, 0] = torch.tensor(self._roots, device=self.device)
+        return tokens
+
+    @property
+    def drafted(self) -> Tensor:
+        """(batch, at most nodes) int64: the tokens as they were drafted on a device; roots are not to be trusted."""
+        rows = [tree.tokens.to(self.device, non_blocking=True) for tree in self.trees]
+        if len(rows) == 1:
+            return rows[0][None]
+        alike = len(set(map(len, rows))) == 1
+        return torch.stack(rows) if alike else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def children_of(self, nodes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """For each tree the child of nodes[b] that carries tokens[b], and whether there is one; both (batch,)."""
+        hits = (self.parents == nodes[:, None]) & (self.tokens == tokens[:, None])
+        return hits.int().argmax(dim=1), hits.any(dim=1)
+
+    # What verifiers look up, made when one asks for it. All are int64 and padded with -1.
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(batch,): how deep each tree is."""
+        return self._table("lengths")
+
+    @cached_property
+    def paths(self) -> Tensor:
+        """(batch, paths, depth + 1): the nodes of every drawn path, root first, in draw order."""
+        return self._table("paths")
+
+    @cached_property
+    def children(self) -> Tensor:
+        """(batch, nodes, most children): the children of every node in draw order."""
+        return self._table("children")
+
+    @cached_property
+    def levels(self) -> Tensor:
+        """(batch, depth + 1, widest level): the nodes of every level."""
+        return self._table("levels")
+
+    @cached_property
+    def postorder(self) -> Tensor:
+        """(batch, nodes): every node behind its children, which come in draw order."""
+        return self._table("postorder")
+
+    @cached_property
+    def forks(self) -> Tensor:
+        """(batch, most forks): the nodes with more than one child, where drawn paths part."""
+        return self._table("forks")
+
+    @cached_property
+    def trusted(self) -> Tensor:
+        """(batch,): 1 for forks whose first level is the target's own, 0 for all other trees."""
+        return self._table("trusted")
+
+    def host(self, name: str) -> Tensor:
+        """A table as it is on the host; tokens that were drafted on a device stay there."""
+        assert self._source is None, "a batch of trees that was taken from another has no tables of its own"
+        if name == "tokens" and self.host_tokens is None:
+            return self.tokens
+        if name not in self._host:  # a recorded verdict asks for shapes and for numbers
+            array = self.host_tokens if name == "tokens" else getattr(self.layout, name, None)
+            self._host[name] = torch.from_numpy(self._array(name) if array is None else array)
+        return self._host[name]
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """The most children that a node has, level by level; how long the loops over siblings must be."""
+        widths = [self.room.children] * self.depth
+        for tree in self.trees:
+            for depth, below in zip(tree.topology.depths, tree.topology.children, strict=True):
+                if below:
+                    widths[depth] = max(widths[depth], len(below))
+        return widths
+
+    @cached_property
+    def q(self) -> Tensor | None:
+        """(batch, rows, vocabulary): what the children of every node were drawn from; None where nothing was drawn."""
+        if self._source is not None:
+            source, rows = self._source
+            return None if source.q is None else source.q[rows]
+        drawn = [tree.q for tree in self.trees if tree.q is not None]
+        if not drawn:
+            return None
+        if len(self.trees) == 1:
+            return drawn[0].to(self.device)[None]  # a view: the rows of a large vocabulary are worth not copying
+        nothing = drawn[0].new_zeros(1, drawn[0].shape[1])
+        return torch.nn.utils.rnn.pad_sequence(
+            [(nothing if tree.q is None else tree.q).to(self.device) for tree in self.trees], batch_first=True
+        )
+
+    def q_rows(self, nodes: Tensor) -> Tensor:
+        """(…, vocabulary) for nodes (batch,) or (batch, n); a row without meaning where a node has no children."""
+        assert self.q is not None
+        return gather_rows(self.q, nodes.clamp(0, self.q.shape[1] - 1))
+
+    def take(self, rows: Tensor) -> TreeBatch:
+        """The batch of trees of the given trees, which may repeat; nothing is looked up again on the host."""
+        taken: TreeBatch = copy.copy(self)
+        for name in ("q", "seen", *LOOKED_UP):
+            taken.__dict__.pop(name, None)
+        taken.tokens, taken.parents, taken.depths = self.tokens[rows], self.parents[rows], self.depths[rows]
+        taken._source = (self, rows)
+        return taken
+
+    def _table(self, name: str) -> Tensor:
+        if self._source is not None:
+            source, rows = self._source
+            table: Tensor = getattr(source, name)[rows]
+            return table
+        return self.host(name).to(self.device)
+
+    def _array(self, name: str) -> NDArray[np.int64]:
+        room = self.room
+        least = {
+            "children": (self.nodes, room.children),
+            "levels": (0, room.width),
+            "postorder": (self.nodes,),
+            "forks": (room.forks,),
+        }
+        return padded([LOOKED_UP[name](tree) for tree in self.trees], least.get(name, ()))
+
+
+NODES = ("tokens", "parents", "depths", "seen")
+"""what a batch of trees knows of every node"""
+
+LOOKED_UP: dict[str, Callable[[DraftTree], Any]] = {
+    "lengths": lambda tree: tree.depth,
+    "paths": lambda tree: tree.paths,
+    "children": lambda tree: tree.children,
+    "levels": lambda tree: tree.topology.levels,
+    "postorder": lambda tree: tree.postorder,
+    "forks": lambda tree: tree.topology.forks,
+    "trusted": lambda tree: int(tree.trusted),
+}
+"""the tables of a batch of trees, from each of its trees"""
+
+
+def padded(lists: Sequence[Any], least: tuple[int, ...] = ()) -> NDArray[np.int64]:
+    """Numbers, lists of numbers or lists of such lists as one array, filled up with -1 to at least a given size."""
+
+    def shape(item: Any) -> tuple[int, ...]:
+        if isinstance(item, int):
+            return ()
+        inner = [shape(part) for part in item]
+        return (len(item), *(max(sizes) for sizes in zip(*inner, strict=True)))
+
+    def fill(place: Any, item: Any) -> None:
+        if item and isinstance(item[0], int):
+            place[: len(item)] = item
+        else:
+            for inside, part in zip(place, item, strict=False):
+                fill(inside, part)
+
+    first, *rest = shape(lists)
+    sizes = [max(size, wanted) for size, wanted in zip(rest, least or rest, strict=True)]
+    array = np.full((first, *sizes), -1, dtype=np.int64)
+    fill(array, lists)
+    return array

@@ -1,0 +1,169 @@
+"""The target's distributions over a batch of trees, warped when they are asked for.
+
+Warping a row costs more than scoring it on a small model, and a verifier reads only the rows on its walk.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rows import gather_rows
+from branchwise.core.sampling import Context, Warp
+from branchwise.core.sequence import SequenceState
+
+
+class TargetProbs(Protocol):
+    """Row (b, i) is the distribution after node i of tree b."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every distribution is certain of one token, so that nothing needs to be drawn."""
+
+    @property
+    def lazy(self) -> bool:
+        """Whether to work row by row and end early: so on the host, where rows cost and a look at a value is free.
+
+        On a device launches cost and a look would be a sync; there a verifier works on whole levels, to the end.
+        """
+
+    @property
+    def together(self) -> bool:
+        """On a device, whether to work on the rows of all nodes in one go, wherever the walk will lead.
+
+        That spares launches while the rows fit into the cache of the chip; beyond it a rule that walks down one path
+        reads the rows on its way. One that comes to nearly every node asks for `all_at_once`.
+        """
+
+    def rows(self, nodes: Tensor) -> Tensor:
+        """(…, vocabulary) float32 for nodes (batch,) or (batch, n): in each tree the distributions after the given
+        nodes."""
+
+    def best(self, nodes: Tensor) -> Tensor:
+        """The tokens (int64) that greedy decoding emits after the given nodes (batch,) or (batch, n)."""
+
+
+def all_at_once(probs: TargetProbs) -> TargetProbs:
+    """The same distributions for a rule that reads nearly every row whatever is drawn: on a device in one go, however
+    many."""
+    return _with(probs, together=True)
+
+
+def one_by_one(probs: TargetProbs) -> TargetProbs:
+    """The same distributions for a rule that reads hardly any row: on a device too, only those it asks for are made."""
+    return _with(probs, together=False)
+
+
+def _with(probs: TargetProbs, *, together: bool) -> TargetProbs:
+    if not isinstance(probs, WarpedProbs) or probs.together == together:
+        return probs
+    same = copy.copy(probs)
+    same.together = together
+    return same
+
+
+def settled(probs: TargetProbs, done: Tensor) -> bool:
+    """Whether a walk may end early because every tree is done."""
+    return probs.lazy and bool(done.all())
+
+
+def where_rows(probs: TargetProbs, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Per tree, the row (batch, vocabulary) of one or of the other; nothing is copied where a look shows the answer."""
+    if probs.lazy and bool(condition.all()):
+        return one
+    if probs.lazy and not bool(condition.any()):
+        return other
+    return torch.where(condition[:, None], one, other)
+
+
+TOGETHER = 64
+"""at most so many rows are worked on in one go for a rule that walks down one path: 39 MB of float32 in a vocabulary of
+151,936, and an H200 caches 50"""
+
+
+class WarpedProbs:
+    """The distributions that a pass of the target found. Each node knows the path that leads to it."""
+
+    def __init__(self, logits: Tensor, batch: TreeBatch, sequences: Sequence[SequenceState]) -> None:
+        """`logits` (batch, nodes, vocabulary) of the unwarped model; a batch may have more entries than there are
+        texts, and what is found for those means nothing."""
+        self.logits = logits
+        self.batch = batch
+        self.lazy = logits.device.type == "cpu"
+        self.together = logits.shape[0] * logits.shape[1] <= TOGETHER
+        self._sequences = sequences
+        sampling = [sequence.sampling for sequence in sequences]
+        self._warp = Warp(sampling + sampling[-1:] * (len(batch) - len(sampling)), logits.shape[-1], logits.device)
+
+    @property
+    def greedy(self) -> bool:
+        return self._warp.greedy
+
+    def rows(self, nodes: Tensor) -> Tensor:
+        # Where distributions depend on the text before, a device is asked for all at once: a look at `nodes` would be a
+        # sync.
+        if not self.lazy and (self.together or self._warp.looks_back):
+            return gather_rows(self._all, nodes)
+        return self._warp(gather_rows(self.logits, nodes), self._contexts(nodes))
+
+    @cached_property
+    def _all(self) -> Tensor:
+        """(batch, nodes, vocabulary): on a device one launch for all rows costs less than a launch for each."""
+        nodes = torch.arange(self.logits.shape[1], device=self.logits.device).expand(len(self.logits), -1)
+        return self._warp(self.logits, self._contexts(nodes))
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the distributions depend on nothing but logits, in fixed shapes on a device."""
+        return not self.lazy and not self._warp.adjusts
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What two batches must agree in for the same operations to serve both."""
+        return tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in self._warp.sampling)
+
+    def bring(self) -> None:
+        """Have everything that does not change on the device."""
+        self._warp.bring()
+
+    def without_texts(self) -> WarpedProbs:
+        """The way of warping alone, for distributions that depend on nothing but logits."""
+        assert self.capturable or self.lazy, "these distributions depend on the texts"
+        other: WarpedProbs = copy.copy(self)
+        for name in ("_all", "logits", "batch"):  # both are given when it is put over others
+            other.__dict__.pop(name, None)
+        other._sequences = ()
+        return other
+
+    def over(self, logits: Tensor, batch: TreeBatch) -> WarpedProbs:
+        """The same way of warping over other logits."""
+        other: WarpedProbs = copy.copy(self)
+        other.__dict__.pop("_all", None)
+        other.logits, other.batch = logits, batch
+        return other
+
+    def best(self, nodes: Tensor) -> Tensor:
+        rows = gather_rows(self.logits, nodes)
+        if not self._warp.adjusts and not self.lazy:
+            return rows.argmax(dim=-1)  # in float32 it would be the same
+        return self._warp.adjust(rows, self._contexts(nodes)).argmax(dim=-1)
+
+    def _contexts(self, nodes: Tensor) -> list[Context] | None:
+        """What stands before each row, in the order of the flattened nodes; None where no distribution depends on
+        it."""
+        if not self._warp.looks_back:
+            return None
+        contexts = []
+        texts = [*self._sequences, *[self._sequences[-1]] * (len(self.batch) - len(self._sequences))]
+        for sequence, tree, row in zip(texts, self.batch.trees, nodes.tolist(), strict=True):
+            for node in row if nodes.ndim == 2 else [row]:
+                node = min(node, len(tree) - 1)  # padding has no path, and nobody reads its distribution
+                drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()
+                contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
+        return contexts

@@ -1,0 +1,282 @@
+"""A verdict as one CUDA graph.
+
+A verifier on a device is a few hundred small kernels, and launching them costs more than running them. It never looks
+at a drawn value, so its operations can be recorded once for a shape (`make_fx`), fused by the compiler, captured into a
+graph and replayed on new values. The rule itself stays where it is, in the verifier's own file.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from branchwise.core.batch import LOOKED_UP, NODES, TreeBatch, TreeLayout
+from branchwise.core.rng import SeededChance
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import Draw
+from branchwise.cuda.graphs import Pool, on
+from branchwise.cuda.inputs import PinnedBuffer
+from branchwise.errors import first_line
+from branchwise.verify import Verdicts, Verifier
+from branchwise.verify.auto import Auto, choose
+from branchwise.verify.match import Match, Undrafted, rule_for
+
+TABLES = (*NODES, *LOOKED_UP)
+"""what a verifier may read of a batch of trees; one that reads less says so in `reads`"""
+MOST = 64
+"""graphs that are kept, those used last"""
+MOST_SHAPES = 4096
+SEEN = 3
+"""how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
+
+
+class CapturedVerifier:
+    """A verifier that is captured when a shape is first seen, compiled before where that is wanted, and replayed from
+    then on.
+
+    Its verdicts lie in the graph's own memory: read them before the next call.
+    """
+
+    def __init__(self, verifier: Verifier, *, compile: bool = True, seen: int = 1) -> None:
+        """A shape is captured when it comes for the time number `seen`."""
+        self.verifier = verifier
+        self.name = verifier.name
+        self.accepts: frozenset[Draw] = verifier.accepts
+        self._compile = compile
+        self._seen = seen
+        self._times: Counter[Any] = Counter()
+        self._pool: Pool | None = None
+        self._graphs: OrderedDict[Any, Recording] = OrderedDict()
+
+    def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance) -> Verdicts:
+        verifier = self._rule(batch, probs)
+        drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
+        if not probs.capturable or (drawn and batch.q is None):
+            return self.verifier(batch, probs, chance)
+        reads = tables_of(verifier)
+        key = verifier.name, *key_of(batch, probs, reads)
+        recording = self._graphs.get(key)
+        if recording is None:
+            self._times[key] += 1
+            if not probs.greedy and self._times[key] < self._seen:
+                return self.verifier(batch, probs, chance)
+            if len(self._times) > MOST_SHAPES:
+                self._times.clear()
+            probs.bring()
+            rows = batch.room.inner or batch.nodes  # whatever will come
+            q = batch.q.new_zeros(len(batch), rows, batch.q.shape[2]) if drawn else None  # type: ignore[union-attr]
+            # Logits are not copied: those of a recorded pass come to the same place every time.
+            self._pool = self._pool or Pool(probs.logits.device)
+            numbers = Numbers(batch, chance, reads, probs.logits.device)
+            program = as_program(verifier, batch, probs, reads)
+            compiled = self._compile and not probs.greedy
+            self._graphs[key] = recording = Recording(self._pool, program, numbers, probs.logits, q, compiled)
+            if len(self._graphs) > MOST:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        found = recording(batch, chance, probs.logits, batch.q if drawn else None)
+        return Verdicts.written(found, spelled=batch.host_tokens is None)
+
+    def places(self, batch: TreeBatch, probs: WarpedProbs) -> Places:
+        """Where the graph that a batch of this shape was captured in reads.
+
+        Whoever scores the next batch may write its logits there, and whoever drafts it its q (into the first rows): a
+        verdict on tensors that begin there copies nothing.
+        """
+        rule = self._rule(batch, probs)
+        return self._graphs[rule.name, *key_of(batch, probs, tables_of(rule))].places
+
+    def _rule(self, batch: TreeBatch, probs: WarpedProbs) -> Verifier:
+        """Who really judges this batch."""
+        return rule_for(choose(batch) if isinstance(self.verifier, Auto) else self.verifier, batch, probs)
+
+
+Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def tables_of(verifier: Verifier) -> tuple[str, ...]:
+    reads: tuple[str, ...] = getattr(verifier, "reads", TABLES)
+    return reads
+
+
+def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> Program:
+    """A verifier as a function of tensors alone, for all batches of the same shapes."""
+    shapes, spelled = shapes_of(tree_batch, reads), tree_batch.host_tokens is None
+    bare, warped = shape_of(tree_batch), probs.without_texts()
+
+    def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
+        batch = len(logits)
+        seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
+        same = copy.copy(bare)
+        tables = {name: part.view(shape) for name, part, shape in zip(reads, parts, shapes, strict=True)}
+        if "seen" in tables:
+            tables["seen"] = tables["seen"].int()
+        same.__dict__.update(tables, q=q)
+        found = verifier(same, warped.over(logits, same), SeededChance(seeds, roots))
+        return (found.spelled(same.tokens) if spelled else found).rows
+
+    return program
+
+
+def shape_of(batch: TreeBatch) -> TreeBatch:
+    """A batch of trees without its numbers: a program is kept for long, and distributions over a vocabulary are
+    large."""
+    _ = batch.widths
+    bare = copy.copy(batch)
+    for name in ("q", "layout", "host_tokens", *TABLES):
+        bare.__dict__.pop(name, None)
+    bare._host = {}
+    bare.trees = tuple(SimpleNamespace(draw=tree.draw, leaves=tree.leaves) for tree in batch.trees)  # type: ignore[misc]
+    return bare
+
+
+def key_of(batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> tuple[Any, ...]:
+    """What two batches must agree in for one graph to serve both."""
+    about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, probs.shape, batch.host_tokens is None
+    looked_up = [name for name in reads if name in LOOKED_UP]
+    if not looked_up:
+        return about
+    assert batch.q is not None
+    draws = frozenset(tree.draw for tree in batch.trees if len(tree) > 1)  # a bare root is like any other
+    return (*about, shapes_of(batch, looked_up), batch.q.dtype, batch.room.inner, *batch.widths, draws)
+
+
+def shapes_of(batch: TreeBatch, reads: Sequence[str] = TABLES) -> tuple[torch.Size, ...]:
+    return tuple(batch.host(name).shape for name in reads)
+
+
+def numbers_of(batch: TreeBatch, chance: SeededChance, reads: Sequence[str] = TABLES) -> list[Tensor]:
+    """What a program splits up again: seeds and roots, then the tables."""
+    return [*chance.host, *map(batch.host, reads)]
+
+
+class Places(NamedTuple):
+    """Where a graph reads its inputs."""
+
+    numbers: Tensor
+    """one after the other, so that one copy brings them all"""
+    logits: Tensor
+    q: Tensor | None
+
+
+class Numbers:
+    """The numbers of a program, written on the host and brought to their place before every replay.
+
+    How the nodes lie is written only where that changes; tokens that were drafted on a device are copied there.
+    """
+
+    def __init__(self, batch: TreeBatch, chance: SeededChance, reads: Sequence[str], device: torch.device) -> None:
+        tables = self._tables(batch, chance, reads)
+        ends = np.cumsum([table.numel() for table in tables.values()]).tolist()
+        self._reads = reads
+        self._spans = {name: slice(end - tables[name].numel(), end) for name, end in zip(tables, ends, strict=True)}
+        self._layout: TreeLayout | None = None
+        self._brought = PinnedBuffer(ends[-1], device, torch.int64)
+        self.there = self.bring(batch, chance)
+
+    def bring(self, batch: TreeBatch, chance: SeededChance) -> Tensor:
+        here, there = self._brought.here, {}
+        layout, self._layout = self._layout, None  # whoever interrupts this finds nothing told
+        for name, table in self._tables(batch, chance, self._reads).items():
+            if table.device.type != "cpu":
+                there[name] = table
+            elif layout is not batch.layout or name not in TreeLayout._fields:
+                here[self._spans[name]] = table.numpy().reshape(-1)
+        self._layout = batch.layout
+        numbers = self._brought.bring()
+        for name, table in there.items():
+            numbers[self._spans[name]].view(table.shape).copy_(table)
+        return numbers
+
+    @staticmethod
+    def _tables(batch: TreeBatch, chance: SeededChance, reads: Sequence[str]) -> dict[str, Tensor]:
+        seeds, roots = chance.host
+        return {"seeds": seeds, "roots": roots, **{name: batch.host(name) for name in reads}}
+
+
+class Recording:
+    """One captured graph with the places that it reads."""
+
+    def __init__(
+        self, pool: Pool, program: Program, numbers: Numbers, logits: Tensor, q: Tensor | None, compile: bool
+    ) -> None:
+        self.places = places = Places(numbers.there, logits, q)
+        self._numbers = numbers
+        # A graph reads tensors that the program holds, such as temperatures, so the program stays.
+        self._run: Any = compiled_or_not(trace(program, places), places) if compile else program
+
+        def once() -> Tensor:
+            with torch.no_grad():
+                found: Tensor = self._run(*places)
+                return found
+
+        self._graph, self._found = pool.record(once)
+
+    def __call__(self, batch: TreeBatch, chance: SeededChance, logits: Tensor, q: Tensor | None) -> Tensor:
+        bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
+        if q is not None and self.places.q is not None:
+            rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
+            bring(q[:, :rows], self.places.q[:, :rows])
+        self._numbers.bring(batch, chance)
+        with on(logits.device):
+            self._graph.replay()
+        return self._found
+
+
+def bring(values: Tensor, place: Tensor) -> None:
+    """Copy values to their place, unless it is there that they were written."""
+    if values.data_ptr() != place.data_ptr():
+        with torch.inference_mode():  # the place may be what a pass of the model once wrote
+            place.copy_(values)
+
+
+def packed(numbers: list[Tensor]) -> Tensor:
+    """All tables as one flat tensor of int64."""
+    return torch.cat([table.reshape(-1).long() for table in numbers])
+
+
+def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:
+    """The compiled program; where the compiler fails, the program as it is, which is slower and no less right.
+
+    Places in tables are not checked for every token that is read there: no verifier reads beyond them, and uncompiled
+    every one of them is checked.
+    """
+    fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
+    try:
+        fused(*places)
+    except Exception as error:
+        logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", first_line(error))
+        return run
+    return fused
+
+
+def trace(program: Program, inputs: Places) -> torch.fx.GraphModule:
+    """The operations that a program of tensors performs, whatever Python it is written in."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return work_out_once(make_fx(program)(*inputs))
+
+
+def work_out_once(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let numbers that whole rows depend on be values in memory: all that float64 rounded to the rows' own type.
+
+    The compiler would carry their formula into the loop over a row, and divide in float64 for every token. What is
+    looked at by its strides has to lie somewhere.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+        found, before = node.meta["val"], node.args[0].meta["val"]
+        if (before.dtype, found.dtype) == (torch.float64, torch.float32):
+            with graph.graph.inserting_after(node):
+                kept = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, found.shape, found.stride()))
+            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+    graph.recompile()
+    return graph

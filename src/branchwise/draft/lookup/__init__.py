@@ -1,0 +1,1 @@
+"""Drafting without a model: continuations that are looked up."""

@@ -1,0 +1,166 @@
+"""Prompt lookup: what followed the last few tokens when they stood in this text before.
+
+Saxena, "Prompt Lookup Decoding" (2023). No model and no training; it pays where the answer repeats its prompt or
+itself: editing, summaries, code, questions about a document.
+
+As one chain, what followed the longest n-gram at its most recent place is copied. As a tree, every n-gram that the text
+ends with gives the tokens that followed it the last times. A longer n-gram is trusted more, and so is what followed it
+more often; of tokens that followed equally often the most recent comes first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import TreePolicy
+from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter, new
+from branchwise.draft.lookup.ppm import WIDTH, ranked, share
+from branchwise.draft.policies.chain import Chain
+from branchwise.errors import UsageError
+
+PLACES = 8
+"""so many places of an n-gram are looked at, the most recent first"""
+
+
+class NGram(LookupDrafter):
+    """Continue the longest n-grams, `max` down to `min` tokens, from their most recent earlier places.
+
+    A place is the index of a text and the tokens that would stand at its end.
+    """
+
+    name = "ngram"
+    draw = Draw.FIXED
+    copied = 0
+    """how long a chain it copies, which is not drawn from anything; 0 where it grows another tree"""
+
+    def __init__(self, max: int = 4, min: int = 2, tree: TreePolicy | None = None) -> None:
+        if not 1 <= min <= max:
+            raise UsageError(f"Drafter 'ngram' needs 1 <= min <= max, not min={min}, max={max}.")
+        super().__init__(tree or Chain())
+        self.sizes = range(max, min - 1, -1)
+        if isinstance(self.tree, Chain):
+            self.copied, self.draw = self.tree.length, Draw.FIXED
+        self._indexes: WeakKeyDictionary[SequenceState, Index] = WeakKeyDictionary()
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        if not self.copied:
+            return super().draft(sequences, budgets)
+        self._drafted = [self._copy(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        return self._drafted
+
+    def find(self, sequence: SequenceState) -> Cursor:
+        index = self._index(sequence)
+        index.read(sequence.tokens)
+        return index, tuple(sequence.tokens[-self.sizes.start :])
+
+    def after(self, place: Cursor) -> Sequence[Candidate]:
+        if place is None:
+            return []
+        index, end = place
+        believed: dict[int, float] = {}
+        left = 1.0
+        for size in self.sizes:
+            position = index.places.get(end[-size:]) if size <= len(end) else None
+            if position is not None:
+                fresh = index.followers(size, position, believed)
+                if fresh:
+                    left = share(believed, left, fresh.items(), size)
+                    if len(believed) >= WIDTH:
+                        break
+        end = end[1 - self.sizes.start :] if self.sizes.start > 1 else ()
+        return [new(Candidate, (token, believed[token], (index, (*end, token)), "")) for token in ranked(believed)]
+
+    def step(self, place: Cursor, token: int) -> Cursor:
+        index, end = place
+        return index, (*end, token)[-self.sizes.start :]
+
+    def close(self, sequence: SequenceState) -> None:
+        super().close(sequence)
+        self._indexes.pop(sequence, None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(index.memory_bytes for index in self._indexes.values())
+
+    def _index(self, sequence: SequenceState) -> Index:
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = Index(self.sizes)
+        return index
+
+    def _copy(self, sequence: SequenceState, budget: Budget) -> DraftTree:
+        tokens = sequence.tokens
+        length = min(self.copied, budget.depth, budget.nodes - 1)
+        found = self._index(sequence).find(tokens)
+        if found is None or length < 1:
+            return DraftTree.root(sequence.root)
+        # A place close to the end runs out of text; going round from there continues the repetition.
+        period = len(tokens) - found
+        return DraftTree.chain([sequence.root, *(tokens[found + i % period] for i in range(length))])
+
+
+@dataclass
+class Index:
+    """For every n-gram of a growing text the places where it was followed by something, from the most recent back."""
+
+    sizes: range
+    tokens: list[int] = field(default_factory=list)
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """n-gram -> the most recent position of a token that followed it"""
+    earlier: dict[int, list[int]] = field(default_factory=dict)
+    """size -> for every position the one before, of the same n-gram; 0 where there is none"""
+
+    def __post_init__(self) -> None:
+        self.earlier = {size: [] for size in self.sizes}
+
+    def read(self, tokens: list[int]) -> None:
+        start = len(self.tokens)
+        self.tokens += tokens[start:]
+        places = self.places
+        for size in self.sizes:
+            earlier = self.earlier[size]
+            for position in range(start, len(tokens)):
+                if size <= position:
+                    gram = tuple(tokens[position - size : position])
+                    earlier.append(places.get(gram, 0))
+                    places[gram] = position
+                else:
+                    earlier.append(0)
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Where the longest n-gram at the end of the text was continued before."""
+        self.read(tokens)
+        for size in self.sizes:
+            place = self.places.get(tuple(tokens[-size:]))
+            if place is not None:
+                return place
+        return None
+
+    def followers(self, size: int, place: int, known: Container[int] = ()) -> dict[int, int]:
+        """What followed an n-gram at its last place and those before, and how often; the most recent first.
+
+        Without what is known already.
+        """
+        tokens, earlier = self.tokens, self.earlier[size]
+        found: dict[int, int] = {}
+        for _ in range(PLACES):
+            token = tokens[place]
+            if token not in known:
+                found[token] = found.get(token, 0) + 1
+            place = earlier[place]
+            if not place:
+                break
+        return found
+
+    @property
+    def memory_bytes(self) -> int:
+        lists = (self.tokens, *self.earlier.values())
+        numbers = sys.getsizeof(1 << 20) * len(lists) * len(self.tokens)
+        grams = sum(map(sys.getsizeof, self.places))
+        return sys.getsizeof(self.places) + sum(map(sys.getsizeof, lists)) + numbers + grams

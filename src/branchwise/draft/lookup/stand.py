@@ -1,0 +1,211 @@
+"""STAND: n-grams that remember the distributions behind them, not only the tokens.
+
+Song et al., "Accelerated Test-Time Scaling with Model-Free Speculative Sampling" (arXiv 2506.04708). Where several
+answers to one question are written, they think along the same lines in other words. So every n-gram on the way keeps
+the best tokens of the target's distributions behind it, averaged over all times it was met, and the next text that
+comes by finds what the target may say there, also what it did not say before. The probabilities are those of the model
+at temperature 1, before any warping, so a tree can be drawn from them.
+
+It is for many texts of a kind, and remembers from one request to the next.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from branchwise.backends.base import Scored, Target
+from branchwise.core.sequence import SequenceState
+from branchwise.draft.builder import TreePolicy
+from branchwise.draft.lookup.base import Candidate, LookupDrafter, new
+from branchwise.draft.policies.topk import TopK
+from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens_at
+from branchwise.errors import UsageError
+from branchwise.verify import Verdict
+
+Gram = tuple[int, ...]
+INT_BYTES = 28
+MOST_READ, WORD_BYTES = 1024, 112
+"""so many lines are at hand as they were read, and a token of one and its mass take so much"""
+
+
+class Stand(LookupDrafter):
+    """`stand:max=4,min=2,k=10,ngrams=100000`: the longest known n-gram of `max` down to `min` tokens answers.
+
+    It knows k tokens and their average probabilities. The (c + 1)-th distribution behind an n-gram has the weight 1 /
+    (c + 1) in the average, and a token that is not among the k best of a distribution counts as impossible there. So
+    many n-grams are kept; the one that was met longest ago is forgotten first.
+    """
+
+    name = "stand"
+    wants_prefill = 64
+
+    def __init__(
+        self, max: int = 4, min: int = 2, k: int = 10, ngrams: int = 100_000, tree: TreePolicy | None = None
+    ) -> None:
+        if not 1 <= min <= max or k < 1 or ngrams < 1:
+            raise UsageError("Drafter 'stand' needs 1 <= min <= max, and k and ngrams of at least 1.")
+        super().__init__(tree or TopK(64, depth=12, width=k))
+        self.max, self.min, self.k, self.ngrams = max, min, k, ngrams
+        self.learns = True
+        self._lines: OrderedDict[Gram, int] = OrderedDict()
+        """n-gram -> its line in the arrays, the one met longest ago first"""
+        self._tokens = np.zeros((ngrams, k), dtype=np.int32)  # memory that was never written to is not there yet
+        self._masses = np.zeros((ngrams, k), dtype=np.float32)
+        self._counts = np.zeros(ngrams, dtype=np.int32)
+        self._read: dict[int, list[tuple[int, float]]] = {}
+        """tokens and masses of lines as they were read, until they are written again"""
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the lines in use and of their names, never more than for `ngrams` of the longest, and of those read."""
+        arrays = len(self) * (self._tokens[:1].nbytes + self._masses[:1].nbytes + self._counts[:1].nbytes)
+        names = len(self) * (sys.getsizeof((0,) * self.max) + (self.max + 1) * INT_BYTES)
+        return arrays + names + sys.getsizeof(self._lines) + len(self._read) * self.k * WORD_BYTES
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if hasattr(target, "tell_best"):
+            target.tell_best(self.k)
+
+    def find(self, sequence: SequenceState) -> Gram:
+        return tuple(sequence.tokens[-self.max :])
+
+    def after(self, place: Gram | None) -> list[Candidate]:
+        if place is None or (line := self._longest(place)) is None:
+            return []
+        behind = place[1:] if len(place) == self.max else place
+        return [new(Candidate, (token, mass, (*behind, token), "")) for token, mass in self._words(line)]
+
+    def step(self, place: Gram | None, token: int) -> Gram:
+        return (*(place or ()), token)[-self.max :]
+
+    def begin(self, sequence: SequenceState, logits: Tensor) -> None:
+        ends = range(len(sequence.tokens) - len(logits), len(sequence.tokens))
+        grams = [tuple(sequence.tokens[max(end - self.max, 0) : end]) for end in ends]
+        self._learn(grams, host_top_tokens(logits, self.k))
+
+    def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        wide = scored.logits.shape[1]
+        grams: list[Gram] = []
+        rows: list[int] = []
+        for text, (sequence, tree, verdict) in enumerate(zip(sequences, self._drafted, verdicts, strict=True)):
+            gram = tuple(sequence.tokens[-self.max :])
+            accepted = tree.tokens.tolist()
+            for node in verdict.path:
+                gram = self.step(gram, accepted[node]) if node else gram
+                grams.append(gram)
+                rows.append(text * wide + node)
+        self._learn(grams, top_tokens_at(scored, rows, self.k))
+
+    def save(self) -> dict[str, Tensor]:
+        lines = list(self._lines.values())
+        grams = [(-1,) * (self.max - len(gram)) + gram for gram in self._lines]
+        return {
+            "grams": torch.tensor(grams, dtype=torch.int32).view(-1, self.max),
+            "counts": torch.from_numpy(self._counts[lines]),
+            "tokens": torch.from_numpy(self._tokens[lines]),
+            "masses": torch.from_numpy(self._masses[lines]),
+        }
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        grams = self._checked(tensors)[-self.ngrams :]
+        first = len(tensors["grams"]) - len(grams)  # where there are too many, the oldest are left behind
+        self._lines = OrderedDict((gram, line) for line, gram in enumerate(grams))
+        self._read.clear()
+        self._counts[: len(grams)] = tensors["counts"][first:].numpy()
+        self._tokens[: len(grams)] = tensors["tokens"][first:].numpy()
+        self._masses[: len(grams)] = tensors["masses"][first:].numpy()
+
+    def _words(self, line: int) -> list[tuple[int, float]]:
+        """What a line knows: tokens and their masses, best first."""
+        words = self._read.get(line)
+        if words is None:
+            stored = zip(self._tokens[line].tolist(), self._masses[line].tolist(), strict=True)
+            if len(self._read) >= MOST_READ:
+                self._read.clear()
+            words = self._read[line] = [word for word in stored if word[1] > 0]
+        return words
+
+    def _longest(self, place: Gram) -> int | None:
+        for size in range(min(self.max, len(place)), self.min - 1, -1):
+            line = self._lines.get(place[-size:])
+            if line is not None:
+                return line
+        return None
+
+    def _learn(self, grams: Sequence[Gram], found: HostTopTokens | ReportedTopTokens) -> None:
+        """From the distributions after so many n-grams, in their order."""
+        for gram, tokens, masses in zip(grams, found.tokens.tolist(), found.masses.tolist(), strict=True):
+            best = dict(zip(tokens, masses, strict=True))
+            for size in range(self.min, len(gram) + 1):
+                self._mix(gram[-size:], best)
+
+    def _mix(self, gram: Gram, probs: dict[int, float]) -> None:
+        line = self._lines.get(gram)
+        if line is None:
+            line, count, mixed = self._new_line(), 0, probs
+            self._lines[gram] = line
+        else:
+            self._lines.move_to_end(gram)
+            count = int(self._counts[line])
+            weight = 1 / (count + 1)
+            mixed = {token: mass * count * weight for token, mass in self._words(line)}
+            for token, mass in probs.items():
+                mixed[token] = mixed.get(token, 0.0) + mass * weight
+        best = sorted(mixed.items(), key=lambda pair: (-pair[1], pair[0]))[: self.k]
+        best += [(0, 0.0)] * (self.k - len(best))
+        self._tokens[line] = [token for token, _ in best]
+        self._masses[line] = [mass for _, mass in best]
+        self._counts[line] = count + 1
+        self._read.pop(line, None)
+
+    def _new_line(self) -> int:
+        if len(self._lines) < self.ngrams:
+            return len(self._lines)
+        return self._lines.popitem(last=False)[1]
+
+    def _checked(self, tensors: dict[str, Tensor]) -> list[Gram]:
+        """The n-grams of a stored state that fits."""
+
+        def refuse(why: str) -> UsageError:
+            return UsageError(f"This is no state of 'stand' for this model: {why}; leave it out and start afresh.")
+
+        kinds = {"grams": torch.int32, "counts": torch.int32, "tokens": torch.int32, "masses": torch.float32}
+        if {name: tensor.dtype for name, tensor in tensors.items()} != kinds:
+            raise refuse(f"it should hold {', '.join(kinds)}")
+        grams, counts, tokens, masses = (tensors[name] for name in kinds)
+        shapes = [(len(grams), self.max), (len(grams),), (len(grams), self.k), (len(grams), self.k)]
+        if [tuple(tensor.shape) for tensor in (grams, counts, tokens, masses)] != shapes:
+            raise refuse(f"it is not about n-grams of {self.max} tokens and {self.k} behind each")
+        if not len(grams):
+            return []
+        most = sys.maxsize if self.target is None else self.target.vocabulary
+        empty = (grams == -1).sum(dim=1)
+        known = (grams >= 0) & (grams < most)
+        if bool((known.sum(dim=1) + empty != self.max).any()) or not 0 <= int(tokens.min()) <= int(tokens.max()) < most:
+            raise refuse("a token is outside the vocabulary")
+        if bool((grams[:, 1:].lt(0) & grams[:, :-1].ge(0)).any()) or int(empty.max()) > self.max - self.min:
+            raise refuse(f"an n-gram has fewer than {self.min} tokens")
+        if int(counts.min()) < 1 or not bool(
+            ((masses >= 0).all(dim=1) & (masses.double().sum(dim=1) <= 1 + 1e-5)).all()
+        ):
+            raise refuse("its masses are not averages of probabilities")
+        lines = torch.where(masses > 0, tokens, -1 - torch.arange(self.k)).tolist()
+        if any(len(set(line)) < self.k for line in lines):
+            raise refuse("an n-gram has the same token twice behind it")
+        if any(more > less for line in masses.tolist() for less, more in pairwise(line)):
+            raise refuse("its tokens are not in order")
+        found = [tuple(token for token in gram if token >= 0) for gram in grams.tolist()]
+        if len(set(found)) < len(found):
+            raise refuse("an n-gram comes twice")
+        return found

@@ -1,0 +1,159 @@
+"""Tri-grams: what has followed two tokens so far, in this text and in those before it.
+
+Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.12021): a map from two tokens to a few
+successors stands for the target, and goes on learning from what the target writes. Theirs begins with the counts of a
+corpus; this one begins empty and is seeded by the prompt. Theirs reads the last tokens again at every step, so that an
+occurrence is credited the more often the slower the text grows; here each one counts once.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from operator import itemgetter
+from sys import getsizeof
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from branchwise.core.sequence import SequenceState
+from branchwise.draft.builder import TreePolicy
+from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
+from branchwise.draft.policies.topk import TopK
+from branchwise.errors import UsageError
+
+Pair = tuple[int, int]
+
+MOST = 64
+"""what a successor counts at most; where one would count more, all of its pair count half, so that new ones can rise"""
+
+LOOKED_UP = 1024
+"""answers that are kept at hand"""
+
+
+class Trigram(LookupDrafter):
+    """`trigram:size=65536,successors=12`: up to so many pairs of tokens, and so many successors of each.
+
+    The pair that was not seen for longest is forgotten first. A new successor takes the place of the one that counts
+    least, and of those of the oldest. Of n occurrences of a pair with k different successors one that counts c has the
+    mass c / (n + k), after Witten and Bell: each of the k was unknown once, so that much is left for what is yet to
+    come.
+    """
+
+    name = "trigram"
+
+    def __init__(self, size: int = 65536, successors: int = 12, tree: TreePolicy | None = None) -> None:
+        if size < 1 or successors < 1:
+            raise UsageError(
+                "Drafter 'trigram' keeps at least 1 pair of tokens and 1 successor of each, as in "
+                "trigram:size=65536,successors=12."
+            )
+        super().__init__(tree or TopK(24, depth=6, width=8))
+        self.size, self.successors = size, successors
+        self.learns = True
+        self._rows: dict[Pair, dict[int, int]] = {}
+        """pair -> successor -> its count; both in the order in which they were last seen"""
+        self._looked_up: dict[Pair, list[Candidate]] = {}
+        """answers that still hold: one tree asks for many places of the last"""
+        self._read: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()
+
+    def find(self, sequence: SequenceState) -> Cursor:
+        """The last two tokens of the text."""
+        self._learn(sequence)
+        return tuple(sequence.tokens[-2:]) if len(sequence.tokens) > 1 else None
+
+    def after(self, place: Cursor) -> list[Candidate]:
+        if place in self._looked_up:
+            return self._looked_up[place]
+        row = self._rows.get(place)
+        if row is None:
+            return []
+        whole = sum(row.values()) + len(row)
+        last = place[1]
+        # The sort keeps the order of equals: turned round, the one that was seen last comes first.
+        ranked = sorted(row.items(), key=itemgetter(1))[::-1]
+        if len(self._looked_up) == LOOKED_UP:
+            self._looked_up.clear()
+        found = [Candidate(token, count / whole, (last, token)) for token, count in ranked]
+        self._looked_up[place] = found
+        return found
+
+    def step(self, place: Cursor, token: int) -> Cursor:
+        return None if place is None else (place[1], token)
+
+    def close(self, sequence: SequenceState) -> None:
+        """The last tokens of a text are worth knowing too, though nothing was drafted behind them."""
+        super().close(sequence)
+        self._learn(sequence)
+        self._read.pop(sequence, None)
+
+    def save(self) -> dict[str, Tensor]:
+        followers = [item for row in self._rows.values() for item in row.items()]
+        return {
+            "pairs": torch.tensor(list(self._rows), dtype=torch.int32).reshape(-1, 2),
+            "successors": torch.tensor([len(row) for row in self._rows.values()], dtype=torch.int32),
+            "tokens": torch.tensor([token for token, _ in followers], dtype=torch.int32),
+            "counts": torch.tensor([count for _, count in followers], dtype=torch.int32),
+        }
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take the place of what is known; what a smaller memory cannot hold is forgotten as it always is."""
+        try:
+            saved = _rows_of(tensors, None if self.target is None else self.target.vocabulary)
+        except (LookupError, TypeError, ValueError, RuntimeError):
+            raise UsageError("These are no tri-grams of this vocabulary; begin anew with another file.") from None
+        self._rows, self._looked_up = {}, {}
+        for pair, row in saved:
+            while len(row) > self.successors:
+                del row[min(row, key=row.__getitem__)]
+            self._keep(pair, row)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the table, its rows and their keys; what is at hand of it is small beside that."""
+        return getsizeof(self._rows) + sum(getsizeof(pair) + getsizeof(row) for pair, row in self._rows.items())
+
+    def _learn(self, sequence: SequenceState) -> None:
+        """Credit every tri-gram that ends in a token which was not read yet."""
+        tokens = sequence.tokens
+        for end in range(max(2, self._read.get(sequence, 0)), len(tokens)):
+            self._credit((tokens[end - 2], tokens[end - 1]), tokens[end])
+        self._read[sequence] = len(tokens)
+
+    def _credit(self, pair: Pair, token: int) -> None:
+        self._looked_up.pop(pair, None)
+        row = self._rows.pop(pair, {})
+        count = row.pop(token, 0) + 1
+        if count > MOST:
+            row, count = {other: half for other, seen in row.items() if (half := seen // 2)}, count // 2
+        elif len(row) == self.successors:
+            del row[min(row, key=row.__getitem__)]
+        row[token] = count
+        self._keep(pair, row)
+
+    def _keep(self, pair: Pair, row: dict[int, int]) -> None:
+        self._rows[pair] = row
+        if len(self._rows) > self.size:
+            oldest = next(iter(self._rows))
+            del self._rows[oldest]
+            self._looked_up.pop(oldest, None)
+
+
+def _rows_of(tensors: dict[str, Tensor], vocabulary: int | None) -> list[tuple[Pair, dict[int, int]]]:
+    """What `save` wrote, the oldest pair first; anything else raises one error or another."""
+    parts = [tensors[name] for name in ("pairs", "successors", "tokens", "counts")]
+    pairs, lengths, tokens, counts = parts
+    numbers = torch.cat([pairs.flatten(), tokens])
+    if any(part.dtype != torch.int32 for part in parts) or not bool((lengths > 0).all()):
+        raise ValueError("not of our making")
+    if not bool((numbers >= 0).all()) or (vocabulary is not None and bool((numbers >= vocabulary).any())):
+        raise ValueError("tokens outside the vocabulary")
+    if not bool(((counts > 0) & (counts <= MOST)).all()):
+        raise ValueError("counts outside their range")
+    items = iter(zip(tokens.tolist(), counts.tolist(), strict=True))
+    rows = [dict(islice(items, length)) for length in lengths.tolist()]
+    keys: list[Pair] = [(first, second) for first, second in pairs.tolist()]
+    # A pair or a successor that stands there twice is one here, and a missing one is missing.
+    if len(set(keys)) < len(keys) or [len(row) for row in rows] != lengths.tolist() or next(items, None) is not None:
+        raise ValueError("parts that do not fit together")
+    return list(zip(keys, rows, strict=True))

@@ -1,0 +1,1 @@
+"""A smaller model as the drafter."""

@@ -1,0 +1,116 @@
+"""The tree of a draft model as a memory: what it has just drafted can be looked up like anything else.
+
+So a model takes its place among the memories of a fusion (RASD, arXiv 2503.03434). Where it has looked it also has a
+distribution, against which what others retrieved can be held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from branchwise.backends.base import Scored, Target
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.draft import DRAFTERS
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeCoroutine
+from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
+from branchwise.draft.policies.topk import TopK
+from branchwise.draft.sampler import DraftSampler, SampleRequest
+from branchwise.verify import Verdict
+
+TREE = TopK(24, depth=6, width=8)
+"""what the model drafts: in a fusion, depth comes from the memories"""
+
+
+class DraftModelMember(LookupDrafter):
+    """A draft model among memories. Its place is the path from the root, and behind its tree it knows nothing."""
+
+    name = "model"
+
+    def __init__(self, spec: str) -> None:
+        super().__init__(TREE)
+        self._watched = Watched(TREE)
+        self._drafter = DRAFTERS.build(spec, tree=self._watched)
+        self._known: dict[SequenceState, Drafted] = {}
+
+    @property
+    def cost(self) -> float | None:
+        return self._drafter.cost  # type: ignore[no-any-return]
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        self._drafter.bind(target)
+
+    def close(self, sequence: SequenceState) -> None:
+        super().close(sequence)
+        self._drafter.close(sequence)
+        self._known.pop(sequence, None)
+
+    def look_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
+        """Draft for all texts together, before anyone asks."""
+        trees = self._drafter.draft(sequences, budgets)
+        self.passes = self._drafter.passes
+        for sequence, tree in zip(sequences, trees, strict=True):
+            self._known[sequence] = Drafted(tree, self._watched.probs.pop(sequence, {}))
+
+    def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        """What the draft model recalls of the target it learns from the tree that was scored, whoever drafted it."""
+        self._drafter._drafted = self._drafted
+        self._drafter.update(sequences, scored, verdicts)
+
+    def find(self, sequence: SequenceState) -> Cursor:
+        return self._known[sequence], ()
+
+    def after(self, place: Cursor) -> Sequence[Candidate]:
+        drafted, path = place
+        return [Candidate(token, mass, (drafted, (*path, token))) for token, mass in drafted.below.get(path, ())]
+
+    def probs(self, place: Cursor) -> Tensor | None:
+        """(vocabulary,): what the model found behind a path, where it looked."""
+        drafted, path = place
+        found: Tensor | None = drafted.probs.get(path)
+        return found
+
+
+class Drafted:
+    """A tree and the distributions it was made from, by the tokens below the root."""
+
+    def __init__(self, tree: DraftTree, probs: dict[tuple[int, ...], Tensor]) -> None:
+        self.probs = probs
+        self.below: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:], strict=True):
+            above = paths[parent]
+            paths.append((*above, token))
+            self.below.setdefault(above, []).append((token, min(float(probs[above][token]), 1.0)))
+
+
+class Watched:
+    """A growth whose distributions are kept as they pass by."""
+
+    def __init__(self, policy: TopK) -> None:
+        self.policy = policy
+        self.draw = policy.draw
+        self.probs: dict[SequenceState, dict[tuple[int, ...], Tensor]] = {}
+
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        return self.policy.grow(root, budget, sampler)
+
+    def plant(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        probs = self.probs[sequence] = {}
+        growing = self.grow(sequence.root, budget, sampler)
+        found: NodeProbs | None = None
+        while True:
+            try:
+                asked = growing.send(found)
+            except StopIteration as end:
+                finished: DraftTree = end.value
+                return finished
+            found = yield asked
+            if isinstance(asked, SampleRequest):
+                continue
+            tree, nodes = asked
+            probs.update((tuple(tree.path(node)), row) for node, row in zip(nodes, found.probs, strict=True))

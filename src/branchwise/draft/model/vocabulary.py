@@ -1,0 +1,154 @@
+"""What a draft model can propose: tokens of its own that the target has too.
+
+The distribution that children are drawn from is always one over the target's vocabulary, with nothing on tokens that
+the draft model cannot propose. Any such distribution is lossless, because it is the one that is recorded as q.
+
+A draft model with another tokenizer drafts over the tokens whose spelling both share (Timor et al., "Accelerating LLM
+Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202). A trimmed
+one computes only the head rows of tokens that the target writes often (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv
+2502.14856).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from branchwise.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEAST_OVERLAP = 0.2
+"""of the smaller vocabulary; below it a draft model would hardly ever be able to say what the target says"""
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Columns of a draft model's logits, and the tokens of the target that they stand for."""
+
+    size: int
+    """of the target's vocabulary"""
+    columns: Tensor
+    """(n,) int64: tokens of the draft model"""
+    tokens: Tensor
+    """(n,) int64, ascending: what each is in the target's vocabulary"""
+    own: int
+    """size of the draft model's vocabulary"""
+    same: bool
+    """whether a token has the same number in both"""
+
+    @classmethod
+    def shared(cls, size: int, own: int) -> Vocabulary:
+        """Of a target and a draft model with one tokenizer; either may have padded its head."""
+        ids = torch.arange(min(size, own))
+        return cls(size, ids, ids, own, same=True)
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens.unique()) == len(self.tokens), "a token of the target stands for two of the draft model"
+
+    def keep(self, wanted: Tensor) -> Vocabulary:
+        """Only those of the wanted tokens (of the target) that the draft model has."""
+        kept = torch.isin(self.tokens, wanted.to(self.tokens.device))
+        return replace(self, columns=self.columns[kept], tokens=self.tokens[kept])
+
+    def to(self, device: torch.device) -> Vocabulary:
+        return replace(self, columns=self.columns.to(device), tokens=self.tokens.to(device))
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the draft model's columns are the target's tokens as they stand."""
+        return self.same and len(self.tokens) == self.size == self.own
+
+    @cached_property
+    def draft_of(self) -> dict[int, int]:
+        """token of the target -> token of the draft model"""
+        return dict(zip(self.tokens.tolist(), self.columns.tolist(), strict=True))
+
+    def draft_token(self, token: int) -> int:
+        """What the draft model calls a token of the target; any token where it has none."""
+        if self.same:
+            return token if token < self.own else 0
+        return self.draft_of.get(token, 0)
+
+    @cached_property
+    def place_of(self) -> dict[int, int]:
+        """token of the target -> its place among those that can be proposed"""
+        return {token: place for place, token in enumerate(self.tokens.tolist())}
+
+    def spread(self, probs: Tensor) -> Tensor:
+        """(rows, size): distributions over what can be proposed, (rows, n), as distributions over the target's
+        vocabulary."""
+        if self.whole:
+            return probs
+        return probs.new_zeros(len(probs), self.size).index_copy_(1, self.tokens, probs)
+
+
+def common(
+    target: PreTrainedTokenizerBase, size: int, draft: PreTrainedTokenizerBase, own: int, name: str
+) -> Vocabulary:
+    """The vocabulary that two tokenizers share; refused where that is too little to draft with."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return Vocabulary.shared(size, own)
+    spelled = spellings(draft)
+    found: dict[int, int] = {}
+    for spelling, token in spellings(target).items():  # the end of a text comes last: it may be spelled alike as well
+        if spelling in spelled and token < size and spelled[spelling] < own:
+            found.setdefault(token, spelled[spelling])
+    overlap = len(found) / min(len(ours), len(theirs))
+    if overlap < LEAST_OVERLAP:
+        raise ModelError(
+            f"The draft model {name} has another tokenizer, and only {overlap:.0%} of the smaller vocabulary is in "
+            f"both ({LEAST_OVERLAP:.0%} are needed); use a draft model of the target's family."
+        )
+    tokens, columns = torch.tensor(sorted(found.items())).unbind(1)
+    return Vocabulary(size, columns, tokens, own, same=False)
+
+
+def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
+    """What every token stands for, as bytes, whichever way its tokenizer writes them -> the token.
+
+    Special tokens stand for themselves, and the end of a text for the end of a text.
+    """
+    vocabulary = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_tokens) | {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+    byte_level = sum(token.startswith("Ġ") for token in vocabulary) > sum(token.startswith("▁") for token in vocabulary)
+    found: dict[object, int] = {}
+    for token, number in vocabulary.items():
+        if token in special:
+            found[token] = number
+            continue
+        spelled = _bytes_of_byte_level(token) if byte_level else _bytes_of_pieces(token)
+        if spelled is not None:
+            found.setdefault(spelled, number)
+    if isinstance(tokenizer.eos_token_id, int):
+        found["end of text"] = tokenizer.eos_token_id
+    return found
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable character that byte-level tokenizers write for each byte: itself, or one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
+def _bytes_of_byte_level(token: str) -> bytes | None:
+    if any(character not in _BYTES for character in token):
+        return None
+    return bytes(_BYTES[character] for character in token)
+
+
+def _bytes_of_pieces(token: str) -> bytes:
+    """As sentencepiece writes them: ▁ for a blank, <0x0A> for a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()

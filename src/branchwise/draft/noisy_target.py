@@ -1,0 +1,60 @@
+"""The target itself as its drafter, disturbed: a drafter of any skill for any model, to test verifiers with.
+
+It drafts with passes of the target, so it makes nothing faster. Its use is that q is as close to p as one likes:
+q = softmax(logits / temperature + sigma noise), where the noise belongs to the text before a node. sigma = 0 draws from
+the target's own distribution, 1 is a fair draft model, 3 a bad one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from branchwise.core.batch import TreeBatch
+from branchwise.core.rows import row_sum
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
+from branchwise.draft.model.mixing import TargetProbsMixer
+from branchwise.draft.policies.paths import Paths
+from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+from branchwise.errors import UsageError
+
+
+class NoisyTarget(TreeDrafter):
+    name = "disturbed"
+    cost = 1.0
+
+    def __init__(self, sigma: float = 1.0, recall: float | None = None, tree: TreePolicy | None = None) -> None:
+        if sigma < 0:
+            raise UsageError(f"Drafter 'disturbed' needs a sigma of at least 0, not {sigma}.")
+        super().__init__(tree or Paths("2x3"))
+        self.sigma = sigma
+        self.recall = None if recall is None else TargetProbsMixer(recall)
+
+    def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
+        assert self.target is not None
+        # Scored from the root on every time: the rows of a level are gone when the next one is asked for.
+        batch = TreeBatch([request.tree.finish(Draw.FIXED) for request in requests], self.target.device)
+        logits = self.target.score([request.sequence for request in requests], batch).logits
+        self.passes += 1
+        return [NodeProbs(self._probs(request, rows)) for request, rows in zip(requests, logits, strict=True)]
+
+    def _probs(self, request: ExpandRequest, logits: Tensor) -> Tensor:
+        """(nodes, vocabulary), given the target's logits in level order."""
+        sequence, tree, places = request.sequence, request.tree, request.tree.places
+        probs = torch.stack([self._row(sequence, tree, node, logits[places[node]]) for node in request.nodes])
+        return probs if self.recall is None else self.recall.mix(sequence, tree, request.nodes, probs)
+
+    def _row(self, sequence: SequenceState, tree: TreeBuilder, node: int, logits: Tensor) -> Tensor:
+        """(vocabulary,): the target's distribution after a node, disturbed in a way that only the text before it
+        decides."""
+        text = zlib.crc32(array("q", [*sequence.tokens, *tree.path(node)]).tobytes())
+        noise = torch.randn(len(logits), generator=torch.Generator().manual_seed(text)).to(logits.device)
+        temperature = sequence.sampling.temperature or 1.0
+        probs = torch.softmax(logits.float() / temperature + self.sigma * noise, dim=-1)
+        return probs / row_sum(probs).to(probs.dtype)

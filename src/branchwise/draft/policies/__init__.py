@@ -1,0 +1,1 @@
+"""Tree policies: which nodes to expand, and when to stop."""

@@ -1,0 +1,78 @@
+"""Recursive speculative decoding with stochastic beam search (RSD-S): W nodes a level, drawn without replacement.
+
+Jeon et al., "Recursive Speculative Decoding" (arXiv 2402.14160); the search is that of Kool, van Hoof and Welling,
+"Stochastic Beams and Where to Find Them" (ICML 2019).
+
+The papers give every path a Gumbel score and keep the highest. Here every path has the time exp(-score) at which it
+arrives, and the earliest are kept: the same distribution, and nothing to cancel out. All continuations of a node race,
+each with its probability as its rate. So a node arrives when the first of them does, and its first child with it. The
+other children race on: the next one comes after an exponential time whose rate is the mass that they have together.
+
+A child is admitted by its time, and only then is its token drawn. So admission cannot look at the token, which keeps
+the draft exact, and a level draws W tokens, however large the vocabulary is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+
+from branchwise.core.batch import PadShape
+from branchwise.core.tree import Draw
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.no_replacement import no_replacement_samplers
+from branchwise.draft.sampler import DraftSampler
+from branchwise.errors import UsageError
+
+
+class Beam:
+    """`rsd-s:WxL`: W nodes on each of L levels; fewer levels where the budget is smaller, never fewer nodes."""
+
+    draw = Draw.WITHOUT_REPLACEMENT
+    stoppable = True
+
+    def __init__(self, shape: str) -> None:
+        found = re.fullmatch(r"(\d+)x(\d+)", shape)
+        if not found or not int(found[1]) or not int(found[2]):
+            raise UsageError(f"RSD-S takes a width and a length, such as rsd-s:4x6, not rsd-s:{shape}.")
+        self.width, self.length = int(found[1]), int(found[2])
+        forks = min(self.width - 1, 1) + (self.length - 1) * (self.width // 2)
+        self.room = replace(PadShape.for_paths(self.width, self.length), forks=forks)
+        """which nodes have children is chance: with room for all of it, every step has the same shape"""
+
+    def levels(self, budget: Budget) -> int:
+        return max(0, min(self.length, budget.depth, (budget.nodes - 1) // self.width))
+
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        tree = TreeBuilder([root])
+        # Of every node the log of its probability and of its time. Only differences between times matter, so the
+        # clock starts with the first arrival.
+        likelihood, time = [0.0], [-math.inf]
+        level = [0]
+        for _ in range(self.levels(budget)):
+            found = yield tree, level
+            probs = found.drawable
+            tree.probs.update(zip(level, probs, strict=True))
+            urns = yield from no_replacement_samplers(probs, level, sampler, self.width)
+            whole = {node: urn.mass for node, urn in urns.items()}
+            arrivals = [(time[node], turn, node) for turn, node in enumerate(level)]
+            level = []
+            heapq.heapify(arrivals)
+            while arrivals and len(level) < self.width:
+                now, _, parent = heapq.heappop(arrivals)
+                urn, before = urns[parent], urns[parent].mass
+                token, share, _ = urn.draw(sampler, len(tree))
+                child = tree.add(parent, token)
+                level.append(child)
+                likelihood.append(likelihood[parent] + math.log(share * before / whole[parent]))
+                time.append(now)
+                if urn.mass > 0 and len(level) < self.width:
+                    rate = likelihood[parent] + math.log(urn.mass / whole[parent])
+                    later = float(np.logaddexp(now, math.log(sampler.wait(child)) - rate))
+                    heapq.heappush(arrivals, (later, child, parent))
+        return tree.finish(self.draw)

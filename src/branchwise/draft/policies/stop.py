@@ -1,0 +1,251 @@
+"""Stopping early: a tree ends where the drafter itself no longer believes in what would come next.
+
+Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644) end a tree after a level in which no node
+scores above a threshold. Their score is that of a small network; a plain limit on confidence or entropy does as well.
+
+What keeps it exact: a rule sees the distributions after nodes that are drawn, and decides whether anything is drawn
+from them. It never sees a token before it is admitted. Several paths are a case apart: they are independent draws of
+one depth, and a depth that they decide together makes them depend on each other.
+
+The pass that a rule looks at is the one that the next level would have been drawn from. What is saved are the passes
+below it, and the nodes that the target would have scored in vain.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from branchwise.core.tree import Draw
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy
+from branchwise.draft.sampler import DraftSampler, SampleRequest
+from branchwise.errors import ModelError, PairingError, UsageError
+
+
+class Stop(Protocol):
+    """A rule. One that looks at hidden states also says `wants_hidden = True`."""
+
+    def enough(self, found: NodeProbs, depth: int) -> bool:
+        """Whether the nodes of this depth, about which this was found, should stay without children."""
+
+
+class Stopping:
+    """A growth that a rule may end at every level but the root's.
+
+    It fits growths that say `stoppable`: those that grow level by level, never take a node back, and whose trees stay
+    what they are when the last levels are missing.
+    """
+
+    def __init__(self, policy: TreePolicy, stop: Stop, name: str | None = None) -> None:
+        if not getattr(policy, "stoppable", False):
+            raise PairingError(
+                f"A tree {name or type(policy).__name__!r} may not stop early: it would no longer be drawn as its "
+                "verifiers expect; use chain:L or rsd-c:4,2,1 with stop=, or leave stop= out."
+            )
+        self.policy = policy
+        self.stop = stop
+        self.draw = policy.draw
+        self.wants_hidden = any(getattr(part, "wants_hidden", False) for part in (policy, stop))
+
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        growing, found = self.policy.grow(root, budget, sampler), None
+        while True:
+            try:
+                asked = growing.send(found)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            found = yield asked
+            if isinstance(asked, SampleRequest):
+                continue
+            tree, nodes = asked
+            depth = tree.depths[nodes[0]]
+            if depth > 0 and self.stop.enough(found, depth):
+                return tree.finish(self.draw, tuple(nodes) if self.draw is Draw.PATHS else ())
+
+
+class Confidence:
+    """`confidence:T`: enough when no node is followed by a token with more than this probability."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = _share(threshold, "Stop 'confidence' needs a probability")
+
+    def enough(self, found: NodeProbs, depth: int) -> bool:
+        return not bool((found.probs.amax(dim=-1) > self.threshold).any())
+
+
+class Entropy:
+    """`entropy:H`: enough when the distribution after every node has more than this entropy, in nats."""
+
+    def __init__(self, nats: float) -> None:
+        if not 0 < nats < math.inf:
+            raise UsageError(f"Stop 'entropy' needs a positive number of nats, such as entropy:2, not {nats}.")
+        self.nats = nats
+
+    def enough(self, found: NodeProbs, depth: int) -> bool:
+        return bool((entropy(found.probs) > self.nats).all())
+
+
+class Learned:
+    """`learned:FILE`: enough when a network that `branchwise train stop` wrote scores no node above its threshold."""
+
+    def __init__(self, file: str, threshold: float | None = None) -> None:
+        """A `threshold` of one's own takes the place of the file's."""
+        self.file = file
+        self.scorer = read_scorer(Path(file))
+        given = self.scorer.threshold if threshold is None else threshold
+        self.threshold = _share(given, "Stop 'learned' needs a threshold")
+        self.wants_hidden = self.scorer.kind == "soft"
+
+    def enough(self, found: NodeProbs, depth: int) -> bool:
+        if self.wants_hidden and found.hidden is None:
+            raise PairingError(
+                f"The stop {self.file} looks at hidden states, and this drafter has none; "
+                "use a draft model, or train a stop with --kind hard."
+            )
+        seen = features(self.scorer.kind, found)
+        if seen.shape[1] != self.scorer.widths[0]:
+            raise PairingError(
+                f"The stop {self.file} was trained for the draft model {self.scorer.draft}, whose hidden states have "
+                f"{self.scorer.widths[0]} numbers, and these have {seen.shape[1]}; train one for this draft model."
+            )
+        return not bool((self.scorer.scores(seen) > self.threshold).any())
+
+
+def _share(value: float, what: str) -> float:
+    if not 0 < value < 1:
+        raise UsageError(f"{what} between 0 and 1, such as 0.4, not {value}.")
+    return value
+
+
+# What the two networks of the paper look at
+
+KINDS = ("soft", "hard")
+TOP = 10
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """(nodes,): of distributions (nodes, vocabulary), in nats."""
+    nats: Tensor = torch.special.entr(probs).sum(dim=-1)
+    return nats
+
+
+def features(kind: str, found: NodeProbs) -> Tensor:
+    """(nodes, width): a hidden state for the soft network, entropy and largest probabilities for the hard one."""
+    if kind == "soft":
+        assert found.hidden is not None
+        return found.hidden.float()
+    largest = found.probs.topk(min(TOP, found.probs.shape[-1]), dim=-1).values
+    largest = nn.functional.pad(largest, (0, TOP - largest.shape[-1]))
+    return torch.cat([entropy(found.probs)[:, None], largest], dim=1).float()
+
+
+def widths_of(kind: str, hidden: int) -> tuple[int, ...]:
+    """The sizes of the layers, for hidden states of this many numbers."""
+    return (hidden, 512, 256, 1) if kind == "soft" else (1 + TOP, 4 * (1 + TOP), 1)
+
+
+def network_of(widths: tuple[int, ...]) -> nn.Sequential:
+    """Linear layers with ReLU between them; what comes out is the logit of the score."""
+    layers: list[nn.Module] = []
+    for inner, outer in pairwise(widths):
+        layers += [nn.Linear(inner, outer), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+# Files
+
+FORMAT = "branchwise.stop"
+"""the one key of the metadata, which holds all of it as JSON; several keys would stand in another order each time"""
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """A trained network, and what is known about it."""
+
+    kind: str
+    """soft: how much of what is drawn after a node is accepted; hard: whether both models agree on the best token"""
+    network: nn.Sequential
+    threshold: float
+    draft: str
+    """the drafter that it was trained for"""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """for people: the target, the number of samples, the losses"""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        layers = [layer for layer in self.network if isinstance(layer, nn.Linear)]
+        return (layers[0].in_features, *(layer.out_features for layer in layers))
+
+    @torch.no_grad()
+    def scores(self, seen: Tensor) -> Tensor:
+        """(nodes,): between 0 and 1, for features (nodes, width)."""
+        logits: Tensor = self.network.to(seen.device)(seen)
+        return logits[:, 0].sigmoid()
+
+
+def write_scorer(scorer: Scorer, file: Path) -> None:
+    """Write a file that is either whole or not there."""
+    from safetensors.torch import save
+
+    known = {
+        "version": VERSION,
+        "kind": scorer.kind,
+        "widths": scorer.widths,
+        "threshold": scorer.threshold,
+        "draft": scorer.draft,
+        "notes": dict(scorer.notes),
+    }
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in scorer.network.state_dict().items()}
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(save(tensors, {FORMAT: json.dumps(known)}))
+        os.replace(part, file)
+    except OSError as error:
+        raise UsageError(f"The stop cannot be written to {file}: {error.strerror or error}.") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_scorer(file: Path) -> Scorer:
+    """The network of a file; whatever is wrong with the file is said in one sentence."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise ModelError(f"There is no stop {file}; write one with branchwise train stop --out {file}.")
+    try:
+        with safe_open(file, "pt") as stored:
+            metadata = stored.metadata() or {}
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (it is no dict)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"The stop {file} cannot be read: {str(error).rstrip('.')}; train it again.") from None
+    if FORMAT not in metadata:
+        raise ModelError(f"{file} is no stop; write one with branchwise train stop.")
+    try:
+        return _scorer(json.loads(metadata[FORMAT]), tensors)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        why = str(error).splitlines()[0].rstrip(".:")
+        raise ModelError(f"The stop {file} is damaged ({why}); train it again.") from None
+
+
+def _scorer(known: dict[str, Any], tensors: dict[str, Tensor]) -> Scorer:
+    if known["version"] != VERSION:
+        raise ValueError(f"version {known['version']}, where {VERSION} is known")
+    kind, threshold, widths = known["kind"], float(known["threshold"]), tuple(known["widths"])
+    if kind not in KINDS or widths != widths_of(kind, widths[0]) or not 0 < threshold < 1:
+        raise ValueError("its sizes are not those of its kind")
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise ValueError("some weights are not finite")
+    network = network_of(widths)
+    network.load_state_dict(tensors)
+    return Scorer(kind, network, threshold, str(known["draft"]), dict(known["notes"]))

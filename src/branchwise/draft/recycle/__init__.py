@@ -1,0 +1,1 @@
+"""Token Recycling: the adjacency table of what the target found likely."""

@@ -1,0 +1,135 @@
+"""For every token the successors that were probable on average: the table that `recycle` learns."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from branchwise.draft.lookup.base import Candidate, new
+from branchwise.draft.recycle.topk import HostTopTokens, Ints, ReportedTopTokens, TopTokens
+from branchwise.errors import UsageError
+
+Halves = NDArray[np.float16]
+HALF_DOWN = 1 - 2.0**-11
+"""times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
+MOST_READ = 1024
+"""rows that are kept as they were read"""
+NEXT_BYTES = 144
+"""about what a successor takes there"""
+
+
+class AdjacencyTable:
+    """For every token of a vocabulary its successors, best first, and how probable they were on average.
+
+    8 successors of 49,152 tokens are 1.6 MB of tokens (int32), and the probabilities (float16) add 0.8 MB. A place
+    without a probability is empty.
+    """
+
+    def __init__(self, vocabulary: int, width: int, device: torch.device | str = "cpu") -> None:
+        self.tokens = torch.zeros(vocabulary, width, dtype=torch.int32, device=device)
+        self.masses = torch.zeros(vocabulary, width, dtype=torch.float16, device=device)
+        # Over the same memory: reading a row of an array costs less than a tensor's.
+        self._arrays = (self.tokens.numpy(), self.masses.numpy()) if self.tokens.device.type == "cpu" else None
+        self._read: dict[int, list[Candidate]] = {}
+        """rows as they were read, until they are written again; trees of one text come back to the same tokens"""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """The table, and about what the rows take that were read."""
+        return self.tokens.nbytes + self.masses.nbytes + len(self._read) * self.width * NEXT_BYTES
+
+    def row(self, token: int) -> list[Candidate]:
+        """What may come after a token."""
+        row = self._read.get(token)
+        if row is None:
+            tokens, masses = self._arrays or (self.tokens, self.masses)
+            stored = zip(tokens[token].tolist(), masses[token].tolist(), strict=True)
+            row = [new(Candidate, (found, mass, found, "")) for found, mass in stored if mass > 0]
+            if len(self._read) >= MOST_READ:
+                self._read.clear()
+            self._read[token] = row
+        return row
+
+    def mix(self, probs: dict[int, int], found: HostTopTokens | ReportedTopTokens, rate: float) -> None:
+        """Average new distributions into the rows of tokens: token -> row of what was found."""
+        assert self._arrays is not None, "this table lies on a device"
+        tokens, masses = self._arrays
+        keys = list(probs)
+        tokens[keys], masses[keys] = averaged_here(tokens[keys], masses[keys], found, list(probs.values()), rate)
+        for key in keys:
+            self._read.pop(key, None)
+
+    def forget_read(self) -> None:
+        """What was read may have changed: which rows did only the device knows."""
+        self._read.clear()
+
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        """Take over a stored table."""
+
+        def refuse(why: str) -> UsageError:
+            return UsageError(f"This is no state of 'recycle' for this model: {why}; leave it out and start afresh.")
+
+        tokens, masses = tensors.get("tokens"), tensors.get("masses")
+        if tokens is None or masses is None or len(tensors) != 2:
+            raise refuse("it should hold tokens and masses")
+        if tokens.shape != self.tokens.shape or masses.shape != self.masses.shape:
+            raise refuse(f"it has {tuple(tokens.shape)} successors where {tuple(self.tokens.shape)} are expected")
+        if tokens.dtype != torch.int32 or masses.dtype != torch.float16:
+            raise refuse(f"its numbers are {tokens.dtype} and {masses.dtype}")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < len(self):
+            raise refuse(f"a token is outside the vocabulary of {len(self)}")
+        sums = masses.double().sum(dim=1)
+        if not bool(((masses >= 0).all(dim=1) & (sums <= 1)).all()):
+            raise refuse("its masses are not probabilities")
+        if bool((masses[:, 1:] > masses[:, :-1]).any()):
+            raise refuse("its successors are not in order")
+        lines = torch.where(masses > 0, tokens, -1 - torch.arange(self.width)).sort(dim=1).values
+        if bool((lines[:, 1:] == lines[:, :-1]).any()):
+            raise refuse("a token has the same successor twice")
+        self.tokens.copy_(tokens)
+        self.masses.copy_(masses)
+        self._read.clear()
+
+
+def averaged(tokens: Tensor, masses: Tensor, found: TopTokens, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """Rows of a table, with row rows[i] of what was found averaged into row i.
+
+    The new distribution is asked exactly for all tokens that a row holds; a token that is new to the row counts as if
+    it had been impossible so far. The best stay.
+    """
+    old, before = tokens.long(), masses.float()
+    held = before > 0
+    share = torch.where(held.any(dim=1, keepdim=True), rate, 1.0)
+    stay = torch.where(held, (1 - share) * before + share * found.of(rows, old), 0.0)
+    new = found.tokens[rows]
+    known = ((new[:, :, None] == old[:, None, :]) & held[:, None, :]).any(dim=2)
+    join = torch.where(known, 0.0, share * found.masses[rows])
+    best, places = torch.cat([stay, join], dim=1).topk(tokens.shape[1])
+    best = (best * HALF_DOWN).half()
+    return torch.where(best > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int(), best
+
+
+def averaged_here(
+    tokens: Ints, masses: Halves, found: HostTopTokens | ReportedTopTokens, rows: list[int], rate: float
+) -> tuple[Ints, Halves]:
+    """The same on the host, number for number."""
+    old, before = tokens.astype(np.int64), masses.astype(np.float32)
+    held = before > 0
+    share = np.where(held.any(axis=1, keepdims=True), np.float32(rate), np.float32(1))
+    stay = np.where(held, (1 - share) * before + share * found.of(rows, old), 0)
+    new = found.tokens[rows]
+    known = ((new[:, :, None] == old[:, None, :]) & held[:, None, :]).any(axis=2)
+    join = np.where(known, 0, share * found.masses[rows])
+    best, places = torch.from_numpy(np.concatenate([stay, join], axis=1)).topk(tokens.shape[1])
+    halves = (best.numpy() * np.float32(HALF_DOWN)).astype(np.float16)
+    both = torch.from_numpy(np.concatenate([old, new], axis=1))
+    return both.gather(1, places).numpy() * (halves > 0), halves

@@ -1,0 +1,299 @@
+"""Sampler: the chance of one text while its tree grows.
+
+A tree policy asks for tokens and arrival times and never touches a random generator. In production the answers come
+from the text's seed. A greedy text leaves nothing to chance: there the most probable tokens are "drawn", because the
+target will take its most probable token whatever was drafted. An audit puts an enumerator in their place.
+
+The numbers that tell draws apart are the policy's own; each (kind, draw) is used at most once for one tree. An order
+that is drawn turn by turn (`next_of`) has the number of the node that it is drawn below. All draws of a level are best
+asked for together, as a `SampleRequest`: a device is then asked once for all texts of a batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import accumulate, chain, islice, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from branchwise.core.rng import key_of, mix, mix_one, race, race_on, signed, wait_of
+from branchwise.core.rows import row_sum
+from branchwise.core.sequence import SequenceState
+from branchwise.cuda.padded import PaddedGraphedFunction
+from branchwise.draft.sparse import Probs, ProbsBatch, alone
+
+
+class DraftSampler(ABC):
+    @abstractmethod
+    def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
+        """Independent tokens, one for each (which of the distributions, number of the draw)."""
+
+    @abstractmethod
+    def orders(self, probs: ProbsBatch, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
+        """From each distribution so many tokens without replacement, in draw order; fewer where it carries fewer."""
+
+    @abstractmethod
+    def wait(self, draw: int) -> float:
+        """A standard exponential time."""
+
+    def next_of(self, left: Probs, node: int, turn: int, number: int) -> int:
+        """Of the tokens that are drawn below a node without replacement, one by one, the one of this turn.
+
+        `left` is what the turns before left of its distribution; `number` tells this draw from all others of the tree.
+        """
+        [token] = self.picks(left, [number])
+        return token
+
+    def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:
+        """Of distributions on a device that tokens are drawn from one by one, below these nodes, all that the first
+        turns come to: the mass of a distribution, then for each turn the token, its mass, and the mass that is left."""
+        raise NotImplementedError("draws that are not made on a device are made one by one")
+
+    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
+        """The k most probable tokens of each distribution, best first, and their masses; all of them where there are
+        fewer."""
+        found: list[list[tuple[float, float]]] = _best(probs, min(k, probs.shape[1])).tolist()
+        return found
+
+    def picks(self, probs: Probs, draws: Sequence[int]) -> list[int]:
+        """Independent tokens from one distribution, one for each number in `draws`."""
+        return self.picks_from(alone(probs), [(0, draw) for draw in draws])
+
+    def order(self, probs: Probs, k: int, draw: int) -> list[int]:
+        """k tokens from one distribution without replacement."""
+        [found] = self.orders(alone(probs), [k], [draw])
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRequest:
+    """Draws of one text that a policy wants: independent ones, or, given sizes, an order from each of the
+    distributions."""
+
+    sampler: DraftSampler
+    probs: ProbsBatch
+    draws: Sequence[tuple[int, int]]
+    """(which of the distributions, number of the draw)"""
+    sizes: Sequence[int] | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Throws of one kind can be made together."""
+        return type(self), type(self.sampler), self.sizes is None
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for _, number in self.draws]
+
+    def alone(self) -> list[Any]:
+        """What is drawn: tokens, or orders of them."""
+        if self.sizes is None:
+            return self.sampler.picks_from(self.probs, self.draws)
+        return self.sampler.orders(self.probs, self.sizes, self.numbers)
+
+
+def sample_batch(requests: Sequence[SampleRequest]) -> list[list[Any]]:
+    """What is drawn for several texts: on a device in one go for all that draw in the same way."""
+    groups: dict[Any, list[int]] = {}
+    for place, request in enumerate(requests):
+        joins = isinstance(request.probs, Tensor) and not lies_on_host(request.probs)
+        groups.setdefault(request.kind if joins else place, []).append(place)
+    found: dict[int, list[Any]] = {}
+    for places in groups.values():
+        found.update(zip(places, _together([requests[place] for place in places]), strict=True))
+    return [found[place] for place in range(len(requests))]
+
+
+def _together(requests: list[SampleRequest]) -> list[list[Any]]:
+    """What is drawn in one go for texts that draw in the same way."""
+    first = requests[0]
+    if len(requests) == 1:
+        return [first.alone()]
+    probs = [request.probs for request in requests if isinstance(request.probs, Tensor)]
+    starts = accumulate(map(len, probs), initial=0)
+    draws = [
+        (start + row, number) for start, request in zip(starts, requests, strict=False) for row, number in request.draws
+    ]
+    sizes = None if first.sizes is None else [size for request in requests for size in request.sizes or ()]
+    seeded = [
+        request.sampler for request in requests for _ in request.draws if isinstance(request.sampler, SeededSampler)
+    ]
+    sampler = JointSampler(seeded) if seeded else first.sampler
+    found = iter(type(first)(sampler, torch.cat(probs), draws, sizes).alone())
+    return [list(islice(found, len(request.draws))) for request in requests]
+
+
+def lies_on_host(probs: Tensor) -> bool:
+    """There a copy of rows over a vocabulary costs more than another call."""
+    return probs.device.type == "cpu"
+
+
+class SeededSampler(DraftSampler):
+    """Draws that depend on the seed of a text and on where its root stands, and on nothing else."""
+
+    def __init__(self, seed: int, root: int, device_sampler: DeviceSampler | None = None) -> None:
+        self._seed, self._root = seed, root
+        self._device_sampler = device_sampler or DeviceSampler()
+
+    def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
+        keys = self._keys("pick", [draw for _, draw in draws])
+        if isinstance(probs, Tensor):
+            return self._device_sampler.picks(probs, keys, [row for row, _ in draws])
+        return [probs[row].race(key) for (row, _), key in zip(draws, keys, strict=True)]
+
+    def orders(self, probs: ProbsBatch, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
+        keys = self._keys("order", draws)
+        if isinstance(probs, Tensor):
+            found = self._device_sampler.orders(probs, keys, max(sizes))
+            return [order[:size] for order, size in zip(found, sizes, strict=True)]
+        return [row.race_on(key, size) for row, key, size in zip(probs, keys, sizes, strict=True)]
+
+    def next_of(self, left: Probs, node: int, turn: int, number: int) -> int:
+        [key] = self._keys("order", [node])
+        key = mix_one(key + turn)  # as in an order that is drawn at once
+        return self._device_sampler.picks(left[None], [key], [0])[0] if isinstance(left, Tensor) else left.race(key)
+
+    def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:
+        return self._device_sampler.openings(probs, self._keys("order", nodes), turns)
+
+    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
+        return self._device_sampler.best(probs, k)
+
+    def wait(self, draw: int) -> float:
+        [key] = self._keys("wait", [draw])
+        return wait_of(key)
+
+    def _keys(self, purpose: str, draws: Sequence[int]) -> list[int]:
+        return [self._key(purpose, draw) for draw in draws]
+
+    def _key(self, purpose: str, draw: int) -> int:
+        # The role keeps these draws apart from the verifier's: a draft made with the noise that judges it is no draw.
+        return key_of("draft", purpose, self._seed, self._root, draw)
+
+
+class JointSampler(SeededSampler):
+    """The sampler of several texts as one; the n-th draw is made with the n-th of them."""
+
+    def __init__(self, sampler: Sequence[SeededSampler]) -> None:
+        self._samplers, self._device_sampler = sampler, sampler[0]._device_sampler
+
+    def _keys(self, purpose: str, draws: Sequence[int]) -> list[int]:
+        return [sampler._key(purpose, draw) for sampler, draw in zip(self._samplers, draws, strict=True)]
+
+
+class GreedySampler(DraftSampler):
+    """What is most probable comes first, and every wait is as long as waits are in the mean."""
+
+    def __init__(self, device_sampler: DeviceSampler | None = None) -> None:
+        self._device_sampler = device_sampler or DeviceSampler()
+
+    def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
+        counts = Counter(row for row, _ in draws)
+        best = self._best(probs, [counts[row] for row in range(len(probs))])
+        turns = {row: chain(best[row], repeat(best[row][0])) for row in counts}
+        return [next(turns[row]) for row, _ in draws]
+
+    def orders(self, probs: ProbsBatch, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
+        return self._best(probs, sizes)
+
+    def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:
+        return self._device_sampler.openings(probs, None, turns)
+
+    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
+        return self._device_sampler.best(probs, k)
+
+    def wait(self, draw: int) -> float:
+        return 1.0
+
+    def _best(self, probs: ProbsBatch, sizes: Sequence[int]) -> list[list[int]]:
+        """Of each distribution so many most probable tokens, best first; fewer where it carries fewer."""
+        if not isinstance(probs, Tensor):
+            return [p.best(size) for p, size in zip(probs, sizes, strict=True)]
+        rows = self.best(probs, max(sizes))
+        return [[int(token) for token, mass in row[:size] if mass > 0] for row, size in zip(rows, sizes, strict=True)]
+
+
+class DeviceSampler:
+    """Draws from rows over the vocabulary, where those are.
+
+    On a device the draws of a level are one upload of their keys, one replay and one look at what was drawn.
+    """
+
+    def __init__(self, device: torch.device | None = None, *, capture: bool = True) -> None:
+        self._device, self._capture = device or torch.device("cpu"), capture
+        self._picks = PaddedGraphedFunction(_picks, self._device, capture=capture)
+        self._several: dict[Any, PaddedGraphedFunction] = {}
+
+    def picks(self, probs: Tensor, keys: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """A token for each key, from the distribution (distributions, vocabulary) that `rows` says."""
+        told = torch.tensor([(signed(key), row) for key, row in zip(keys, rows, strict=True)])
+        found: list[int] = self._picks(probs, told).tolist()
+        return found[: len(keys)]
+
+    def orders(self, probs: Tensor, keys: Sequence[int], k: int) -> list[list[int]]:
+        """k tokens from each distribution without replacement; fewer where it carries fewer."""
+        found: list[list[int]] = self._of(race_on, k)(probs, torch.tensor([signed(key) for key in keys])).tolist()
+        return [[token for token in order if token >= 0] for order in found[: len(keys)]]
+
+    def openings(self, probs: Tensor, keys: Sequence[int] | None, turns: int) -> list[list[float]]:
+        """What `Sampler.openings` says; without keys the most probable token comes first."""
+        if keys is None:
+            found: list[list[float]] = self._of(_surely_opened, turns)(probs).tolist()
+        else:
+            found = self._of(_opened, turns)(probs, torch.tensor([signed(key) for key in keys])).tolist()
+        return found[: len(probs)]
+
+    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
+        """What `Sampler.best` says."""
+        found: list[list[tuple[float, float]]] = self._of(_best, min(k, probs.shape[1]))(probs).tolist()
+        return found[: len(probs)]
+
+    def _of(self, function: Callable[..., Tensor], count: int) -> PaddedGraphedFunction:
+        """A function of rows and of a count, for this count."""
+        if (function, count) not in self._several:
+            counted = wraps(function)(lambda *rows: function(*rows, count))
+            self._several[function, count] = PaddedGraphedFunction(counted, self._device, capture=self._capture)
+        return self._several[function, count]
+
+
+def _picks(probs: Tensor, told: Tensor) -> Tensor:
+    """(draws,): told (draws, 2) are their keys, and the rows of their distributions."""
+    return race(probs, told[:, 0], told[:, 1])
+
+
+def _opened(probs: Tensor, keys: Tensor, turns: int) -> Tensor:
+    """(distributions, 1 + 3 turns) float64, which holds tokens exactly: one copy brings all of it."""
+    return _one_by_one(probs, turns, lambda left, turn: race(left, mix(keys + turn)))
+
+
+def _surely_opened(probs: Tensor, turns: int) -> Tensor:
+    return _one_by_one(probs, turns, lambda left, turn: left.argmax(dim=1))
+
+
+def _one_by_one(probs: Tensor, turns: int, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
+    left = probs.clone()
+    found = [row_sum(left)]
+    for turn in range(turns):
+        token = draw(left, turn)[:, None]
+        found += [token[:, 0].double(), left.gather(1, token)[:, 0].double()]
+        left.scatter_(1, token, 0.0)
+        found.append(row_sum(left))
+    return torch.stack(found, dim=1)
+
+
+def _best(probs: Tensor, k: int) -> Tensor:
+    """(distributions, k, 2) float64: tokens and masses."""
+    masses, tokens = probs.topk(k)
+    return torch.stack([tokens.double(), masses.double()], dim=-1)
+
+
+def sampler_for(sequence: SequenceState, device_sampler: DeviceSampler | None = None) -> DraftSampler:
+    if sequence.sampling.temperature == 0:
+        return GreedySampler(device_sampler)
+    return SeededSampler(sequence.rng_seed, len(sequence.tokens) - 1, device_sampler)

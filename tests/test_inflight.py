@@ -1,0 +1,338 @@
+"""Passes that begin before the host has read what they stand behind, run here in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from branchwise.backends.base import Scored
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.topology import topology
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.inflight import InflightPass, standing, step_on
+from branchwise.cuda.inputs import PassInputs, Size
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.none import Nothing
+from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.recycle.drafter import Recycle
+from branchwise.engine import Engine, Generation, Request
+from branchwise.verify import VERIFIERS, Verdict, Verdicts
+from tests.conformance.architectures import VOCABULARY, build, served
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+PROMPTS = [(5, 6), (60,), (2, 8)]
+SHAPE = topology((-1, 0, 0, 1, 1))
+
+
+class Successors:
+    """Drafts from a table that the texts of a greedy run filled, and foresees its trees where the verdicts lie."""
+
+    name = "successors"
+    draw = Draw.FIXED
+
+    def __init__(self, texts: Sequence[Sequence[int]], foresees: bool = True) -> None:
+        self.table = torch.randint(VOCABULARY, (VOCABULARY, 2), generator=torch.Generator().manual_seed(1))
+        for text in texts:
+            for token, following in pairwise(text):
+                self.table[token, 0] = following
+        self.foresees = foresees
+        self.interrupts: list[bool] = []
+        self._tokens: Tensor | None = None
+        self._foreseen: list[DraftTree] | None = None
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        found, self._foreseen = self._foreseen, None
+        roots = [sequence.root for sequence in sequences]
+        if found is not None and len(found) == len(roots) and self._tokens[: len(roots)].tolist() == roots:  # type: ignore[index]
+            return found
+        return [self._tree(root, budget) for root, budget in zip(roots, budgets, strict=True)]
+
+    def update_on_device(self, scored: Scored, found: Verdicts) -> None:
+        self._tokens, self._foreseen = found.tokens.clone(), None
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        if not self.foresees or min(budget.depth for budget in budgets) < SHAPE.depth:
+            return None
+        assert self._tokens is not None
+        roots = self._tokens[: len(budgets)].tolist()
+        self._foreseen = [self._tree(root, budget, wrong=True) for root, budget in zip(roots, budgets, strict=True)]
+        return self._foreseen
+
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        if self.interrupts and self.interrupts.pop():
+            raise KeyboardInterrupt
+
+    def _tree(self, root: int, budget: Budget, wrong: bool = False) -> DraftTree:
+        if budget.depth < SHAPE.depth:
+            return DraftTree.root(root)
+        first, second = self.table[root].tolist()
+        tokens = [0 if wrong else root, first, second, *self.table[first].tolist()]
+        return DraftTree(torch.tensor(tokens), SHAPE.parents)
+
+
+class Watched(TransformersTarget):
+    """Counts the passes that were begun and those of them that served."""
+
+    begun = served = 0
+
+    def launch(self, *given) -> Scored | None:  # type: ignore[no-untyped-def]
+        found = super().launch(*given)
+        self.begun += found is not None
+        return found
+
+    def score(self, *given) -> Scored:  # type: ignore[no-untyped-def]
+        begun = self._begun
+        scored = super().score(*given)
+        self.served += begun is not None and scored is begun.scored
+        return scored
+
+
+@pytest.fixture
+def target() -> Watched:
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    config = served()["llama"]
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = build(type(config)(**config.to_dict() | small))
+    return Watched(model, slots=4, context=64, max_nodes=32, kernels=True)
+
+
+def write(target: TransformersTarget, drafter: Drafter, **about) -> list[Generation]:  # type: ignore[no-untyped-def]
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    longest = (11, 9, 8)
+    asked = [
+        engine.submit(Request(prompt, max_new_tokens=most, **about))
+        for prompt, most in zip(PROMPTS, longest, strict=True)
+    ]
+    while engine.busy:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            continue
+    return asked
+
+
+def texts_of(asked: Sequence[Generation]) -> list[list[int]]:
+    return [one.token_ids for one in asked]
+
+
+@pytest.fixture
+def plain(target: Watched) -> list[list[int]]:
+    """What is written when every pass waits for its verdicts."""
+    found = texts_of(write(target, Successors([], foresees=False)))
+    assert target.begun == 0
+    return found
+
+
+def test_texts_are_the_same_and_most_passes_had_begun(target: Watched, plain: list[list[int]]) -> None:
+    """Of three texts in a batch of four, which end at different times; each end makes a pass anew."""
+    drafted = write(target, Successors([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)]))
+    assert texts_of(drafted) == plain
+    assert sum(one.stats.accepted_tokens for one in drafted) > 2, "too little was moved"
+    few = target.served
+    assert few > 0
+    assert texts_of(write(target, Nothing())) == plain
+    assert target.served - few >= 5
+    assert target.begun - target.served <= 2, "passes were begun for nothing"
+
+
+def test_a_table_foresees_its_trees(target: Watched, plain: list[list[int]]) -> None:
+    drafter = Recycle(tree=Ranks("mcsd"))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    drafter.on_device = True  # as if the target were on one
+    generation = engine.submit(Request(PROMPTS[0], max_new_tokens=11))
+    while engine.busy:
+        engine.step()
+    assert generation.token_ids == plain[0]
+    assert generation.stats.drafted_tokens > 0
+    assert target.served > 0
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_sampled_texts_are_the_same(target: Watched, drafts: bool) -> None:
+    sampling = SamplingParams(temperature=0.9, seed=3)
+    expected = texts_of(write(target, Successors([], foresees=False), sampling=sampling))
+    drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, expected, strict=True)]) if drafts else Nothing()
+    assert texts_of(write(target, drafter, sampling=sampling)) == expected  # type: ignore[arg-type]
+    assert target.served > 0
+
+
+def test_a_text_that_stops_leaves_a_pass_behind_that_nobody_uses(target: Watched, plain: list[list[int]]) -> None:
+    stop = plain[0][3]
+    found = texts_of(write(target, Nothing(), stop_tokens=frozenset({stop})))
+    assert found == [text[: text.index(stop) + 1] if stop in text else text for text in plain]
+    assert target.begun > target.served
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_interrupted_step_is_made_again(target: Watched, plain: list[list[int]], step: int) -> None:
+    """Its pass had begun the next one behind a verdict that was never committed."""
+    drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)])
+    drafter.interrupts = [True, *[False] * step]
+    assert texts_of(write(target, drafter)) == plain
+    assert not drafter.interrupts
+    assert target.served > 0
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_commit_that_was_interrupted_is_made_again(
+    target: Watched, plain: list[list[int]], call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that had begun stands one verdict further on than the text."""
+    own, calls = target.store.keep, iter(range(1000))
+
+    def keep(*given, **more) -> None:  # type: ignore[no-untyped-def]
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        own(*given, **more)
+
+    monkeypatch.setattr(target.store, "keep", keep)
+    assert texts_of(write(target, Nothing())) == plain
+
+
+def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(
+    target: Watched, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = target._stepping, iter(range(1000))
+
+    def stepping(*given) -> None:  # type: ignore[no-untyped-def]
+        if next(calls) % 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        own(*given)
+
+    monkeypatch.setattr(target, "_stepping", stepping)
+    assert texts_of(write(target, Nothing())) == plain
+    assert target.served > 0
+
+
+def test_nothing_of_a_pass_that_nobody_uses_stays_in_the_slots(target: Watched, plain: list[list[int]]) -> None:
+    """It wrote rows behind the end of a text."""
+    stopped = frozenset({plain[0][3]})
+    write(target, Successors([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)]), stop_tokens=stopped)
+    assert not any(tensor.any() for tensor in target.store._tensors.values())
+
+
+def test_a_bounded_depth_does_not_keep_a_pass_from_beginning(target: Watched, plain: list[list[int]]) -> None:
+    """As in a contest of methods at an equal depth."""
+    drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)])
+    engine = Engine(target, drafter, VERIFIERS.build("match"), Budget(8, SHAPE.depth))
+    generation = engine.submit(Request(PROMPTS[0], max_new_tokens=9))
+    while engine.busy:
+        engine.step()
+    assert generation.token_ids == plain[0][:9]
+    assert target.served > 0
+
+
+def test_idle_time_behind_a_pass_that_nobody_uses_is_nobodys(target: Watched, plain: list[list[int]]) -> None:
+    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    for idle in (0.0, 100.0):
+        engine._clock._last -= idle  # as if that had been long ago
+        generation = engine.submit(Request(PROMPTS[0], max_new_tokens=9, stop_tokens=frozenset({plain[0][3]})))
+        while engine.busy:
+            engine.step()
+        assert sum(generation.stats.seconds.values()) < 50
+
+
+def test_engines_that_share_a_target_take_nothing_from_each_other(target: Watched, plain: list[list[int]]) -> None:
+    engines = [Engine(target, Nothing(), VERIFIERS.build("match")) for _ in range(2)]
+    asked = [one.submit(Request(prompt, max_new_tokens=5)) for one, prompt in zip(engines, PROMPTS, strict=False)]
+    while any(engine.busy for engine in engines):
+        for engine in engines:
+            if engine.busy:
+                engine.step()
+    assert texts_of(asked) == [text[:5] for text in plain[:2]]
+    assert target.begun > target.served  # each score overwrites what the other had begun
+
+
+def test_a_text_that_joins_finds_its_own_pass(target: Watched, plain: list[list[int]]) -> None:
+    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    asked = [engine.submit(Request(PROMPTS[0], max_new_tokens=9))]
+    for _ in range(3):
+        engine.step()
+    asked.append(engine.submit(Request(PROMPTS[1], max_new_tokens=6)))
+    while engine.busy:
+        engine.step()
+    assert texts_of(asked) == [plain[0][:9], plain[1][:6]]
+    assert target.served > 2
+
+
+def test_where_probabilities_are_told_no_pass_may_overwrite_them(target: Watched) -> None:
+    told = [write(target, drafter, logprobs=True) for drafter in (Successors([], foresees=False), Nothing())]
+    first, second = ([[piece.logprob for piece in one.pieces] for one in asked] for asked in told)
+    for one, other in zip(first, second, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    assert target.begun == 0
+
+
+def test_at_the_end_of_the_slots_nothing_is_begun_that_would_not_fit(target: Watched) -> None:
+    target = Watched(target.model, slots=1, context=9, max_nodes=3, kernels=True)
+    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    generation = engine.submit(Request((5, 6, 7), max_new_tokens=100))
+    while engine.busy:
+        engine.step()
+    assert len(generation.sequence.tokens) == 9
+
+
+def test_a_pass_is_begun_behind_moved_rows_and_lasts_until_slots_move_or_another_runs(target: Watched) -> None:
+    texts = [SequenceState([5, 6, 7]), SequenceState([8, 9])]
+    for text in texts:
+        target.open(text)
+    batch = TreeBatch([DraftTree.root(text.root) for text in texts])
+    scored = target.score(texts, batch)
+    found = Verdicts(torch.zeros(2, 1, dtype=torch.long), torch.tensor([3, 4]))
+    assert target.launch(texts, batch, found) is None, "rows may not be where they belong"
+    target.update_on_device(scored, found)
+    far = Verdicts(torch.zeros(2, target.store.rows, dtype=torch.long), found.tokens)
+    assert target.launch(texts, batch, far) is None, "it might reach beyond the slots"
+    assert target.launch(texts, batch, found) is not None
+    alone = np.zeros((1, 1), dtype=np.int64)
+    target.sprout(texts[:1], alone, alone, np.ones((1, 1, 1), dtype=np.bool_))
+    assert target._begun is None
+    target.update_on_device(scored, found)
+    assert target.launch(texts, batch, found) is not None
+    target.close(texts[0])
+    assert target._begun is None
+
+
+def test_a_sheet_steps_on_behind_what_was_accepted() -> None:
+    inputs = PassInputs(Size(2, 3, 1), torch.device("cpu"))
+    told = inputs.tokens, inputs.positions, inputs.lengths, inputs.starts
+    for place, value in zip(told, (9, 20, 20, 22), strict=True):
+        place.fill_(value)
+    before = [place.clone() for place in told]
+    paths, following = torch.tensor([[0, 2, -1], [0, -1, -1]]), torch.tensor([41, 42])
+    with standing(*told, paths, following):
+        step_on(*told, paths, following)
+    assert all(torch.equal(place, value) for place, value in zip(told, before, strict=True))
+    step_on(*told, paths, following)
+    assert inputs.lengths.tolist() == [22, 21]
+    assert inputs.starts.tolist() == [24, 23]
+    assert inputs.positions.tolist() == [[22] * 3, [21] * 3]
+    assert inputs.tokens.tolist() == [[41, 9, 9], [42, 9, 9]]
+
+
+def test_begun_is_for_the_same_texts_and_trees_behind_a_committed_verdict() -> None:
+    texts = [SequenceState([1]), SequenceState([2])]
+    tree, other = (DraftTree.chain([0, token]) for token in (3, 4))
+    bare = DraftTree.root(0)
+    batch = TreeBatch([tree, bare])
+    begun = InflightPass((texts[0], texts[1]), batch, Scored(torch.zeros(2, 2, 5)))
+    assert not begun.serves(texts, batch)
+    begun.committed = True
+    assert begun.serves(texts, batch)
+    assert begun.serves(texts, TreeBatch([tree, DraftTree.root(7)]))
+    assert not begun.serves(texts[::-1], batch)
+    assert not begun.serves(texts[:1], TreeBatch([tree]))
+    assert not begun.serves(texts, TreeBatch([other, bare]))
+    assert not begun.serves(texts, TreeBatch([bare, bare]))
+    assert not begun.serves(texts, TreeBatch([bare, tree]))
+    assert not begun.serves(texts, TreeBatch([tree, other]))
+    assert not begun.serves(texts, TreeBatch([tree, bare], room=PadShape(nodes=4)))
