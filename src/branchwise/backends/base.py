@@ -27,6 +27,8 @@ from branchwise.core.sequence import SequenceState
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts, Verifier
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -66,7 +68,7 @@ class TargetInfo:
     """the largest tree that one pass may score, root included"""
     slots: int
     """sequences that can be open at the same time"""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     fingerprint: str = ""
     """the same for every load of this model with this tokenizer, different for another one"""
