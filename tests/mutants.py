@@ -190,7 +190,7 @@ MUTANTS = [
         ('reads = ("tokens", "paths")\n    replace = True', 'reads = ("tokens", "paths")\n    replace = False'),
         ("return next_on_paths(batch)", "return batch.children"),
         ("        return batch.children\n\n\nclass MSS", "        return batch.children.flip(2)\n\n\nclass MSS"),
-        ("probs.rows(node), batch.q_rows(node), share)", "probs.rows(node), batch.q_rows(node))"),
+        ("probs.at(node), batch.q_rows(node), share)", "probs.at(node), batch.q_rows(node))"),
     ),
     *family(
         "traversal",

@@ -86,7 +86,7 @@ class Sharpened(Match):
     def _draw(probs: TargetProbs, node: Tensor, chance: Chance, depth: int) -> Tensor:
         if probs.greedy:
             return probs.best(node)
-        return chance.token(probs.rows(node) ** 1.3, depth)
+        return chance.token(probs.at(node) ** 1.3, depth)
 
 
 class SecondBest(Match):
@@ -97,7 +97,7 @@ class SecondBest(Match):
     @staticmethod
     def _draw(probs: TargetProbs, node: Tensor, chance: Chance, depth: int) -> Tensor:
         if not probs.greedy:
-            return chance.token(probs.rows(node), depth)
+            return chance.token(probs.at(node), depth)
         logits = probs.logits[torch.arange(len(node)), node]  # type: ignore[attr-defined]
         return logits.topk(2, dim=-1).indices[:, 1] if depth else logits.argmax(dim=-1)
 
@@ -112,14 +112,14 @@ class ReplacesFromTheTarget:
         if probs.greedy:
             return Match()(batch, probs, chance)
         root = torch.zeros(len(batch), dtype=torch.long)
-        p = probs.rows(root)
+        p = probs.at(root)
         q = torch.stack([tree.q[0] for tree in batch.trees if tree.q is not None])
         token = batch.tokens[:, 1]
         odds = (p.gather(1, token[:, None]) / q.gather(1, token[:, None])).clamp(max=1)
         accepted = chance.first(odds, 0) == 0
         paths = torch.where(accepted[:, None], torch.tensor([[0, 1]]), torch.tensor([[0, -1]]))
         after = torch.where(accepted, 1, 0)
-        return Verdicts(paths, chance.pick(probs.rows(after)))
+        return Verdicts(paths, chance.pick(probs.at(after)))
 
 
 class Guess:

@@ -228,12 +228,30 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PassOutputs(NamedTuple):
-    """What a pass over a sheet finds."""
+    """What a pass finds."""
 
     logits: Tensor
     """(batch, nodes, vocabulary)"""
-    best: Tensor | None
-    """(batch, nodes, 2, k) float32: best tokens and their probabilities, where they are asked for"""
+    topk: Tensor | None
+    """(batch, nodes, 2, k) float32: the most probable tokens and their probabilities, if they are asked for"""
+    hidden: dict[str, Tensor]
+    """layer -> (batch, nodes, width), for the layers that are asked for"""
+
+    def cut(self, batch: int, nodes: int) -> PassOutputs:
+        """Without the padding."""
+        hidden = {layer: states[:batch, :nodes] for layer, states in self.hidden.items()}
+        return PassOutputs(
+            self.logits[:batch, :nodes], None if self.topk is None else self.topk[:batch, :nodes], hidden
+        )
+
+
+def top_tokens(logits: Tensor, count: int) -> Tensor:
+    """(batch, nodes, 2, count) float32: the most probable tokens of logits (batch, nodes, vocabulary), and their
+    probabilities. Tokens are small enough to be exact as float32."""
+    with torch.inference_mode():
+        values, tokens = logits.topk(count, dim=-1)
+        masses = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+        return torch.stack([tokens.float(), masses], dim=2)
 
 
 class Recorded:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.core.batch import LOOKED_UP, NODES, TreeBatch, TreeLayout
-from branchwise.core.rng import SeededChance
-from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.batch import LOOKED_UP, TABLES, TreeBatch, TreeLayout
+from branchwise.core.rng import Chance, SeededChance
+from branchwise.core.target_probs import TargetProbs, WarpedProbs
 from branchwise.core.tree import Draw
 from branchwise.cuda.graphs import Pool, on
 from branchwise.cuda.inputs import PinnedBuffer
@@ -29,16 +29,14 @@ from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.auto import Auto, choose
 from branchwise.verify.match import Match, Undrafted, rule_for
 
-TABLES = (*NODES, *LOOKED_UP)
-"""what a verifier may read of a batch of trees; one that reads less says so in `reads`"""
 MOST = 64
 """graphs that are kept, those used last"""
 MOST_SHAPES = 4096
-SEEN = 3
+CAPTURE_AFTER = 3
 """how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
 
-class CapturedVerifier:
+class CapturedVerifier(Verifier):
     """A verifier that is captured when a shape is first seen, compiled before where that is wanted, and replayed from
     then on.
 
@@ -56,12 +54,14 @@ class CapturedVerifier:
         self._pool: Pool | None = None
         self._graphs: OrderedDict[Any, Recording] = OrderedDict()
 
-    def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance) -> Verdicts:
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        assert isinstance(probs, WarpedProbs), "only verdicts on real passes are recorded"
+        assert isinstance(chance, SeededChance), "only seeded randomness is recorded"
         verifier = self._rule(batch, probs)
         drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
         if not probs.capturable or (drawn and batch.q is None):
             return self.verifier(batch, probs, chance)
-        reads = tables_of(verifier)
+        reads = verifier.reads
         key = verifier.name, *key_of(batch, probs, reads)
         recording = self._graphs.get(key)
         if recording is None:
@@ -92,7 +92,7 @@ class CapturedVerifier:
         verdict on tensors that begin there copies nothing.
         """
         rule = self._rule(batch, probs)
-        return self._graphs[rule.name, *key_of(batch, probs, tables_of(rule))].places
+        return self._graphs[rule.name, *key_of(batch, probs, rule.reads)].places
 
     def _rule(self, batch: TreeBatch, probs: WarpedProbs) -> Verifier:
         """Who really judges this batch."""
@@ -100,11 +100,6 @@ class CapturedVerifier:
 
 
 Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-def tables_of(verifier: Verifier) -> tuple[str, ...]:
-    reads: tuple[str, ...] = getattr(verifier, "reads", TABLES)
-    return reads
 
 
 def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> Program:
@@ -117,8 +112,8 @@ def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, re
         seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
         same = copy.copy(bare)
         tables = {name: part.view(shape) for name, part, shape in zip(reads, parts, shapes, strict=True)}
-        if "seen" in tables:
-            tables["seen"] = tables["seen"].int()
+        if "ancestor_bits" in tables:
+            tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
         found = verifier(same, warped.over(logits, same), SeededChance(seeds, roots))
         return (found.spelled(same.tokens) if spelled else found).rows
@@ -179,11 +174,11 @@ class Numbers:
         self._reads = reads
         self._spans = {name: slice(end - tables[name].numel(), end) for name, end in zip(tables, ends, strict=True)}
         self._layout: TreeLayout | None = None
-        self._brought = PinnedBuffer(ends[-1], device, torch.int64)
+        self._buffer = PinnedBuffer(ends[-1], device, torch.int64)
         self.there = self.bring(batch, chance)
 
     def bring(self, batch: TreeBatch, chance: SeededChance) -> Tensor:
-        here, there = self._brought.here, {}
+        here, there = self._buffer.host, {}
         layout, self._layout = self._layout, None  # whoever interrupts this finds nothing told
         for name, table in self._tables(batch, chance, self._reads).items():
             if table.device.type != "cpu":
@@ -191,7 +186,7 @@ class Numbers:
             elif layout is not batch.layout or name not in TreeLayout._fields:
                 here[self._spans[name]] = table.numpy().reshape(-1)
         self._layout = batch.layout
-        numbers = self._brought.bring()
+        numbers = self._buffer.copy()
         for name, table in there.items():
             numbers[self._spans[name]].view(table.shape).copy_(table)
         return numbers

@@ -107,7 +107,7 @@ class Judge(Match):
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         found = self.fan.take()
         nodes = torch.arange(1, max(batch.nodes, 2), device=batch.device).clamp_max(batch.nodes - 1)
-        p = probs.rows(nodes.expand(len(batch), -1))
+        p = probs.at(nodes.expand(len(batch), -1))
         self.samples = {
             row: (self._seen(there).cpu(), labels(self.fan.kind, p[row, : len(there.probs)], there.probs).cpu())
             for row, there in found.items()
