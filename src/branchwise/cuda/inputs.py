@@ -70,7 +70,7 @@ class PassInputs:
             "lengths": (batch,),
             "starts": (batch,),
             "key_depths": (batch, words * WORD),
-            "seen": (batch, nodes, words),
+            "ancestor_bits": (batch, nodes, words),
         }
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
         self._numbers = PinnedBuffer(sum(sizes), device, fill=-1)  # a sheet that tells nothing names no slot
@@ -86,7 +86,8 @@ class PassInputs:
             parts[name].view(batch, nodes) for name in ("tokens", "positions", "depths")
         )
         self.slots, self.lengths, self.starts = parts["slots"], parts["lengths"], parts["starts"]
-        self.key_depths, self.seen = parts["key_depths"].view(batch, -1), parts["seen"].view(batch, nodes, words)
+        self.key_depths = parts["key_depths"].view(batch, -1)
+        self.ancestor_bits = parts["ancestor_bits"].view(batch, nodes, words)
 
     def fill(
         self,
@@ -94,28 +95,28 @@ class PassInputs:
         lengths: Sequence[int],
         tokens: NDArray[np.integer] | Tensor,
         depths: NDArray[np.integer],
-        seen: Numbers,
+        ancestor_bits: Numbers,
         written: Sequence[int] | None = None,
         key_depths: NDArray[np.integer] | None = None,
         *,
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
     ) -> None:
-        """Tell the pass where the texts lie, (texts,), and what their new nodes are, (batch, nodes); `seen` (batch,
-        nodes, words) are their ancestors. Trees of which rows are `written` already, so many to a text, give the depths
-        of all their rows. Tokens may lie on the device, without padding; then `roots` are told from here. Depths and
-        ancestors that were `laid` out for the trees are not told a second time."""
+        """Tell the pass where the texts lie, (texts,), and what their new nodes are, (batch, nodes); `ancestor_bits`
+        (batch, nodes, words) are their ancestors. Trees of which rows are `written` already, so many to a text, give
+        the depths of all their rows. Tokens may lie on the device, without padding; then `roots` are told from here.
+        Depths and ancestors that were `laid` out for the trees are not told a second time."""
         _ = self._numbers.here
         texts, nodes = len(slots), depths.shape[1]
         host = self.host
         if layout is None or layout is not self._layout:
             self._layout = None  # whoever interrupts this finds nothing told
-            for name in ("depths", "key_depths", "seen"):
+            for name in ("depths", "key_depths", "ancestor_bits"):
                 host[name].fill(0)
             host["depths"][: len(depths), :nodes] = depths
             rows = depths if key_depths is None else key_depths
             host["key_depths"][: len(rows), : rows.shape[1]] = rows
-            host["seen"][: len(seen), :nodes, : seen.shape[2]] = seen
+            host["ancestor_bits"][: len(ancestor_bits), :nodes, : ancestor_bits.shape[2]] = ancestor_bits
             host["tokens"].fill(0)
         self._layout = layout
         host["slots"].fill(-1)
@@ -148,7 +149,7 @@ class PassInputs:
         from branchwise.cuda import kernels
 
         return kernels.tree_attention(
-            query, keys, values, self.slots, self.lengths, self.depths, self.key_depths, self.seen,
+            query, keys, values, self.slots, self.lengths, self.depths, self.key_depths, self.ancestor_bits,
             scale=scale, softcap=softcap, window=window,
         )  # fmt: skip
 

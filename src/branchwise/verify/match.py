@@ -25,7 +25,7 @@ class Match:
     name = "match"
     accepts = frozenset(Draw) - {Draw.FORK}
 
-    reads = ("tokens", "parents", "depths", "seen")
+    reads = ("tokens", "parents", "depths", "ancestor_bits")
     """what it looks up in a batch of trees on a device"""
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
@@ -66,11 +66,11 @@ def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdi
     foretold = (drawn.gather(1, batch.parents.clamp_min(0)) == batch.tokens) & (batch.parents >= 0)
     foretold[:, 0] = True
     missed = pack_bits(~foretold[:, None])  # (batch, 1, words)
-    accepted = ((batch.seen & missed) == 0).all(dim=-1) & foretold
+    accepted = ((batch.ancestor_bits & missed) == 0).all(dim=-1) & foretold
     # Of twins, which no drafter should propose, the first.
     rank = batch.depths * batch.nodes + (batch.nodes - 1 - nodes)
     last = torch.where(accepted, rank, -1).argmax(dim=1, keepdim=True)
-    above = batch.seen.gather(1, last[..., None].expand(-1, -1, batch.seen.shape[2]))
+    above = batch.ancestor_bits.gather(1, last[..., None].expand(-1, -1, batch.ancestor_bits.shape[2]))
     path = unpack_bits(above, batch.nodes)[:, 0]
     paths = torch.full_like(nodes, -1).scatter_reduce(1, batch.depths, torch.where(path, nodes, -1), "amax")
     return Verdicts(paths, drawn.gather(1, last)[:, 0])

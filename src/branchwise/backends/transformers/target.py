@@ -223,13 +223,16 @@ class TransformersTarget:
         tokens, layout = tree_batch.drafted if told is None else told, tree_batch.layout
         roots = [sequence.root for sequence in sequences]
         inputs, found = self._replay(
-            sequences, tokens, layout.depths, layout.seen, roots=roots, layout=layout, behind=behind
+            sequences, tokens, layout.depths, layout.ancestor_bits, roots=roots, layout=layout, behind=behind
         )
         batch, nodes = layout.depths.shape
         if told is None:
             tree_batch.tokens = inputs.tokens[:batch, :nodes].long()
         told_there = Nodes(
-            inputs.tokens[:batch, :nodes], inputs.seen[:batch, :nodes], inputs.slots[:batch], inputs.lengths[:batch]
+            inputs.tokens[:batch, :nodes],
+            inputs.ancestor_bits[:batch, :nodes],
+            inputs.slots[:batch],
+            inputs.lengths[:batch],
         )
         return Scored(found.logits, best=found.best, nodes=told_there)
 
@@ -326,7 +329,7 @@ class TransformersTarget:
         layout = lay_out((chain_topology(len(tokens)),), self.max_nodes)
         padded = np.zeros((1, self.max_nodes), dtype=np.int64)
         padded[0, : len(tokens)] = tokens
-        _, found = self._replay([sequence], padded, layout.depths, layout.seen, layout=layout)
+        _, found = self._replay([sequence], padded, layout.depths, layout.ancestor_bits, layout=layout)
         return found.logits[0, len(tokens) - tell : len(tokens)].clone()  # the next chunk overwrites it
 
     def sprout(
@@ -353,7 +356,7 @@ class TransformersTarget:
         sequences: Sequence[SequenceState],
         tokens: NDArray[np.int64] | Tensor,
         depths: NDArray[np.int64],
-        seen: NDArray[np.int32],
+        ancestor_bits: NDArray[np.int32],
         written: PartialTree | None = None,
         *,
         roots: Sequence[int] | None = None,
@@ -378,7 +381,7 @@ class TransformersTarget:
             lengths,
             tokens,
             depths,
-            seen,
+            ancestor_bits,
             written.rows if written else None,
             written.depths if written else None,
             roots=roots,
