@@ -335,4 +335,4 @@ def test_begun_is_for_the_same_texts_and_trees_behind_a_committed_verdict() -> N
     assert not begun.serves(texts, TreeBatch([bare, bare]))
     assert not begun.serves(texts, TreeBatch([bare, tree]))
     assert not begun.serves(texts, TreeBatch([tree, other]))
-    assert not begun.serves(texts, TreeBatch([tree, bare], room=PadShape(nodes=4)))
+    assert not begun.serves(texts, TreeBatch([tree, bare], pad_shape=PadShape(nodes=4)))

@@ -586,7 +586,7 @@ def test_the_room_for_a_beam_holds_whatever_it_draws(width: int, length: int, se
     policy = build_policy(f"rsd-s:{width}x{length}")
     tree = grown(f"rsd-s:{width}x{length}", random_rule(9, seed), SeededSampler(seed, 1), Budget(99, 9))
     room = policy.room  # type: ignore[attr-defined]
-    batch = TreeBatch([tree], room=room)
+    batch = TreeBatch([tree], pad_shape=room)
     assert batch.nodes == room.nodes
     assert batch.q is not None
     assert max(batch.q.shape[1], room.inner) == room.inner

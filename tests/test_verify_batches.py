@@ -92,7 +92,7 @@ class Batch:
     def verdicts(
         self, name: str, *, lazy: bool = True, together: bool = True, room: PadShape | None = None
     ) -> list[Verdict]:
-        batch = TreeBatch(self.trees, room=room)
+        batch = TreeBatch(self.trees, pad_shape=room)
         probs = WarpedProbs(self.logits(batch.nodes), batch, self.sequences)
         probs.lazy, probs.together = lazy, together
         return VERIFIERS.build(name)(batch, probs, self.chance()).read()
@@ -288,14 +288,14 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     reads = tables_of(verifier)
     sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
     first = Batch(specs, 0, sampling=sampling)
-    tree_batch = TreeBatch(first.trees, room=room)
+    tree_batch = TreeBatch(first.trees, pad_shape=room)
     probs = WarpedProbs(first.logits(tree_batch.nodes), tree_batch, first.sequences)
     probs.lazy, probs.together = False, together
     traced = trace(as_program(verifier, tree_batch, probs, reads), inputs(first, tree_batch, reads))
     seen = set()
     for seed in range(8):
         batch = Batch(specs, seed, sampling=sampling)
-        other = TreeBatch(batch.trees, room=room)
+        other = TreeBatch(batch.trees, pad_shape=room)
         found = Verdicts.written(traced(*inputs(batch, other, reads))).read()
         assert found == batch.verdicts(name, lazy=True)
         seen |= {len(verdict.path) for verdict in found}
@@ -317,7 +317,7 @@ class Launching:
 
 
 def recorded(capture: CapturedVerifier, batch: Batch, room: PadShape) -> list[Verdict]:
-    tree_batch = TreeBatch(batch.trees, room=room)
+    tree_batch = TreeBatch(batch.trees, pad_shape=room)
     probs = WarpedProbs(batch.logits(tree_batch.nodes).nan_to_num(0.0), tree_batch, batch.sequences)
     probs.lazy = False
     return capture(tree_batch, probs, batch.chance()).read()
@@ -396,9 +396,12 @@ def test_numbers_follow_the_shapes_of_the_trees() -> None:
     """Caught here: tables of the last batch of trees, left because they were told once."""
 
     def batch(*shapes: tuple[int, ...]) -> TreeBatch:
-        return TreeBatch([DraftTree(torch.arange(1, 4), shape) for shape in shapes], room=PadShape(nodes=4))
+        return TreeBatch([DraftTree(torch.arange(1, 4), shape) for shape in shapes], pad_shape=PadShape(nodes=4))
 
-    chance, reads = SeededChance(torch.tensor([3, 4]), torch.tensor([5, 6])), ("tokens", "parents", "depths", "seen")
+    chance, reads = (
+        SeededChance(torch.tensor([3, 4]), torch.tensor([5, 6])),
+        ("tokens", "parents", "depths", "ancestor_bits"),
+    )
     a, b = batch((-1, 0, 0), (-1, 0, 1)), batch((-1, 0, 1), (-1, 0, 0))
     numbers = Numbers(a, chance, reads, torch.device("cpu"))
     for one in (a, b, b, a):

@@ -77,15 +77,15 @@ class TreeBatch:
         self,
         trees: Sequence[DraftTree],
         device: torch.device | str = "cpu",
-        room: PadShape | None = None,
+        pad_shape: PadShape | None = None,
         roots: Sequence[int] | None = None,
     ) -> None:
         """`roots` stand in the place of the trees' own."""
         assert trees, "a batch of trees has at least one tree"
         self.trees = tuple(trees)
         self.device = torch.device(device)
-        self.room = room or PadShape()
-        self.nodes = max(self.room.nodes, *map(len, trees))
+        self.pad_shape = pad_shape or PadShape()
+        self.nodes = max(self.pad_shape.nodes, *map(len, trees))
         self.depth = max(tree.depth for tree in trees)
         self._roots = roots
         self._host: dict[str, Tensor] = {}
@@ -206,7 +206,7 @@ class TreeBatch:
     @cached_property
     def widths(self) -> list[int]:
         """The most children that a node has, level by level; how long the loops over siblings must be."""
-        widths = [self.room.children] * self.depth
+        widths = [self.pad_shape.children] * self.depth
         for tree in self.trees:
             for depth, below in zip(tree.topology.depths, tree.topology.children, strict=True):
                 if below:
@@ -251,12 +251,12 @@ class TreeBatch:
         return self.host(name).to(self.device)
 
     def _array(self, name: str) -> NDArray[np.int64]:
-        room = self.room
+        shape = self.pad_shape
         least = {
-            "children": (self.nodes, room.children),
-            "levels": (0, room.width),
+            "children": (self.nodes, shape.children),
+            "levels": (0, shape.width),
             "postorder": (self.nodes,),
-            "forks": (room.forks,),
+            "forks": (shape.forks,),
         }
         return padded([LOOKED_UP[name](tree) for tree in self.trees], least.get(name, ()))
 

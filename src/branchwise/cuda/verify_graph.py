@@ -71,7 +71,7 @@ class CapturedVerifier(Verifier):
             if len(self._times) > MOST_SHAPES:
                 self._times.clear()
             probs.bring()
-            rows = batch.room.inner or batch.nodes  # whatever will come
+            rows = batch.pad_shape.inner or batch.nodes  # whatever will come
             q = batch.q.new_zeros(len(batch), rows, batch.q.shape[2]) if drawn else None  # type: ignore[union-attr]
             # Logits are not copied: those of a recorded pass come to the same place every time.
             self._pool = self._pool or Pool(probs.logits.device)
@@ -141,7 +141,7 @@ def key_of(batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) 
         return about
     assert batch.q is not None
     draws = frozenset(tree.draw for tree in batch.trees if len(tree) > 1)  # a bare root is like any other
-    return (*about, shapes_of(batch, looked_up), batch.q.dtype, batch.room.inner, *batch.widths, draws)
+    return (*about, shapes_of(batch, looked_up), batch.q.dtype, batch.pad_shape.inner, *batch.widths, draws)
 
 
 def shapes_of(batch: TreeBatch, reads: Sequence[str] = TABLES) -> tuple[torch.Size, ...]:

@@ -24,7 +24,7 @@ class Match(Verifier):
     name = "match"
     accepts = frozenset(Draw) - {Draw.FORK}
 
-    reads = ("tokens", "parents", "depths", "seen")
+    reads = ("tokens", "parents", "depths", "ancestor_bits")
     """what it looks up in a batch of trees on a device"""
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
