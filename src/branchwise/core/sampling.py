@@ -131,6 +131,29 @@ class Warp:
         self._cuts_p = min(float(params.top_p) for params in sampling) < 1
         self._cuts_min_p = max(float(params.min_p) for params in sampling) > 0
 
+    @property
+    def structure(self) -> tuple[object, ...]:
+        """What two warps must agree in for the same operations to serve both; all else are values in tensors."""
+        return (
+            len(self.sampling),
+            self.greedy,
+            self._some_certain,
+            self._plain,
+            self._largest_k,
+            self._cuts_p,
+            self._cuts_min_p,
+            any(params.logit_bias for params in self.sampling),
+        )
+
+    def assign(self, other: Warp) -> None:
+        """Take the parameters of another warp of the same structure, in the tensors that are on the device already."""
+        if self.sampling == other.sampling:
+            return
+        for name in ("_certain", "_temperature", "_k", "_all_k", "_p", "_min_p", "_bias"):
+            if isinstance(mine := self.__dict__.get(name), Tensor):
+                mine.copy_(Warp.__dict__[name].func(other), non_blocking=True)
+        self.sampling = other.sampling
+
     def bring(self) -> None:
         """Have everything on the device before operations are recorded there."""
         if self.adjusts:

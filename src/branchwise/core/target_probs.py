@@ -128,11 +128,13 @@ class WarpedProbs:
         return not self.lazy and not self._warp.looks_back
 
     @property
-    def shape(self) -> tuple[object, ...]:
+    def structure(self) -> tuple[object, ...]:
         """What two batches must agree in for the same operations to serve both."""
-        return tuple(
-            (p.temperature, p.top_k, p.top_p, p.min_p, tuple(p.logit_bias.items())) for p in self._warp.sampling
-        )
+        return self._warp.structure
+
+    def assign(self, other: WarpedProbs) -> None:
+        """Take the sampling parameters of other probabilities of the same structure, in place."""
+        self._warp.assign(other._warp)
 
     def bring(self) -> None:
         """Have everything that does not change on the device."""

@@ -76,13 +76,14 @@ class CapturedVerifier(Verifier):
             # Logits are not copied: those of a recorded pass come to the same place every time.
             self._pool = self._pool or Pool(probs.logits.device)
             numbers = Numbers(batch, chance, reads, probs.logits.device)
-            program = as_program(verifier, batch, probs, reads)
+            warped = probs.without_texts()
+            program = as_program(verifier, batch, warped, reads)
             compiled = self._compile and not probs.greedy
-            self._graphs[key] = recording = Recording(self._pool, program, numbers, probs.logits, q, compiled)
+            self._graphs[key] = recording = Recording(self._pool, program, warped, numbers, probs.logits, q, compiled)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        found = recording(batch, chance, probs.logits, batch.q if drawn else None)
+        found = recording(batch, probs, chance, batch.q if drawn else None)
         return Verdicts.written(found, spelled=batch.host_tokens is None)
 
     def places(self, batch: TreeBatch, probs: WarpedProbs) -> Places:
@@ -103,9 +104,9 @@ Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> Program:
-    """A verifier as a function of tensors alone, for all batches of the same shapes."""
+    """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts."""
     shapes, spelled = shapes_of(tree_batch, reads), tree_batch.host_tokens is None
-    bare, warped = shape_of(tree_batch), probs.without_texts()
+    bare = shape_of(tree_batch)
 
     def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
         batch = len(logits)
@@ -115,7 +116,7 @@ def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, re
         if "ancestor_bits" in tables:
             tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
-        found = verifier(same, warped.over(logits, same), SeededChance(seeds, roots))
+        found = verifier(same, probs.over(logits, same), SeededChance(seeds, roots))
         return (found.spelled(same.tokens) if spelled else found).rows
 
     return program
@@ -135,7 +136,7 @@ def shape_of(batch: TreeBatch) -> TreeBatch:
 
 def key_of(batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> tuple[Any, ...]:
     """What two batches must agree in for one graph to serve both."""
-    about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, probs.shape, batch.host_tokens is None
+    about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, probs.structure, batch.host_tokens is None
     looked_up = [name for name in reads if name in LOOKED_UP]
     if not looked_up:
         return about
@@ -201,8 +202,17 @@ class Recording:
     """One captured graph with the places that it reads."""
 
     def __init__(
-        self, pool: Pool, program: Program, numbers: Numbers, logits: Tensor, q: Tensor | None, compile: bool
+        self,
+        pool: Pool,
+        program: Program,
+        probs: WarpedProbs,
+        numbers: Numbers,
+        logits: Tensor,
+        q: Tensor | None,
+        compile: bool,
     ) -> None:
+        """`probs` are those of the program, whose sampling parameters are values that every replay reads anew."""
+        self._probs = probs
         self.places = places = Places(numbers.there, logits, q)
         self._numbers = numbers
         # A graph reads tensors that the program holds, such as temperatures, so the program stays.
@@ -215,7 +225,9 @@ class Recording:
 
         self._graph, self._found = pool.record(once)
 
-    def __call__(self, batch: TreeBatch, chance: SeededChance, logits: Tensor, q: Tensor | None) -> Tensor:
+    def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance, q: Tensor | None) -> Tensor:
+        logits = probs.logits
+        self._probs.assign(probs)
         bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
         if q is not None and self.places.q is not None:
             rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves

@@ -175,15 +175,15 @@ class Engine:
         full |= len(sequence.tokens) - sequence.prompt_length >= request.max_new_tokens
         if stops or full:
             generation.flush()
-        elif text is None or text.may_stop or not self.detokenizes_later:
+        elif text is None or text.may_stop or not self.pipelined:
             generation.detokenize()
         if stops or (text is not None and text.stopped):
             return FinishReason.STOP
         return FinishReason.LENGTH if full else None
 
     @property
-    def detokenizes_later(self) -> bool:
-        """Whether tokens become text while the next step runs: a host that computes its steps itself gains nothing."""
+    def pipelined(self) -> bool:
+        """Whether the device works ahead of the host; then tokens become text while the next step runs."""
         return isinstance(self._step, PipelinedStep)
 
     def _run_out(self, generation: Generation) -> None:
