@@ -36,6 +36,7 @@ from branchwise.backends.transformers.target import SHORTEST_CONTEXT, Transforme
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
+from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
 from branchwise.methods import DEFAULT, PRESETS, Method

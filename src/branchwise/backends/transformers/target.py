@@ -32,8 +32,9 @@ from branchwise.backends.base import (
 from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.memory import fitting_context
+from branchwise.backends.transformers.prefill import grouped, prefill_eager
 from branchwise.backends.transformers.probe import context_limit
-from branchwise.backends.transformers.runner import ModelRunner, bytes_read, without_plans
+from branchwise.backends.transformers.runner import ModelRunner, bytes_read
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import bits_of, chain_topology
@@ -51,8 +52,6 @@ LONG_PROMPT = 2048
 """longer prompts are prefilled eagerly, in larger chunks: their kernels run longer than it takes to launch them"""
 PREFILL_NODES = 64
 """a pass over fewer nodes is too small to prefill with"""
-PADDING_SHARE = 1.25
-"""prompts share a prefill pass if padding makes it at most so many times as large"""
 SHORTEST_CONTEXT = 8
 """what the comparison at load needs"""
 
@@ -202,48 +201,22 @@ class TransformersTarget(PipelinedTarget):
     # Prompts
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]:
-        """Prompts share a pass if they are about as long as each other; otherwise padding would cost more."""
-        longest = max(len(chunk.tokens) for chunk in chunks)
-        whole = sum(len(chunk.tokens) for chunk in chunks)
-        recorded = self._prefills_recorded(chunks)
-        deepest = max(self.store.length(chunk.sequence) for chunk in chunks) + longest
-        together = len(chunks) > 1 and not recorded and deepest <= self.store.rows
-        if together and longest * len(chunks) <= PADDING_SHARE * whole:
-            return self._prefill_eager(chunks)
-        alone = self._prefill_recorded if recorded else self._prefill_eager
-        return [part for chunk in chunks for part in (alone([chunk]) if chunk.tokens else [self._no_prefill()])]
+        self._passes += 1
+        if not self._prefills_recorded(chunks):
+            return [
+                part for group in grouped(chunks, self.store) for part in prefill_eager(self.runner, self.store, group)
+            ]
+        return [self._prefill_recorded(chunk) for chunk in chunks]
 
     def _prefills_recorded(self, chunks: Sequence[Chunk]) -> bool:
         if self._graphs is None or not self._graphs.captures or self.info.max_nodes < PREFILL_NODES:
             return False
         return max(len(chunk.sequence.tokens) for chunk in chunks) <= LONG_PROMPT
 
-    def _prefill_eager(self, chunks: Sequence[Chunk]) -> list[Prefill]:
-        lengths = [len(chunk.tokens) for chunk in chunks]
-        longest = max(lengths)
-        steps = torch.arange(longest, device=self.device).expand(len(chunks), -1)
-        current = self.store.begin([chunk.sequence for chunk in chunks], steps, None)
-        ids = [[*chunk.tokens, *[0] * (longest - len(chunk.tokens))] for chunk in chunks]
-        # The head over a whole prompt is not cheap: only rows from the first wanted one on.
-        keep = max(longest - (len(chunk.tokens) - chunk.keep) if chunk.keep else 1 for chunk in chunks)
-        with without_plans(self.device):
-            logits, hidden = self.runner.run(
-                torch.tensor(ids, device=self.device), current.lengths[:, None] + steps, self.store, keep
-            )
-        first = longest - logits.shape[1]  # models without `logits_to_keep` return all rows
-        found = []
-        for row, chunk in enumerate(chunks):
-            self.store.advance(chunk.sequence, lengths[row])
-            wanted = (
-                logits[row, lengths[row] - chunk.keep - first : lengths[row] - first] if chunk.keep else logits[row, :0]
-            )
-            found.append(Prefill(wanted, {layer: states[row, : lengths[row]] for layer, states in hidden.items()}))
-        return found
-
-    def _prefill_recorded(self, chunks: Sequence[Chunk]) -> list[Prefill]:
+    def _prefill_recorded(self, chunk: Chunk) -> Prefill:
         """One chunk as chains in the pass of the largest trees: no graph is recorded anew for another length."""
-        [(sequence, tokens, keep)] = chunks
-        parts, size = [], self.info.max_nodes
+        sequence, tokens, keep = chunk
+        parts, size = [self._no_prefill()] if not tokens else [], self.info.max_nodes
         for start in range(0, len(tokens), size):
             piece = tokens[start : start + size]
             layout = lay_out((chain_topology(len(piece)),), size)
@@ -254,7 +227,7 @@ class TransformersTarget(PipelinedTarget):
             wanted = min(max(keep - (len(tokens) - start - len(piece)), 0), len(piece))
             hidden = {layer: states[0, : len(piece)].clone() for layer, states in found.hidden.items()}
             parts.append(Prefill(found.logits[0, len(piece) - wanted : len(piece)].clone(), hidden))
-        return [Prefill.joined(parts)]
+        return Prefill.joined(parts)
 
     def _no_prefill(self) -> Prefill:
         return Prefill(torch.zeros(0, self.info.vocabulary, device=self.device))
