@@ -53,6 +53,7 @@ class Engine:
         self.turn = threading.RLock()
         """held during a step, which moves the texts of all threads"""
         self._stepping = False
+        self._seeding = threading.Lock()
 
     @property
     def busy(self) -> bool:
@@ -82,7 +83,8 @@ class Engine:
             raise UsageError(f"The prompt holds token ids outside the vocabulary of {info.vocabulary}.")
         request.sampling.check_vocabulary(info.vocabulary)
         generation = Generation(request, SequenceState(list(request.prompt), request.sampling), text, on_output, like)
-        self._assign_seed(generation.sequence)
+        with self._seeding:
+            self._assign_seed(generation.sequence)
         self.scheduler.submit(generation)
         return generation
 
