@@ -68,11 +68,11 @@ class DevicePaths:
         if len(self._q) < size:
             self._q = self._q.new_zeros(size, *self._q.shape[1:])
         told = self._told[size]
-        told.here.reshape(size, TOLD)[: len(sequences)] = [
+        told.host.reshape(size, TOLD)[: len(sequences)] = [
             (sequence.root, sequence.rng_seed, len(sequence.tokens) - 1, sequence.sampling.temperature == 0)
             for sequence in sequences
         ]
-        return self._draw(told.bring().view(size, TOLD), self._q[:size])
+        return self._draw(told.copy().view(size, TOLD), self._q[:size])
 
     def _tree(self, root: int, length: int, paths: list[list[list[int]]], q: Tensor) -> DraftTree:
         """The first levels of drawn paths, each a list of its (token, node)."""

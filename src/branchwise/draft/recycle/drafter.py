@@ -178,8 +178,8 @@ class Recycle(LookupDrafter, LearningDrafter):
         if size not in self._roots:
             self._roots[size] = PinnedBuffer(size, self.table.tokens.device)
         buffer = self._roots[size]
-        buffer.here[: len(roots)] = roots
-        return self._looked(buffer.bring())[: len(roots)]
+        buffer.host[: len(roots)] = roots
+        return self._looked(buffer.copy())[: len(roots)]
 
     def _looked(self, roots: Tensor) -> Tensor:
         if self._whole is None:
