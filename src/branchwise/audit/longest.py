@@ -15,14 +15,14 @@ from branchwise.audit.instances import Drafts, ExactProbs, Instance
 from branchwise.core.rows import gather_rows, row_sum
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeCoroutine
+from branchwise.draft.builder import TreeCoroutine, TreePolicy
 from branchwise.draft.policies.fork import Fork
 from branchwise.draft.sampler import DraftSampler
 from branchwise.verify import Verdicts
 from branchwise.verify.longest import Longest, after_stop
 
 
-class InflightPass:
+class RootedFork(TreePolicy):
     """A fork of W branches, with the target's distribution at its root or without."""
 
     draw = Draw.FORK
@@ -43,7 +43,7 @@ def lossy_distance(instance: Instance, width: int) -> float:
 def emitted_by_forks(instance: Instance, width: int, *, known: bool = True, lazy: bool = True) -> tuple[float, float]:
     """That distance, and the tokens per step. `known` is how every step but the first of a text begins."""
     root_probs = torch.from_numpy(instance.p[0][0]) if known else None
-    drafts = Drafts.grown(InflightPass(width, instance.depth, root_probs), instance)
+    drafts = Drafts.grown(RootedFork(width, instance.depth, root_probs), instance)
     vocabulary, depth, batch, p = instance.vocabulary, instance.depth, drafts.batch, drafts.p
     probs = [torch.from_numpy(table) for table in instance.p]
     begun = [torch.zeros_like(table) for table in probs]

@@ -20,7 +20,8 @@ from branchwise.audit.longest import lossy_distance
 from branchwise.core.tree import Draw
 from branchwise.draft import DRAFTERS, TREES, build_drafter, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.lookup.ngram import NGram
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.errors import UsageError
@@ -102,7 +103,7 @@ class MethodAudited:
         }
 
 
-class Fixed:
+class Fixed(TreePolicy):
     """A policy that draws nothing: what a drafter without distributions, such as `ngram`, does."""
 
     draw = Draw.FIXED
@@ -158,15 +159,15 @@ def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
     """What stands for the method's tree, and all its outcomes."""
     name, _, _ = split_spec(method.draft)
     drafter = DRAFTERS.find(name)
-    # One that can copy a chain from the text, with nothing drawn, says whether it does.
-    copied = bool(hasattr(drafter, "copied") and vars(build_drafter(method.draft, method.tree)).get("copied"))
-    if isinstance(drafter, type) and issubclass(drafter, TreeDrafter) and not copied:
+    # An n-gram drafter may copy a chain from the text, with nothing drawn.
+    built = build_drafter(method.draft, method.tree) if issubclass(drafter, NGram) else None
+    if issubclass(drafter, TreeDrafter) and not (isinstance(built, NGram) and built.copied):
         spec = small(method.tree or default_tree(method.draft))
         if spec.startswith("template"):
             drafts = Drafts.grown(build_policy(spec), instance, FEW)
             return f"{spec}, {drafts.batch.depth} levels", drafts
         return spec, Drafts.grown(build_policy(spec), instance)
-    if getattr(drafter, "draw", None) is not Draw.FIXED:
+    if drafter.draw is not Draw.FIXED:
         raise UsageError(f"Drafter {name!r} cannot be enumerated; use branchwise audit model --draft {method.draft}.")
     if name == "none":
         return "the root alone", Drafts.grown(Fixed(), instance)

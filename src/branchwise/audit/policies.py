@@ -23,6 +23,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
 from branchwise.draft.policies.beam import Beam
+from branchwise.draft.policies.stop import Stopping
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.sparse import Probs, ProbsBatch
 
@@ -68,17 +69,16 @@ def _beams(policy: TreePolicy, rule: Rule, budget: Budget) -> Iterator[Weighed]:
 
 
 def _inner(policy: TreePolicy) -> TreePolicy:
-    """The policy inside a wrapper, which has it as its `growth`."""
-    return _inner(policy.policy) if hasattr(policy, "policy") else policy
+    """The policy that a rule may stop, or the policy itself."""
+    return _inner(policy.policy) if isinstance(policy, Stopping) else policy
 
 
 def grow(policy: TreePolicy, rule: Rule, budget: Budget, sampler: DraftSampler) -> DraftTree:
-    """One tree over these distributions. Where a policy wants hidden states, the distribution of a node stands for what
-    is seen there."""
+    """One tree over these distributions, which also stand for the hidden states that a policy may need."""
 
     def look(tree: TreeBuilder, nodes: list[int]) -> NodeProbs:
         probs = torch.stack([rule(tuple(tree.path(node))) for node in nodes])
-        return NodeProbs(probs, probs if getattr(policy, "wants_hidden", False) else None)
+        return NodeProbs(probs, probs if policy.needs_hidden else None)
 
     return grow_with(policy.grow(0, budget, sampler), look)
 

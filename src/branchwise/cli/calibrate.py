@@ -78,7 +78,7 @@ def vocab(
     if not counted:
         raise UsageError("Nothing was counted, so nothing was kept.")
     about = {"model": llm.name, "tokens": str(counted), "temperature": str(temperature), "seed": str(seed)}
-    path = save_counts(llm.engine.target, counts, about)
+    path = save_counts(llm.engine.target.info, counts, about)
     seen = int((counts > 0).sum())
     shares = coverage(counts)
     if as_json:

@@ -16,7 +16,7 @@ DRAFTERS = Registry(
         "memories": "branchwise.draft.lookup.default:DefaultDrafter",
         "model": "branchwise.draft.model.drafter:ModelDrafter",
         "ngram": "branchwise.draft.lookup.ngram:NGram",
-        "none": "branchwise.draft.none:Nothing",
+        "none": "branchwise.draft.none:NoDrafter",
         "recycle": "branchwise.draft.recycle.drafter:Recycle",
         "retrieval": "branchwise.draft.lookup.retrieval:Retrieval",
         "stand": "branchwise.draft.lookup.stand:Stand",

@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
@@ -90,3 +92,19 @@ class Drafter(ABC):
         very trees.
         """
         return None
+
+
+class LearningDrafter(Drafter):
+    """A drafter whose knowledge outlives a request and can be put into a file (draft/state.py)."""
+
+    learns: bool = True
+    texts: int = 0
+    """sequences that it may have learned from"""
+
+    @abstractmethod
+    def save(self) -> dict[str, Tensor]:
+        """What it has learned; for a drafter with members, without what those have learned."""
+
+    @abstractmethod
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what `save` returned; a UsageError says why that cannot be."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from branchwise.core.rng import key_of, mix, mix_one, race, race_on, signed, wait_of
+from branchwise.core.rng import key_of, mix, mix_one, race, race_on, signed, stream_of, wait_of
 from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
 from branchwise.cuda.padded import PaddedGraphedFunction
@@ -132,6 +132,10 @@ def _together(requests: list[SampleRequest]) -> list[list[Any]]:
 def lies_on_host(probs: Tensor) -> bool:
     """There a copy of rows over a vocabulary costs more than another call."""
     return probs.device.type == "cpu"
+
+
+PICKS = stream_of("draft", "pick", 0)
+"""where the independent draws of `SeededSampler` begin, for those that are made on a device"""
 
 
 class SeededSampler(DraftSampler):

@@ -15,16 +15,15 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from branchwise.backends.base import Target
-from branchwise.draft.base import Drafter
-from branchwise.draft.model.trim import fingerprint
+from branchwise.backends.base import TargetInfo
+from branchwise.draft.base import Drafter, LearningDrafter
 from branchwise.errors import UsageError
 
 FORMAT = "branchwise.state"
@@ -32,16 +31,6 @@ FORMAT = "branchwise.state"
 VERSION = 1
 MOST_HEADER = 100_000_000
 """bytes; safetensors takes no larger one"""
-
-
-class Learning(Protocol):
-    """A drafter, or a part of one, that can put down what it has learned."""
-
-    name: str
-
-    def save(self) -> dict[str, Tensor]: ...
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take up what `save` gave; a UsageError says why that cannot be."""
 
 
 def check_state(drafter: Drafter, path: str | os.PathLike[str]) -> None:
@@ -52,7 +41,7 @@ def check_state(drafter: Drafter, path: str | os.PathLike[str]) -> None:
         raise UsageError(f"The state cannot be written to {file}: its folder is not writable; name a file elsewhere.")
 
 
-def save_state(drafter: Drafter, path: str | os.PathLike[str], target: Target) -> None:
+def save_state(drafter: Drafter, path: str | os.PathLike[str], target: TargetInfo) -> None:
     """Write what a drafter has learned for this target; a file is the old one or the new one, never half of either."""
     file = _place(path)
     parts = parts_of(drafter)
@@ -62,7 +51,7 @@ def save_state(drafter: Drafter, path: str | os.PathLike[str], target: Target) -
         for key, tensor in part.save().items()
     }
     known = {"version": VERSION, "drafters": sorted(parts), "vocabulary": target.vocabulary}
-    known |= {"target": fingerprint(target)}
+    known |= {"target": target.fingerprint}
     stored = save(tensors, {FORMAT: json.dumps(known | {"digest": _digest(known, tensors)})})
     beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     try:
@@ -77,7 +66,7 @@ def save_state(drafter: Drafter, path: str | os.PathLike[str], target: Target) -
         beside.unlink(missing_ok=True)
 
 
-def load_state(drafter: Drafter, path: str | os.PathLike[str], target: Target) -> bool:
+def load_state(drafter: Drafter, path: str | os.PathLike[str], target: TargetInfo) -> bool:
     """Let a drafter that is bound to this target go on from a file; says whether there is one yet."""
     file = _place(path)
     parts = parts_of(drafter)
@@ -89,7 +78,7 @@ def load_state(drafter: Drafter, path: str | os.PathLike[str], target: Target) -
             f"The state {file} is of a model with {known['vocabulary']} tokens, and this one has {target.vocabulary}; "
             "name another file for this model."
         )
-    if known["target"] != fingerprint(target):
+    if known["target"] != target.fingerprint:
         raise UsageError(f"The state {file} is of another model or tokenizer; name another file for this model.")
     if known["drafters"] != sorted(parts):
         raise UsageError(
@@ -102,15 +91,15 @@ def load_state(drafter: Drafter, path: str | os.PathLike[str], target: Target) -
             part.restore(own)
         except UsageError as error:
             raise UsageError(f"The state {file} does not fit: {error}") from None
-    drafter.texts = secrets.randbits(48)  # type: ignore[attr-defined]  # it has learned from texts of any seed
+    if isinstance(drafter, LearningDrafter):
+        drafter.texts = secrets.randbits(48)  # it has learned from texts of any seed
     return True
 
 
-def parts_of(drafter: Drafter) -> dict[str, Learning]:
-    """What of a drafter learns, by name: itself, and the members of one that speaks for several."""
-    everyone: list[Any] = [drafter, *getattr(drafter, "members", ())]
-    learning = [part for part in everyone if getattr(part, "learns", False)]
-    parts = {part.name: part for part in learning if hasattr(part, "save") and hasattr(part, "restore")}
+def parts_of(drafter: Drafter) -> dict[str, LearningDrafter]:
+    """The drafter and its members, by name, those that learn."""
+    everyone = [drafter, *drafter.members]
+    parts = {part.name: part for part in everyone if isinstance(part, LearningDrafter) and part.learns}
     if not parts:
         raise UsageError(
             f"Drafter {drafter.name!r} keeps nothing from one text to the next; leave out the state, or draft with one "

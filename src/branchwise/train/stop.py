@@ -30,7 +30,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.target_probs import TargetProbs
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget, Drafter
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.policies.stop import features, network_of, widths_of
 from branchwise.draft.sampler import DraftSampler
 from branchwise.engine import Engine, Request
@@ -63,14 +63,14 @@ class Samples:
 # Collecting
 
 
-class Fan:
-    """A growth of one level that also asks what would follow it, and keeps the answer for whoever learns from it."""
+class Fan(TreePolicy):
+    """A policy of one level that also asks for the distributions after it, and keeps them to learn from."""
 
     draw = Draw.WITHOUT_REPLACEMENT
 
     def __init__(self, kind: str, width: int = WIDTH) -> None:
         self.kind, self.width = kind, width
-        self.wants_hidden = kind == "soft"
+        self.needs_hidden = kind == "soft"
         self.found: dict[int, NodeProbs] = {}
         """by the number of the tree, counted from the last look at it"""
         self._trees = count()
@@ -115,7 +115,7 @@ class Judge(Match):
         return super().__call__(batch, probs, chance)
 
     def _seen(self, found: NodeProbs) -> Tensor:
-        if self.fan.wants_hidden and found.hidden is None:
+        if self.fan.needs_hidden and found.hidden is None:
             raise PairingError("This drafter has no hidden states to learn from; use a draft model, or --kind hard.")
         return features(self.fan.kind, found)
 

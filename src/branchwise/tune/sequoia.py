@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from branchwise.backends.base import Scored
+from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
@@ -28,7 +28,7 @@ from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress
-from branchwise.verify import Verdict
+from branchwise.verify import Verdict, Verdicts
 
 if TYPE_CHECKING:
     from branchwise.llm import LLM
@@ -195,17 +195,36 @@ def measure_acceptance(
     return Acceptance(tuple(witness.accepted), tuple(witness.tried))
 
 
-class Witness:
-    """A drafter with someone beside it who counts what becomes of its trees."""
+class Witness(Drafter):
+    """A drafter whose trees are counted: which children were judged, and which accepted."""
 
     def __init__(self, drafter: Drafter, width: int) -> None:
         self.drafter = drafter
-        self.name, self.draw = drafter.name, drafter.draw
+        self.name, self.draw, self.learns = drafter.name, drafter.draw, drafter.learns
         self.accepted, self.tried = [0] * width, [0] * width
         self._trees: list[DraftTree] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)  # what only some drafters have
+    @property
+    def needs(self) -> Needs:
+        return self.drafter.needs
+
+    def bind(self, target: TargetInfo) -> None:
+        self.drafter.bind(target)
+
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        self.drafter.start(sequence, prefill)
+
+    def finish(self, sequence: SequenceState) -> None:
+        self.drafter.finish(sequence)
+
+    def derive_seed(self, sequence: SequenceState) -> int:
+        return self.drafter.derive_seed(sequence)
+
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        self.drafter.update_on_device(scored, verdicts)
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        return self.drafter.draft_next(budgets)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self._trees = self.drafter.draft(sequences, budgets)

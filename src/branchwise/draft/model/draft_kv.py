@@ -146,7 +146,7 @@ class DraftKVCache:
         followed.rows = {}
         ahead = text[len(cached) :]
         if len(ahead) > AT_ONCE:
-            self.slots.follow(followed.key, ahead[:-1])
+            self.slots.extend(followed.key, ahead[:-1])
             cached += ahead[:-1]
         return text[len(cached) :]
 

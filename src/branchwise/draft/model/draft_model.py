@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from branchwise.backends.base import Execution
 from branchwise.errors import ModelError
 from branchwise.models import load_model
 
@@ -54,20 +56,23 @@ class Weights:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def acquire(self, count: int, context: int, head: Head | None = None, **ways: Any) -> TransformersTarget:
-        """Room for so many texts of at most this length, for one drafter until it gives it back.
+    def acquire(
+        self, count: int, context: int, head: Head | None = None, execution: Execution | None = None
+    ) -> TransformersTarget:
+        """A KV cache for so many sequences of at most this length, for one drafter until it is released.
 
-        Drafters that take turns share it: its memory, and what a device recorded there with this head. `ways` are those
-        in which passes are made: by kernels, from graphs, compiled.
+        Drafters that take turns share it: its memory, and the graphs that a device recorded there with this head.
+        Without an `execution` passes run as they do by default.
         """
         from branchwise.backends.transformers.target import TransformersTarget  # transformers takes seconds to import
 
-        kind = (count, context, head, *sorted(ways.items()))
+        kind = count, context, head, execution
         with self.lock:
             for number, (found, slots) in enumerate(self._idle):
                 if found == kind:
                     del self._idle[number]
                     return slots
+            ways = {} if execution is None else asdict(execution)
             slots = TransformersTarget(self.model, slots=count, context=context, max_nodes=TREE_ROWS, **ways)
             self._kinds[slots] = kind
             return slots
@@ -120,7 +125,7 @@ def bytes_read(model: nn.Module, rows: int | None = None) -> int:
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    apart = {id(embeddings.weight), id(getattr(head, "weight", None))}
+    apart = {id(embeddings.weight)} if head is None else {id(embeddings.weight), id(head.weight)}
     body = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in apart)
     if head is None:
         return body

@@ -3,8 +3,8 @@
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", and Chen et al., "Accelerating Large
 Language Model Decoding with Speculative Sampling" (both 2023); every paper on trees since drafts so.
 
-The draft model runs on the same class as the target, with slots of its own (`following`). One pass writes what is new
-in the texts and says what follows their roots; then every level is one pass over its new nodes, for all texts.
+The draft model runs on the class of transformers targets, with slots of its own (`draft_kv.py`). One pass writes what
+is new in the texts and finds what follows their roots; then every level is one pass over its new nodes, for all texts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams, Warp
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -73,15 +74,13 @@ class ModelDrafter(TreeDrafter):
             resolve(model)  # whoever misspelt the name should not wait for the target
         self.model, self.temperature, self.top_k, self.trim = model, temperature, top_k, trim
         self.recall = None if recall is None else TargetProbsMixer(recall)
-        self.cost: float | None = None
         self._spelled: dict[SequenceState, Spelled] = {}
         self._readings: OrderedDict[object, Reading] = OrderedDict()
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         super().bind(target)
-        dtype = getattr(target, "dtype", torch.float32)
         given = self.model
-        self.weights = given if isinstance(given, Weights) else Weights.of(given, dtype, target.device)
+        self.weights = given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device)
         self.vocabulary = self._common(target)
         if self.trim is not None:
             self.vocabulary = self.vocabulary.keep(frequent_tokens(target, self.trim))
@@ -89,25 +88,24 @@ class ModelDrafter(TreeDrafter):
             raise ModelError(f"No token that the target writes often is one of {self.weights.name}; raise trim.")
         self.vocabulary = self.vocabulary.to(target.device)
         self._readings.clear()
-        self._wants_hidden = bool(getattr(self.tree, "wants_hidden", False))
         self._head: Head | None = None
-        if self.trim is not None or self._wants_hidden:
+        if self.trim is not None or self.tree.needs_hidden:
             self._head = self.weights.own_head(None if self.trim is None else self.vocabulary.columns)
         # The same text may take more tokens of another tokenizer.
         context = self.weights.context(target.context + 1 if self.vocabulary.same else 2 * target.context)
-        count = getattr(target, "slots", target.free_slots)
-        ways = {way: getattr(target, way) for way in ("kernels", "graphs", "compile") if hasattr(target, way)}
-        if self._wants_hidden:
-            ways["graphs"] = False  # what a head saw in a recorded pass only that graph knows
-        acquire = partial(self.weights.acquire, count, context, self._head, **ways)
+        execution = target.execution
+        if self.tree.needs_hidden:
+            execution = replace(execution, graphs=False)  # the input of a head in a recorded pass stays in its graph
+        acquire = partial(self.weights.acquire, target.slots, context, self._head, execution)
         self.weights.release(acquire())  # a model that cannot be served is refused here
         self._following = DraftKVCache(acquire, self.weights.release, self.vocabulary.draft_token)
         self._context = context
-        if isinstance(model := getattr(target, "model", None), nn.Module):
+        self.cost = None
+        if target.weight_bytes is not None:
             rows = None if self.trim is None else len(self.vocabulary.columns)
-            self.cost = bytes_read(self.weights.model, rows) / bytes_read(model)
+            self.cost = bytes_read(self.weights.model, rows) / target.weight_bytes
 
-    def close(self, sequence: SequenceState) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         self._following.close(sequence)
         self._spelled.pop(sequence, None)
 
@@ -121,7 +119,7 @@ class ModelDrafter(TreeDrafter):
         self.passes += 1
         with self.weights.lock, self._headed():
             logits, places = self._roots(requests) if roots[0] else self._sprouts(requests)
-            hidden = self._head.seen if self._head is not None and self._wants_hidden else None
+            hidden = self._head.seen if self._head is not None and self.tree.needs_hidden else None
         probs = self._probs(requests, [logits[row, at] for row, at in enumerate(places)])
         return [
             NodeProbs(own, None if hidden is None else hidden[row, at])
@@ -226,8 +224,8 @@ class ModelDrafter(TreeDrafter):
         text = self.target.tokenizer.decode(tokens, skip_special_tokens=False)  # type: ignore[union-attr]
         return list(theirs(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _common(self, target: Target) -> Vocabulary:
-        weights, tokenizer = self.weights, getattr(target, "tokenizer", None)
+    def _common(self, target: TargetInfo) -> Vocabulary:
+        weights, tokenizer = self.weights, target.tokenizer
         if tokenizer is not None and weights.tokenizer is not None:
             return common(tokenizer, target.vocabulary, weights.tokenizer, weights.vocabulary, weights.name)
         if weights.vocabulary != target.vocabulary:

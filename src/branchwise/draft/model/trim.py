@@ -6,8 +6,6 @@ any other text. `branchwise calibrate vocab` makes the table; it lies in the cac
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +14,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
 from branchwise.errors import ModelError
 from branchwise.models import cache_dir
 from branchwise.models.cache import workspace
 
 
-def fingerprint(target: Target) -> str:
-    """What a target is known by: its shape and its vocabulary."""
-    config = target.model.config.get_text_config()  # type: ignore[attr-defined]
-    tokenizer = getattr(target, "tokenizer", None)
-    spelled = sorted(tokenizer.get_vocab().items()) if tokenizer is not None else []
-    shape = [config.model_type, config.hidden_size, config.num_hidden_layers, target.vocabulary]
-    return hashlib.sha256(json.dumps([shape, spelled]).encode()).hexdigest()[:16]
-
-
-def table_of(target: Target) -> Path:
+def table_of(target: TargetInfo) -> Path:
     """Where the counts of a target lie."""
-    return cache_dir() / "vocab" / f"{fingerprint(target)}.safetensors"
+    return cache_dir() / "vocab" / f"{target.fingerprint}.safetensors"
 
 
-def save_counts(target: Target, counts: Tensor, about: dict[str, str]) -> Path:
+def save_counts(target: TargetInfo, counts: Tensor, about: dict[str, str]) -> Path:
     """Keep how often the target wrote each token (vocabulary,); a file is whole or not there."""
     path = table_of(target)
     with workspace() as work:
@@ -46,7 +35,7 @@ def save_counts(target: Target, counts: Tensor, about: dict[str, str]) -> Path:
     return path
 
 
-def read_counts(target: Target) -> Tensor:
+def read_counts(target: TargetInfo) -> Tensor:
     path = table_of(target)
     if not path.exists():
         raise ModelError(
@@ -63,7 +52,7 @@ def read_counts(target: Target) -> Tensor:
     return counts
 
 
-def frequent_tokens(target: Target, count: int) -> Tensor:
+def frequent_tokens(target: TargetInfo, count: int) -> Tensor:
     """(count,) int64, ascending: what the target writes most; of tokens it never wrote, short spellings first."""
     counts = read_counts(target).double()
     if count >= len(counts):
@@ -73,9 +62,9 @@ def frequent_tokens(target: Target, count: int) -> Tensor:
     return order[:count].sort().values
 
 
-def _basic(target: Target) -> Tensor:
+def _basic(target: TargetInfo) -> Tensor:
     """Tokens that any text may need: single characters and bytes, and the ends of a text."""
-    tokenizer: Any = getattr(target, "tokenizer", None)
+    tokenizer: Any = target.tokenizer
     if tokenizer is None:
         return torch.zeros(0, dtype=torch.long)
     short = {number for token, number in tokenizer.get_vocab().items() if len(token) == 1 or token.startswith("<0x")}

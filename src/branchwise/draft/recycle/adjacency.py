@@ -7,11 +7,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.draft.lookup.base import Candidate, new
+from branchwise.draft.builder import Candidate, new
 from branchwise.draft.recycle.topk import HostTopTokens, Ints, ReportedTopTokens, TopTokens
 from branchwise.errors import UsageError
 
 Halves = NDArray[np.float16]
+PADDING, REJECTED, ACCEPTED = range(3)
+"""what becomes of a node that the table learns from"""
 HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
 MOST_READ = 1024

@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
 from branchwise.core.batch import PadShape
-from branchwise.core.rng import GAMMA, mix, race_among, stream_of
+from branchwise.core.rng import GAMMA, mix, race_among
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.cuda.graphs import GraphedFunction, have_kernels
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
 from branchwise.draft.policies.paths import Paths
+from branchwise.draft.sampler import PICKS
 
-PICKS = stream_of("draft", "pick", 0)
-"""where the draws of `SeededSampler` begin: a draft made with the noise that judges it is no draw"""
 TOLD = 4
 """numbers that are told of a text: its root, its noise, where the root stands, and whether nothing is left to chance"""
 WIDEST_KERNEL = 64
@@ -35,7 +34,7 @@ WIDEST_KERNEL = 64
 class DevicePaths:
     """The paths of a growth over a table, its tokens and masses (vocabulary, width) on a device."""
 
-    def __init__(self, policy: Paths, tokens: Tensor, masses: Tensor, target: Target) -> None:
+    def __init__(self, policy: Paths, tokens: Tensor, masses: Tensor, target: TargetInfo) -> None:
         self.policy = policy
         vocabulary, width = tokens.shape
         # Nobody asks for more than a pass may score.
@@ -47,7 +46,7 @@ class DevicePaths:
             self._way(target, width),
             tokens.device,
             (tokens, masses),
-            capture=getattr(target, "graphs", True),
+            capture=target.execution.graphs,
             count=policy.count,
             length=length,
             common=policy.common,
@@ -69,11 +68,11 @@ class DevicePaths:
         if len(self._q) < size:
             self._q = self._q.new_zeros(size, *self._q.shape[1:])
         told = self._told[size]
-        told.here.reshape(size, TOLD)[: len(sequences)] = [
+        told.host.reshape(size, TOLD)[: len(sequences)] = [
             (sequence.root, sequence.rng_seed, len(sequence.tokens) - 1, sequence.sampling.temperature == 0)
             for sequence in sequences
         ]
-        return self._draw(told.bring().view(size, TOLD), self._q[:size])
+        return self._draw(told.copy().view(size, TOLD), self._q[:size])
 
     def _tree(self, root: int, length: int, paths: list[list[list[int]]], q: Tensor) -> DraftTree:
         """The first levels of drawn paths, each a list of its (token, node)."""
@@ -90,8 +89,8 @@ class DevicePaths:
         leaves = tuple(ends) if draw is Draw.PATHS else ()
         return DraftTree(torch.tensor(tokens), parents, draw, q[: max(parents) + 1] if length else None, leaves)
 
-    def _way(self, target: Target, width: int) -> Callable[..., Tensor]:
-        by_kernel = have_kernels(self._q.device) and getattr(target, "kernels", True)
+    def _way(self, target: TargetInfo, width: int) -> Callable[..., Tensor]:
+        by_kernel = have_kernels(self._q.device) and target.execution.kernels
         if not by_kernel or max(self.policy.count, width) > WIDEST_KERNEL:
             return draw
         from branchwise.draft.recycle.paths_kernel import draw_paths_kernel

@@ -12,6 +12,7 @@ nothing. The probabilities are those of the model at temperature 1, before any w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,52 +20,52 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.backends.base import Nodes, Scored, Target
+from branchwise.backends.base import Needs, Prefill, Scored, ScoredNodes, TargetInfo
 from branchwise.core.batch import lay_out
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import Topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.cuda.graphs import GraphedFunction, have_kernels
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
-from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, LookupDrafter
+from branchwise.draft.base import Budget, LearningDrafter
+from branchwise.draft.builder import Candidate, TreePolicy
+from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.policies.ranks import Ranks, places_in, slots, ways
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.recycle.adjacency import AdjacencyTable, averaged
+from branchwise.draft.recycle.adjacency import ACCEPTED, PADDING, REJECTED, AdjacencyTable, averaged
 from branchwise.draft.recycle.device_paths import DevicePaths
 from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens, top_tokens_at
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
 
+PREFILL = 128
+"""distributions of a prompt that are learned from, the last ones"""
 MOST_PARTS = 256
 MOST_BY_KERNELS = 16
 """successors of a token; a kernel takes as many turns to find them"""
 
 
-class Recycle(LookupDrafter):
+class Recycle(LookupDrafter, LearningDrafter):
     """`recycle:k=8,rate=0.5,rows=16`: a table of k successors for every token.
 
     What is new counts `rate` in the average, and all where a token is seen for the first time. On the host a step
     learns from `rows` nodes of a text at most: the end of the accepted path, then rejected nodes level by level. A
     token has no row before it was scored once, and what is rejected here is often written soon. On a device it learns
     from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, and
-    paths are drawn there (`device_paths.py`). Other trees are laid on the host, so for them the table lies there, and a
-    device tells what is best behind each node.
+    paths are drawn there (`device_paths.py`). Other trees are laid on the host, so for them the table lies on the host,
+    and a device reports the best tokens behind each node.
     """
 
     name = "recycle"
-    wants_prefill = 128
 
     def __init__(self, k: int = 8, rate: float = 0.5, rows: int = 16, tree: TreePolicy | None = None) -> None:
         if k < 1 or not 0 < rate <= 1 or rows < 1:
             raise UsageError("Drafter 'recycle' takes k and rows of at least 1 and a rate above 0 and up to 1.")
         super().__init__(tree or TopK(64, depth=8, width=k))
         self.k, self.rate, self.rows = k, rate, rows
-        self.learns = True
         self.on_device = False
-        """learn from all nodes, and look up trees of ranks or draw paths where the table lies"""
+        """learn from all nodes, and look up trees of ranks or draw paths on the device that holds the table"""
         self.by_kernels = False
         """learn and look up in a few kernels of our own"""
         self._table: AdjacencyTable | None = None
@@ -78,8 +79,8 @@ class Recycle(LookupDrafter):
         """whole trees below the tokens of the last verdicts"""
         self._expected: list[tuple[SequenceState, int]] = []
         """the text of each of these trees, and its root"""
-        self._foreseen: list[DraftTree] | None = None
-        """what they come to within budgets"""
+        self._next: list[DraftTree] | None = None
+        """the parts of them within budgets"""
 
     @property
     def table(self) -> AdjacencyTable:
@@ -90,7 +91,11 @@ class Recycle(LookupDrafter):
     def memory_bytes(self) -> int:
         return 0 if self._table is None else self._table.bytes
 
-    def bind(self, target: Target) -> None:
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, prefill_logits=PREFILL, topk=0 if self.on_device else 2 * self.k)
+
+    def bind(self, target: TargetInfo) -> None:
         if target is not self.target:
             self._paths = None
         super().bind(target)
@@ -98,13 +103,11 @@ class Recycle(LookupDrafter):
         place = target.device if self.on_device else torch.device("cpu")
         wanted = _, width, _ = target.vocabulary, min(self.k, target.vocabulary), place
         self.by_kernels = self.on_device and width <= MOST_BY_KERNELS and have_kernels(place)
-        self.by_kernels &= getattr(target, "kernels", True)
-        compiled = getattr(target, "compile", False) and not self.by_kernels  # there is nothing left to compile
-        self._ways: dict[str, Any] = {"capture": getattr(target, "graphs", True), "compile": compiled}
+        self.by_kernels &= target.execution.kernels
+        compiled = target.execution.compile and not self.by_kernels  # there is nothing left to compile
+        self._ways: dict[str, Any] = {"capture": target.execution.graphs, "compile": compiled}
         if self._table is None or self._bound_to != wanted:
             self._move_to(*wanted)
-        if not self.on_device and hasattr(target, "tell_best"):
-            target.tell_best(2 * self.k)
 
     def _move_to(self, vocabulary: int, width: int, place: torch.device) -> None:
         """A table there; what was learned stays, where it fits."""
@@ -112,19 +115,19 @@ class Recycle(LookupDrafter):
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
         self._bound_to, self._whole, self._paths = (vocabulary, width, place), None, None
-        self._ahead = self._foreseen = None
+        self._ahead = self._next = None
         self._tables = self._table.tokens, self._table.masses
         self._learning = GraphedFunction(learn_judged, place, self._tables, writes=True, **self._ways, **self._how)
-        for told in (self._parts, self._roots):
-            told.clear()
+        self._parts.clear()
+        self._roots.clear()
 
-    def find(self, sequence: SequenceState) -> int:
+    def locate(self, sequence: SequenceState) -> int:
         return sequence.root
 
-    def after(self, place: int | None) -> list[Candidate]:
-        return [] if place is None else self.table.row(place)
+    def candidates(self, cursor: int | None) -> list[Candidate]:
+        return [] if cursor is None else self.table.row(cursor)
 
-    def step(self, place: int | None, token: int) -> int:
+    def advance(self, cursor: int | None, token: int) -> int:
         return token
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -138,13 +141,12 @@ class Recycle(LookupDrafter):
         wanted = [(sequence, sequence.root) for sequence in sequences]
         # What was looked up already is right where the texts go on together as they were.
         expected = wanted == self._expected
-        trees, self._foreseen = self._foreseen if expected else None, None
+        trees, self._next = self._next if expected else None, None
         if trees is None:
             found, self._ahead = self._ahead if expected else None, None
             found = self.looked_up([root for _, root in wanted]) if found is None else found
             trees = self._within(found, budgets)
-        if hasattr(self.tree, "drafted"):
-            self.tree.drafted()
+        self.tree.drafted()
         self._drafted = trees
         return trees
 
@@ -153,14 +155,13 @@ class Recycle(LookupDrafter):
             return None
         if min(budget.depth for budget in budgets) < self.tree.shape.depth:  # they may come out smaller than they need
             return None
-        self._foreseen, self._ahead = self._within(self._ahead, budgets), None
-        return self._foreseen
+        self._next, self._ahead = self._within(self._ahead, budgets), None
+        return self._next
 
     def _within(self, found: Tensor, budgets: Sequence[Budget]) -> list[DraftTree]:
         """What trees (at least as many, nodes) that were looked up come to within budgets."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
-        if hasattr(self.tree, "begin"):
-            self.tree.begin(len(budgets), self.target)
+        self.tree.begin_batch(len(budgets), self.target)
         shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
         return [
             DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
@@ -176,9 +177,9 @@ class Recycle(LookupDrafter):
         size = fitting(len(roots), BATCHES)  # few sizes, each of which is recorded
         if size not in self._roots:
             self._roots[size] = PinnedBuffer(size, self.table.tokens.device)
-        told = self._roots[size]
-        told.here[: len(roots)] = roots
-        return self._looked(told.bring())[: len(roots)]
+        buffer = self._roots[size]
+        buffer.host[: len(roots)] = roots
+        return self._looked(buffer.copy())[: len(roots)]
 
     def _looked(self, roots: Tensor) -> Tensor:
         if self._whole is None:
@@ -209,11 +210,13 @@ class Recycle(LookupDrafter):
             levels = [_there(level, table) for level in slots(self._whole, self.table.width)]
             self._lookup = GraphedFunction(walk, table.device, (table, *levels), **self._ways)
 
-    def begin(self, sequence: SequenceState, logits: Tensor) -> None:
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        if not len(logits := prefill.logits):
+            return
         tokens = sequence.tokens[-1 - len(logits) : -1]
         if self.on_device:
             # In one shape, however long the prompt is: kernels are compiled for the shapes that they meet.
-            left = max(self.wants_prefill - len(logits), 0)
+            left = max(PREFILL - len(logits), 0)
             there = _there([*tokens, *[0] * left], logits)[None]
             marks = _there([*[ACCEPTED] * len(logits), *[PADDING] * left], logits)[None]
             probs = torch.nn.functional.pad(logits, (0, 0, 0, left))[None]
@@ -222,27 +225,26 @@ class Recycle(LookupDrafter):
         else:
             self._learn_in_turn(tokens, host_top_tokens(logits, self.table.width))
 
-    def update_on_device(self, scored: Scored, found: Verdicts) -> None:
-        """On a device, learn from every node at once, before the host knows what was accepted, and look up the trees
-        that come next."""
-        # Whoever interrupts this step finds nothing looked up.
-        self._ahead = self._foreseen = None
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        """Learn from every node at once, and look up the trees that come next."""
+        # A step that is interrupted here leaves nothing looked up.
+        self._ahead = self._next = None
         self._expected = []
         if not self.on_device:
             return
         nodes = scored.nodes or self._nodes(scored.logits)
-        places = nodes.tokens, nodes.seen, nodes.slots, scored.logits, found.paths
+        places = nodes.tokens, nodes.ancestor_bits, nodes.slots, scored.logits, verdicts.paths
         if scored.nodes is None:  # a pass that was not recorded, whose logits lie anywhere
             learn_judged(*self._tables, *places, **self._how)
         else:
             self._learning(*places)
         self.table.forget_read()
-        self._ahead = self._looked(found.tokens) if isinstance(self.tree, Ranks) else None
+        self._ahead = self._looked(verdicts.tokens) if isinstance(self.tree, Ranks) else None
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.on_device:
-            told = zip(sequences, verdicts, strict=True)
-            self._expected = [(sequence, verdict.token) for sequence, verdict in told]
+            pairs = zip(sequences, verdicts, strict=True)
+            self._expected = [(sequence, verdict.token) for sequence, verdict in pairs]
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         drafted = [tree.tokens.tolist() for tree in self._drafted]
@@ -271,7 +273,7 @@ class Recycle(LookupDrafter):
         for turn in turns:
             self.table.mix(turn, found, self.rate)
 
-    def _nodes(self, logits: Tensor) -> Nodes:
+    def _nodes(self, logits: Tensor) -> ScoredNodes:
         """The trees that were drafted last, in the shape of a pass over them."""
         batch, nodes, _ = logits.shape
         rows = [tree.tokens.to(logits.device, non_blocking=True) for tree in self._drafted]
@@ -279,8 +281,8 @@ class Recycle(LookupDrafter):
         tokens = torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1], 0, batch - len(rows)))
         slots = [*range(len(rows)), *[-1] * (batch - len(rows))]
         layout = lay_out(tuple(tree.topology for tree in self._drafted), nodes)
-        seen = torch.nn.functional.pad(_there(layout.seen, logits), (0, 0, 0, 0, 0, batch - len(rows)))
-        return Nodes(tokens, seen, there := _there(slots, logits), torch.zeros_like(there))
+        bits = torch.nn.functional.pad(_there(layout.ancestor_bits, logits), (0, 0, 0, 0, 0, batch - len(rows)))
+        return ScoredNodes(tokens, bits, there := _there(slots, logits), torch.zeros_like(there))
 
     @property
     def _learner(self) -> Callable[..., None]:
@@ -295,15 +297,11 @@ class Recycle(LookupDrafter):
         return {"learner": self._learner, "rate": self.rate}
 
 
-PADDING, REJECTED, ACCEPTED = range(3)
-"""what becomes of a node"""
-
-
 def learn_judged(
     table: Tensor,
     masses: Tensor,
     tokens: Tensor,
-    seen: Tensor,
+    ancestor_bits: Tensor,
     slots: Tensor,
     logits: Tensor,
     paths: Tensor,
@@ -311,8 +309,8 @@ def learn_judged(
     learner: Callable[..., None],
     rate: float,
 ) -> None:
-    """Learn from the nodes of a pass, told as `Nodes`, and from verdicts that accepted paths (batch, depth + 1)."""
-    real = (seen != 0).any(dim=2) & (slots >= 0)[:, None]
+    """Learn from the nodes of a pass, given as `ScoredNodes`, of which verdicts accepted paths (batch, depth + 1)."""
+    real = (ancestor_bits != 0).any(dim=2) & (slots >= 0)[:, None]
     accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # a path that is over stays at its root
     learner(table, masses, tokens, logits, torch.where(accepted, ACCEPTED, REJECTED) * real, rate=rate)
 

@@ -1,6 +1,6 @@
 """The table of successors as Triton kernels: two to learn from all nodes of a pass, one to look up whole trees.
 
-`learn_marked` and `walk` of recycle.py are the truth; these do the same in a few launches. A tournament finds the best
+`learn_marked` and `walk` of drafter.py are the truth; these do the same in a few launches. A tournament finds the best
 tokens of a row while it is read, as in peaks.py: a program reads part of a row in blocks, a block is cut into groups of
 a few tokens that lie side by side, and the k best tokens are among the groups with the k best winners. Those alone are
 read again. The sum over the row comes along.
@@ -23,12 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.cuda.graphs import on
-from branchwise.draft.recycle import adjacency as successors
-from branchwise.draft.recycle import drafter as recycle
+from branchwise.draft.recycle import adjacency
 
-PADDING = tl.constexpr(recycle.PADDING)
-ACCEPTED = tl.constexpr(recycle.ACCEPTED)
-HALF_DOWN = tl.constexpr(successors.HALF_DOWN)
+PADDING = tl.constexpr(adjacency.PADDING)
+ACCEPTED = tl.constexpr(adjacency.ACCEPTED)
+HALF_DOWN = tl.constexpr(adjacency.HALF_DOWN)
 
 LAST = tl.constexpr((1 << 31) - 1)
 """no token"""

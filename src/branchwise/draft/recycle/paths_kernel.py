@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.core import rng as chance
-from branchwise.draft.recycle.device_paths import PICKS, TOLD
+from branchwise.draft.sampler import PICKS
 
 BLOCK = tl.constexpr(chance.BLOCK)
 GAMMA = tl.constexpr(chance.GAMMA)
@@ -34,13 +34,13 @@ def draw_paths_kernel(
     texts, rows, vocabulary = q.shape
     width = table.shape[1]
     assert all(it.is_contiguous() for it in (table, masses, told, q)), "tables must be whole"
-    assert told.shape == (texts, TOLD), "every text is told of with the same numbers"
+    assert len(told) == texts, "every text has a row of numbers"
     found = torch.empty(texts, count, length, 2, dtype=torch.int64, device=q.device)
     block_paths, block_width = triton.next_power_of_2(count), triton.next_power_of_2(width)
     q.zero_()
     _draw[(texts,)](
         table, masses, told, q, found, rows, vocabulary,
-        told_numbers=TOLD, count=count, length=length, common=common, width=width,
+        told_numbers=told.shape[1], count=count, length=length, common=common, width=width,
         block_paths=block_paths, block_width=block_width,
         num_warps=min(max(block_paths * max(block_paths, block_width) // 256, 1), 8), num_stages=1,
     )  # fmt: skip

@@ -103,8 +103,8 @@ def told(best: Floats, k: int) -> ReportedTopTokens:
 
 def top_tokens_at(scored: Scored, rows: list[int], k: int) -> HostTopTokens | ReportedTopTokens:
     """The best tokens behind nodes of a batch, numbered tree by tree, on the host."""
-    if scored.host_best is not None and scored.host_best.shape[3] >= min(k, scored.logits.shape[2]):
-        return told(scored.host_best.flatten(0, 1).numpy()[rows], k)
+    if scored.host_topk is not None and scored.host_topk.shape[3] >= min(k, scored.logits.shape[2]):
+        return told(scored.host_topk.flatten(0, 1).numpy()[rows], k)
     logits = scored.logits.flatten(0, 1)
     sums = _sums_of(scored, rows) if logits.device.type == "cpu" else None
     return host_top_tokens(logits, k, torch.tensor(rows).to(logits.device, non_blocking=True), sums)
