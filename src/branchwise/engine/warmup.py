@@ -22,7 +22,7 @@ from branchwise.draft.base import LearningDrafter
 from branchwise.engine.engine import Engine
 from branchwise.engine.request import Request
 from branchwise.models.cache import cache_dir
-from branchwise.progress import showing, silent
+from branchwise.progress import Progress, showing, silent
 
 GREEDY_TOKENS = 96
 """enough steps for every size of tree to be tried, recorded and timed"""
@@ -61,7 +61,6 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
             finally:
                 engine.cancel(generation)
             done += tokens
-        torch.cuda.synchronize(info.device) if info.device.type == "cuda" else None
     seconds = time.perf_counter() - start
     _remember(_key(engine), seconds)
     return seconds
@@ -80,7 +79,7 @@ def _forgetting(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[object]:
+def _quiet() -> Iterator[Progress]:
     yield silent
 
 
