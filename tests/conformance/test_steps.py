@@ -175,7 +175,8 @@ def test_hidden_states_and_logits_come_as_they_are_needed(step: type[Step], chun
         assert len(prefill.logits) == len(ends)
         for row, end in zip(prefill.logits, ends, strict=True):
             assert torch.equal(row, target.logits(tokens[:end]))
-        hidden = torch.cat([prefill.hidden["embedding"]] * bool(before) + watcher.hidden[sequence])
+        written = [prefill.hidden["embedding"]] if before else []
+        hidden = torch.cat([*written, *watcher.hidden[sequence]])
         expected = [target.hidden(tokens[: place + 1]) for place in range(len(tokens) - 1)]
         assert torch.equal(hidden, torch.stack(expected))
 
