@@ -16,7 +16,7 @@ from typing import Any
 
 from branchwise.bench.contest import Answer, Asked, Contestant
 from branchwise.bench.equality import compare, to_compare
-from branchwise.bench.items import Item
+from branchwise.bench.prompts import Item
 from branchwise.bench.records import Key, Ledger, Record, hash_ids
 from branchwise.errors import UsageError
 from branchwise.llm import LLM

@@ -29,7 +29,7 @@ from branchwise.registry import split_specs
 
 if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
-    from branchwise.bench.items import Item
+    from branchwise.bench.prompts import Item
     from branchwise.bench.records import Record
     from branchwise.llm import LLM
 
@@ -264,8 +264,7 @@ def find_items(
     seed: int,
     categories: list[str],
 ) -> list[Item]:
-    from branchwise.bench.own import own_items
-    from branchwise.bench.prompts import find_suite, load_items
+    from branchwise.bench.prompts import find_suite, load_items, own_items
     from branchwise.bench.styles import STYLES, style_items
 
     items: list[Item] = []
