@@ -119,11 +119,11 @@ def _competition(random: Random) -> Problem:
     return _number("aime-like", f"{question} The answer is a whole number from 0 to 999.", value)
 
 
-def _calculated(template: Mapping[str, str], values: Mapping[str, int | str]) -> tuple[str, int]:
+def _calculated(template: Mapping[str, str], values: Mapping[str, object]) -> tuple[str, int]:
     """The question with its expressions in braces filled in, and the answer. Templates are part of the package, so
     that evaluating them runs no foreign code."""
-    known = {"__builtins__": {}, "comb": math.comb, "gcd": math.gcd, "lcm": math.lcm, "pow": pow, "term": _term}
-    known |= values
+    functions = {"comb": math.comb, "gcd": math.gcd, "lcm": math.lcm, "pow": pow, "term": _term}
+    known = {"__builtins__": {}, **functions, **values}
     question = re.sub(r"\{(.+?)\}", lambda found: str(eval(found[1], known)), template["question"])
     return question, int(eval(template["answer"], known))
 
