@@ -40,6 +40,7 @@ class OpenAI:
 
     kind = PEER
     comparable = False
+    learns = False
     usage = "openai:URL,model=NAME"
 
     def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None = None) -> None:
