@@ -23,7 +23,7 @@ from typing import Any
 from measure import interval, progress, provenance
 
 import branchwise
-from branchwise.bench.own import EDITING, FREE
+from branchwise.bench.prompts import EDITING, FREE
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
 from branchwise.engine import Engine, Request

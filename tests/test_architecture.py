@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "branchwise"
 
 LEVELS = [
     {"errors", "progress"},
-    {"plots", "registry"},
+    {"openai_client", "plots", "provenance", "registry"},
     {"core", "models", "index"},
     {"verify", "backends", "cuda", "draft"},
     {"engine", "testing", "methods"},

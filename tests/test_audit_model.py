@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from branchwise.audit.blocks import Word
+from branchwise.audit.findings import Word
 from branchwise.audit.model import ModelAudit, ModelAuditor, OwnProbs, Plan, audit_model
 from branchwise.backends.base import Scored
 from branchwise.backends.transformers.target import TransformersTarget
@@ -243,7 +243,7 @@ def test_a_greedy_text_that_leaves_plain_decoding_is_a_proof(llm: LLM) -> None:
 
 def test_numerical_ties_and_bfloat16_decide_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     VERIFIERS.register("second-best", SecondBest)
-    monkeypatch.setattr("branchwise.audit.model.TIE", float("inf"))
+    monkeypatch.setattr("branchwise.audit.greedy.TIE", float("inf"))
     found = audit(llm, verify="second-best", plan=replace(QUICK, near_ties=True))
     assert found.finding.word is Word.LOSSLESS, found.finding.evidence
     assert found.greedy is not None
@@ -260,7 +260,7 @@ def test_a_copy_that_does_not_fit_into_memory_costs_nothing_else(llm: LLM, monke
     def full(*args: Any, **kwargs: Any) -> LLM:
         raise torch.OutOfMemoryError("out of memory\nTry less.")
 
-    monkeypatch.setattr("branchwise.audit.model._in_bfloat16", full)
+    monkeypatch.setattr("branchwise.audit.model.in_bfloat16", full)
     found = audit(llm, plan=replace(QUICK, near_ties=True))
     assert found.finding.word is Word.LOSSLESS
     assert found.near_ties is None

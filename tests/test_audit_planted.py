@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from branchwise.audit.blocks import Word
+from branchwise.audit.findings import Word
 from branchwise.audit.instances import ExactProbs
 from branchwise.audit.model import Plan, audit_model
 from branchwise.cli import app as whole

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from branchwise.backends.transformers.target import TransformersTarget
-from branchwise.bench.items import Item
+from branchwise.bench.prompts import Item
 from branchwise.cli import app
 from branchwise.cli.calibrate import BATCH, count_tokens, coverage
 from branchwise.draft import build_drafter

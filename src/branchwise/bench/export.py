@@ -1,7 +1,6 @@
 """Records in the formats of others, so that their tools can read a run of ours.
 
-Each function takes the records of one contestant; `summary.by_contestant` parts them. What records do not hold is left
-out, never made up.
+Each function takes the records of one contestant (see `summary.by_contestant`). What records do not hold is left out.
 """
 
 from __future__ import annotations
@@ -112,36 +111,19 @@ def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """The summary for spreadsheets: a line for each contestant and category, absent numbers empty.
+    """The summary for spreadsheets: one line per contestant and category, missing numbers empty.
 
-    Acceptance at each depth stands in one cell, from the first depth on, between blanks.
+    The acceptance rates of all depths are in one cell, separated by blanks.
     """
     text = io.StringIO()
-    lines = csv.writer(text)
-    lines.writerow(CSV)
+    lines = csv.DictWriter(text, CSV, extrasaction="ignore")
+    lines.writeheader()
     for row in rows:
-        speed = row.speed_up
-        lines.writerow(
-            [
-                row.contestant,
-                row.kind,
-                row.category,
-                row.state,
-                row.requests,
-                row.tokens,
-                row.seconds,
-                row.tokens_per_second,
-                *((None,) * 3 if speed is None else (speed.value, speed.low, speed.high)),
-                row.mean_acceptance_length,
-                row.block_efficiency,
-                row.nodes_per_step,
-                row.draft_passes_per_step,
-                row.memory_bound_speed_up,
-                " ".join(f"{share:.4f}" for share in row.acceptance_per_depth),
-                row.accuracy,
-                row.output_length,
-            ]
-        )
+        ratio = row.speed_up
+        interval = (None, None, None) if ratio is None else (ratio.value, ratio.low, ratio.high)
+        speed = zip(("speed_up", "speed_up_low", "speed_up_high"), interval, strict=True)
+        depths = " ".join(f"{share:.4f}" for share in row.acceptance_per_depth)
+        lines.writerow(vars(row) | dict(speed) | {"acceptance_per_depth": depths})
     return text.getvalue()
 
 

@@ -24,19 +24,19 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from branchwise.bench.answers import NumberIs, number_in
-from branchwise.bench.items import Item
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
 
+PACKAGE_DATA = Path(__file__).parent / "data"
 FOLDER_VARIABLE = "BRANCHWISE_DATA"
 
 _SPEC_BENCH_FILES = ("spec_bench.jsonl", "spec_bench/question.jsonl")
@@ -47,6 +47,44 @@ SUITES: dict[str, tuple[str, ...]] = {
     "gsm8k": ("gsm8k.jsonl", "gsm8k/test.jsonl"),
 }
 """the sets that are known by name, and the file names under which they are looked for; each may end in .gz"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a benchmark: a text to continue, or the user's side of a dialogue."""
+
+    id: str
+    """unique within a set"""
+    suite: str
+    category: str
+    turns: tuple[str, ...]
+    """the user's messages; the model's own answers stand between them"""
+    raw: bool = False
+    """one text to continue as it is, without the chat template"""
+    check: Callable[[str], bool] | None = None
+    """whether an answer to the last turn is right; None if the item has no checker"""
+
+
+def read_data(name: str) -> list[dict[str, Any]]:
+    """The JSON lines of a file that is part of the package."""
+    return [json.loads(line) for line in (PACKAGE_DATA / name).read_text(encoding="utf-8").split("\n") if line]
+
+
+OWN = read_data("own.jsonl")
+"""the prompts that come with Branchwise: free writing has little to repeat, editing has much"""
+FREE, EDITING = (
+    tuple(line["prompt"] for line in OWN if line["category"] == category) for category in ("free writing", "editing")
+)
+
+
+def own_items(limit: int | None = None) -> list[Item]:
+    """At most `limit` of each of the two categories."""
+    sets = {"free writing": FREE[:limit], "editing": EDITING[:limit]}
+    return [
+        Item(f"own/{category.replace(' ', '-')}-{number}", "own", category, (prompt,))
+        for category, prompts in sets.items()
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def load_items(

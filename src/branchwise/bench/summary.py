@@ -52,6 +52,13 @@ class Row:
     repeat_rate: float | None
 
 
+OF_OWN_RECORDS = (
+    "mean_acceptance_length", "block_efficiency", "nodes_per_step", "target_passes_per_step", "draft_passes_per_step",
+    "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "output_length", "repeat_rate",
+)  # fmt: skip
+"""the numbers of a row that follow from the contestant's own records alone, as functions of `metrics`"""
+
+
 def by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The records of each contestant, the baseline first, the others as they came."""
     found: dict[str, list[Record]] = {}
@@ -94,19 +101,9 @@ def _row(
         seconds=sum(metrics.shares(own, among)),
         tokens_per_second=metrics.tokens_per_second(own, among),
         speed_up=None if own[0].kind == PLAIN else metrics.speed_up(own, baseline, among),
-        mean_acceptance_length=metrics.mean_acceptance_length(own),
-        block_efficiency=metrics.block_efficiency(own),
         memory_bound_speed_up=metrics.memory_bound_speed_up(own, draft_cost),
-        nodes_per_step=metrics.nodes_per_step(own),
-        target_passes_per_step=metrics.target_passes_per_step(own),
-        draft_passes_per_step=metrics.draft_passes_per_step(own),
-        acceptance_per_depth=metrics.acceptance_per_depth(own),
         phase_shares=metrics.phase_shares(own, among),
-        tokens_by_source=metrics.tokens_by_source(own),
-        equality=metrics.equality(own),
-        accuracy=metrics.accuracy(own),
-        output_length=metrics.output_length(own),
-        repeat_rate=metrics.repeat_rate(own),
+        **{name: getattr(metrics, name)(own) for name in OF_OWN_RECORDS},
     )
 
 

@@ -21,9 +21,10 @@ from branchwise.progress import showing
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from branchwise.audit.blocks import BlockTests, Finding
+    from branchwise.audit.blocks import BlockTests
+    from branchwise.audit.findings import Finding
+    from branchwise.audit.greedy import Greedy
     from branchwise.audit.methods import MethodAudited
-    from branchwise.audit.model import Greedy
 
 app = typer.Typer(
     name="audit",
@@ -471,7 +472,7 @@ def _print_tests(console: Console, title: str, tests: BlockTests) -> None:
 
 
 def _print_differences(console: Console, *comparisons: Greedy | None) -> None:
-    from branchwise.audit.blocks import shorten
+    from branchwise.audit.findings import shorten
 
     for comparison in comparisons:
         for difference in comparison.differences if comparison else ():

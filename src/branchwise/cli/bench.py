@@ -29,7 +29,7 @@ from branchwise.registry import split_specs
 
 if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
-    from branchwise.bench.items import Item
+    from branchwise.bench.prompts import Item
     from branchwise.bench.records import Record
     from branchwise.llm import LLM
 
@@ -123,12 +123,12 @@ def bench(
 
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
-    from branchwise.bench.provenance import without_folder
     from branchwise.bench.records import STATES, Ledger
     from branchwise.bench.run import Contest, Rules, digest, fitting
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.base import Budget
     from branchwise.methods import PLAIN, PRESETS, find_methods
+    from branchwise.provenance import without_folder
 
     SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     rules = Rules(
@@ -264,8 +264,7 @@ def find_items(
     seed: int,
     categories: list[str],
 ) -> list[Item]:
-    from branchwise.bench.own import own_items
-    from branchwise.bench.prompts import find_suite, load_items
+    from branchwise.bench.prompts import find_suite, load_items, own_items
     from branchwise.bench.styles import STYLES, style_items
 
     items: list[Item] = []
@@ -321,7 +320,7 @@ def enter(
 
 
 def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: str | None) -> dict[str, Any]:
-    from branchwise.bench.provenance import provenance, without_folder
+    from branchwise.provenance import provenance, without_folder
 
     found = provenance(llm.model.device, arguments, commit)
     return {**found, "model": without_folder(model), "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}

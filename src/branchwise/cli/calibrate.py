@@ -16,7 +16,7 @@ from branchwise.progress import Progress, showing, silent
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from branchwise.bench.items import Item
+    from branchwise.bench.prompts import Item
     from branchwise.llm import LLM
 
 app = typer.Typer(
@@ -63,8 +63,7 @@ def vocab(
     """
     if tokens < 1:
         raise UsageError(f"--tokens must be at least 1, not {tokens}.")
-    from branchwise.bench.own import own_items
-    from branchwise.bench.prompts import load_items
+    from branchwise.bench.prompts import load_items, own_items
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.model.trim import save_counts
     from branchwise.llm import load

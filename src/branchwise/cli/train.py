@@ -76,8 +76,7 @@ def stop(
     """
     spec = _spec(draft, draft_model)
     _check(kind, samples, epochs, threshold, out)
-    from branchwise.bench.own import own_items
-    from branchwise.bench.prompts import load_items
+    from branchwise.bench.prompts import load_items, own_items
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.policies.stop import Scorer, write_scorer
     from branchwise.llm import load

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from branchwise.bench.own import own_items
+from branchwise.bench.prompts import own_items
 from branchwise.cli.options import Device, DraftModel, Dtype, Model, Threads, TrustRemoteCode
 from branchwise.errors import PairingError, UsageError
 from branchwise.models import DEFAULT_MODEL

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from branchwise.bench.own import CODE, FREE, SPELLING
+from branchwise.bench.prompts import EDITING, FREE
 from branchwise.cli.options import AsJson, Compile, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BAR = 30
 
-PROMPTS = (SPELLING, CODE, FREE[0])
+PROMPTS = (EDITING[0], EDITING[2], FREE[0])
 """what drafters are timed on: answers that repeat their prompt, and one that does not"""
 
 

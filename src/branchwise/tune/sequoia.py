@@ -1,4 +1,4 @@
-"""The best shape for a tree, worked out from how often children are accepted and what passes cost.
+"""The best shape of a tree, computed from how often children are accepted and what passes cost.
 
 Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (arXiv 2402.12374). It assumes that
 the i-th child of an accepted node is accepted equally often wherever it stands:
@@ -8,7 +8,7 @@ the i-th child of an accepted node is accepted equally often wherever it stands:
     worth   of a shape: the tokens that a step is expected to emit, 1 + the sum over its nodes of the product of the
             shares on the way there
 
-The rates are counted on real text with `rrs`, which looks at siblings one after the other, as the words above do.
+The rates are counted on real text with `rrs`, which tries siblings one after the other, as the model above does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Request
 from branchwise.errors import PairingError, UsageError
-from branchwise.progress import Progress
+from branchwise.progress import Progress, silent
 from branchwise.verify import Verdict, Verdicts
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def best_size(shapes: Shapes, target_seconds: Callable[[int], float], draft_seco
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of the children of accepted nodes, by the order in which they were drawn."""
+    """Accepted and rejected children of accepted nodes, by the order in which they were drawn."""
 
     accepted: tuple[int, ...]
     tried: tuple[int, ...]
@@ -169,9 +169,9 @@ def measure_acceptance(
     temperature: float = 1.0,
     max_new_tokens: int = 64,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Acceptance:
-    """Let a drafter whose nodes have `width` children work on real text, and count which of them are accepted."""
+    """Run a drafter whose nodes have `width` children on real text, and count which of them are accepted."""
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
     if drafter.draw is not Draw.WITHOUT_REPLACEMENT:
@@ -190,13 +190,12 @@ def measure_acceptance(
         finally:
             engine.cancel(generation)
         generation.check()
-        if progress:
-            progress("counting accepted children", number + 1, len(prompts_ids))
+        progress("counting accepted children", number + 1, len(prompts_ids))
     return Acceptance(tuple(witness.accepted), tuple(witness.tried))
 
 
 class Witness(Drafter):
-    """A drafter whose trees are counted: which children were judged, and which accepted."""
+    """A drafter, and counts of which nodes of its trees were judged and which accepted."""
 
     def __init__(self, drafter: Drafter, width: int) -> None:
         self.drafter = drafter

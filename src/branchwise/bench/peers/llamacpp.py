@@ -31,6 +31,7 @@ class LlamaCpp:
 
     kind = PEER
     comparable = False
+    learns = False
     usage = "llama.cpp:PATH.gguf"
 
     def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None) -> None:

@@ -31,6 +31,7 @@ class Plain:
 
     kind = PEER
     comparable = False
+    learns = False
 
     def __init__(self, *, name: str, llm: LLM) -> None:
         self.name = name
