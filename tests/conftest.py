@@ -26,6 +26,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: left to `make test-all`; `make test` runs a smaller case of its kind")
+    # Said once in a process by CPUs that cannot multiply bfloat16, and true: products are made by other means.
+    config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul failed")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _quiet() -> None:
     import transformers

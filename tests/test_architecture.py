@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,41 +30,181 @@ LEVELS = [
     {"tune", "train", "audit", "bench"},
     {"cli", "__main__"},
 ]
-"""from the ground up: a module imports from its own level or below, never from above"""
+"""folders and files of the package from the ground up: each imports from its own level or below, never from above"""
+
+MOST_LINES = 400
+MOST_FILES = 16
+
+# What does not keep a rule yet. Each is compared exactly, so that it can only shrink; it is to be empty.
+
+KNOWN_CYCLES = {
+    ("backends.transformers.hooks", "backends.transformers.probe", "backends.transformers.target"),
+    ("cli", "cli.demo"),
+    ("draft.recycle.device_paths", "draft.recycle.paths_kernel"),
+    ("draft.recycle.drafter", "draft.recycle.kernels"),
+}
+"""files that import each other, directly or through the others named"""
+
+LONG_FILES = {
+    "audit/blocks.py",
+    "audit/model.py",
+    "audit/server.py",
+    "backends/transformers/target.py",
+    "bench/figures.py",
+    "cli/__init__.py",
+    "cli/audit.py",
+    "engine/engine.py",
+    "methods.py",
+}
+
+FULL_FOLDERS = {"bench", "draft/policies"}
+
+UNDECLARED = {
+    "audit/methods.py": 2,
+    "audit/policies.py": 2,
+    "bench/ours.py": 4,
+    "bench/peers/__init__.py": 1,
+    "bench/run.py": 2,
+    "cli/audit.py": 1,
+    "core/batch.py": 1,
+    "cuda/verify_graph.py": 1,
+    "draft/lookup/base.py": 4,
+    "draft/lookup/retrieval.py": 1,
+    "draft/lookup/stand.py": 1,
+    "draft/model/drafter.py": 6,
+    "draft/model/trim.py": 2,
+    "draft/policies/stop.py": 2,
+    "draft/recycle/device_paths.py": 2,
+    "draft/recycle/drafter.py": 6,
+    "draft/state.py": 4,
+    "draft/tree_drafter.py": 5,
+    "engine/engine.py": 10,
+    "hf.py": 1,
+    "tune/cache.py": 5,
+    "verify/match.py": 1,
+}
+"""files that ask our own objects with `hasattr` or `getattr` what their protocol should declare, and how often"""
+
+FOREIGN = {
+    "backends/transformers/probe.py": (2, "a transformers config has the fields of its family only"),
+    "backends/transformers/target.py": (1, "only some modules of a transformers model have a config"),
+    "bench/peers/transformers.py": (1, "a transformers generation config has the fields of its version only"),
+    "cuda/kernels.py": (1, "not every torch tells how much shared memory a program may ask for"),
+    "draft/model/draft_model.py": (1, "the output head of a transformers model may have no weight"),
+    "hf.py": (3, "a transformers generation config, and logits processors and stopping criteria of users"),
+    "llm.py": (1, "torch.cpu names instruction sets of some processors only"),
+    "models/load.py": (3, "a transformers config has the fields of its family only"),
+    "registry.py": (1, "an annotation may be a class or a string"),
+}
+"""files that ask objects of other packages, how often, and why these cannot declare it; this list is to stay"""
 
 
-def part(module: str) -> str:
-    """`branchwise.verify.match` -> `verify`."""
-    return module.split(".")[1] if "." in module else ""
+def name_of(path: Path) -> str:
+    """`src/branchwise/verify/match.py` -> `branchwise.verify.match`; a package has the name of its folder."""
+    return ".".join(("branchwise", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def imports(path: Path) -> set[str]:
-    """The parts of Branchwise that a file imports anywhere in it, also inside functions."""
+PATHS = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+FILES = {path.relative_to(SOURCE).as_posix(): path for path in PATHS.values()}
+
+
+@cache
+def syntax(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+def imports(name: str) -> set[str]:
+    """The modules that a module names in imports anywhere in it: in functions and for type checkers too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "branchwise" else [f"branchwise.{a.name}" for a in node.names]
+    for node in syntax(PATHS[name]):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports by a relative name"
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {one if one in PATHS else str(node.module) for one in inside}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        found |= {part(name) for name in names if name.startswith("branchwise.")}
-    return found
+            found |= {alias.name for alias in node.names}
+    return found & set(PATHS) - {name}
 
 
-def files() -> list[Path]:
-    return [path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py"]
+def short(name: str) -> str:
+    return name.removeprefix("branchwise.")
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_downwards(path: Path) -> None:
-    level = {name: number for number, names in enumerate(LEVELS) for name in names}
-    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    assert not {name for name in imports(path) & set(level) if level[name] > level[own]}
+def part(name: str) -> str:
+    """`branchwise.verify.match` -> `verify`."""
+    return name.split(".")[1]
+
+
+BELOW_TOP = [name for name in PATHS if name != "branchwise"]
+
+
+@pytest.mark.parametrize("name", BELOW_TOP)
+def test_imports_point_downwards(name: str) -> None:
+    level = {part: number for number, parts in enumerate(LEVELS) for part in parts}
+    above = [other for other in imports(name) - {"branchwise"} if level[part(other)] > level[part(name)]]
+    assert not above, f"{name} is below {', '.join(sorted(above))}"
 
 
 def test_every_file_has_its_level() -> None:
-    known = set().union(*LEVELS)
-    assert {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in files()} == known
+    assert {part(name) for name in BELOW_TOP} == set().union(*LEVELS)
+
+
+def cycles(graph: dict[str, set[str]]) -> dict[tuple[str, ...], list[str]]:
+    """The sets of modules that reach each other, each with a shortest way from a module of it back to itself."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    reached: dict[str, dict[str, str]] = {}  # from each module: what it reaches, and through which module last
+    for start in graph:
+        ways = reached[start] = {}
+        front = [start]
+        while front:
+            front = [
+                other for one in front for other in graph[one] if other not in ways and ways.setdefault(other, one)
+            ]
+    for start, ways in reached.items():
+        if start not in ways:
+            continue
+        circle = tuple(sorted(name for name in ways if start in reached[name]))
+        back = [start]
+        while len(back) == 1 or back[0] != start:
+            back.insert(0, ways[back[0]])
+        if circle not in found or len(back) < len(found[circle]):
+            found[circle] = back
+    return found
+
+
+def test_no_two_files_import_each_other() -> None:
+    circles = cycles({short(name): set(map(short, imports(name))) for name in PATHS})
+    ways = "; ".join(" -> ".join(way) for way in circles.values())
+    assert circles.keys() == KNOWN_CYCLES, f"files import each other: {ways}"
+
+
+def test_a_circle_is_found_directly_and_through_others() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}, "g": {"a", "e"}}
+    assert cycles(graph) == {("a", "b", "c"): ["a", "b", "c", "a"], ("e", "f"): ["e", "f", "e"]}
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {}
+
+
+def test_no_file_is_too_long() -> None:
+    long = {name for name, path in FILES.items() if len(path.read_text().splitlines()) > MOST_LINES}
+    assert long == LONG_FILES, f"a file of the package has at most {MOST_LINES} lines"
+
+
+def test_no_folder_is_too_full() -> None:
+    files = Counter(path.parent for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    full = {folder.relative_to(SOURCE).as_posix() for folder, count in files.items() if count > MOST_FILES}
+    assert full == FULL_FOLDERS, f"a folder of the package holds at most {MOST_FILES} files"
+
+
+def probes(path: Path) -> int:
+    """Calls of `hasattr`, and of `getattr` with a default."""
+    called = [node for node in syntax(path) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return sum(call.func.id == "hasattr" or (call.func.id == "getattr" and len(call.args) == 3) for call in called)  # type: ignore[attr-defined]
+
+
+def test_protocols_declare_what_is_asked_of_objects() -> None:
+    found = Counter({name: count for name, path in FILES.items() if (count := probes(path))})
+    known = Counter(UNDECLARED) + Counter({name: count for name, (count, _) in FOREIGN.items()})
+    assert found == known, f"declare in the protocol what is asked in {sorted((found - known) | (known - found))}"
 
 
 def test_the_public_names_are_exactly_these() -> None:

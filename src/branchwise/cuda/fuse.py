@@ -25,13 +25,11 @@ from torch.utils import _pytree as pytree
 
 from branchwise.backends.transformers.attention import Window
 from branchwise.cuda.inputs import PassInputs
+from branchwise.cuda.rounding import beyond_rounding
 from branchwise.errors import first_line
 
 log = logging.getLogger(__name__)
 
-MOST_OFF = 0.2
-"""how far rounding may move what a fused layer adds to its input, relative to that; in bfloat16 the sum is rounded to
-the size of the input, which may be many times what is added"""
 SCALARS = int | float | str | bool | None
 
 
@@ -271,26 +269,24 @@ class Fusion:
     def _checked(
         self, key: Any, index: int, run: Any, inputs: Any, pass_inputs: PassInputs
     ) -> Callable[..., Any] | None:
-        """The program of a layer; None where it does not compute what the layer does.
+        """The program of a layer; None if it computes something else than the layer.
 
-        The first layer of a kind is traced and compiled, the others are tried with its program. How far it may be off
-        is a part of what the layer adds to its input.
+        The first layer of a kind is traced and compiled; the others are tried with its program.
         """
         try:
             if key not in self._programs:
                 self._programs[key] = compiled(self._traced(run, inputs, index))
             program = self._programs[key]
             assert program is not None
-            own = run(*inputs)
-            with self._at(index, pass_inputs), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # compilers give advice
-                found = program(*inputs)
-            one, other = (pytree.tree_leaves(result)[0].float() for result in (own, found))
-            adds = one - inputs[2][0].float() if one.shape == inputs[2][0].shape else one
-            off = float((one - other).norm() / adds.norm().clamp_min(1e-9))
-            if off < MOST_OFF:
+
+            def fused(*inputs: Any) -> Any:
+                with self._at(index, pass_inputs), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # compilers give advice
+                    return program(*inputs)
+
+            reason = beyond_rounding(run, fused, inputs)
+            if reason is None:
                 return program
-            reason = f"it is off by {off:.1%}"
         except Exception as error:
             reason = first_line(error)
         log.warning("Layer %d runs uncompiled: %s", index, reason)
