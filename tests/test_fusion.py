@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from branchwise.draft.policies.best import best_first
 from hypothesis import given
 
 from branchwise.backends.base import Scored
@@ -21,7 +22,6 @@ from branchwise.draft.builder import TreePolicy
 from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
 from branchwise.draft.lookup.fusion import EDGES, Fusion, Junction, Record, split_members
 from branchwise.draft.model.member import DraftModelMember
-from branchwise.draft.policies.best import best_first
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.testing import ToyTarget

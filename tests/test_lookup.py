@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from branchwise.draft.policies.best import best_first
 from hypothesis import given
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from branchwise.draft import DRAFTERS, build_drafter, build_policy
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.builder import TreePolicy
 from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
-from branchwise.draft.policies.best import best_first
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from branchwise.draft.policies.best import best_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from branchwise.draft.lookup.automaton import LINKS, NOWHERE, ROOT, Automaton
 from branchwise.draft.lookup.base import Candidate
 from branchwise.draft.lookup.ppm import CERTAIN, WIDTH, share
 from branchwise.draft.lookup.suffix import CONTEXTS, END, LEAD, REACH, Suffix
-from branchwise.draft.policies.best import best_first
 from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
