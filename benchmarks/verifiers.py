@@ -110,10 +110,7 @@ def measure(
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Every verifier on every batch of drafts, in turn."""
-    world = {
-        Draw.PATHS: TREES.build("paths:4x6"),
-        Draw.WITHOUT_REPLACEMENT: TREES.build("rsd-c:4,1,1,1,1,1"),
-    }
+    world = {Draw.PATHS: TREES.build("paths:4x6"), Draw.WITHOUT_REPLACEMENT: TREES.build("rsd-c:4,1,1,1,1,1")}
     records = []
     for number in range(-1, arguments.drafts):
         drafts = {

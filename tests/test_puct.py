@@ -106,13 +106,7 @@ def slow_tree(memory: Memory, root: int, nodes: int, simulations: int, length: i
     return tree[1:]
 
 
-@given(
-    st.integers(0, 200),
-    st.integers(1, 30),
-    st.integers(1, 60),
-    st.integers(1, 5),
-    st.booleans(),
-)
+@given(st.integers(0, 200), st.integers(1, 30), st.integers(1, 60), st.integers(1, 5), st.booleans())
 def test_the_tree_is_that_of_the_rule_written_out(
     seed: int, nodes: int, simulations: int, length: int, ties: bool
 ) -> None:

@@ -122,12 +122,7 @@ def key_by_hand(seed: int, position: int, purpose: str, draw: int) -> int:
     return split_mix((key + number * 0x9E3779B97F4A7C15) % 2**64) if purpose == "coin" else key
 
 
-@given(
-    int64s,
-    st.integers(0, 1 << 40),
-    st.sampled_from(["token", "coin", "pick", "order"]),
-    st.integers(0, 1 << 30),
-)
+@given(int64s, st.integers(0, 1 << 40), st.sampled_from(["token", "coin", "pick", "order"]), st.integers(0, 1 << 30))
 def test_keys_are_made_as_written(seed: int, position: int, purpose: str, draw: int) -> None:
     draw %= 200 if purpose == "coin" else 1 << 31
     assert noise([seed], [position], purpose, draw)[0] == (key_by_hand(seed, position, purpose, draw) >> 11) / 2**53

@@ -161,8 +161,7 @@ class Peeking(Stopping):
 
 
 @pytest.mark.parametrize(
-    ("spec", "verifier"),
-    [("chain:2", "token"), ("chain:2", "block"), ("rsd-c:2,1", "rrs"), ("rsd-c:2,1", "traversal")],
+    ("spec", "verifier"), [("chain:2", "token"), ("chain:2", "block"), ("rsd-c:2,1", "rrs"), ("rsd-c:2,1", "traversal")]
 )
 def test_a_stop_that_peeks_at_the_token_it_admits_is_caught(spec: str, verifier: str) -> None:
     instance = Instance.random(3, 2, 2, sigma=1.0, seed=(0,))

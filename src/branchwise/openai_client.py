@@ -25,11 +25,7 @@ PAUSES = (0.5, 2.0)
 BUSY = (429, 500, 502, 503, 504)
 REFUSING = (400, 413, 422, 501)
 """statuses of a server that does not accept a request in this form"""
-HINTS = {
-    "key": "Give a key in OPENAI_API_KEY.",
-    "model": "name one",
-    "timeout": "is it still loading, or stuck?",
-}
+HINTS = {"key": "Give a key in OPENAI_API_KEY.", "model": "name one", "timeout": "is it still loading, or stuck?"}
 """what to do about a missing key, an unknown model and a timeout; a command may name its own options"""
 
 T = TypeVar("T")

@@ -238,10 +238,7 @@ def audit_server(
     audited = Server(url, model=model, key=key, timeout=timeout, hints=HINTS)
     stating = Server(reference, model=reference_model, key=reference_key or key, timeout=timeout, hints=HINTS)
     sampling = {"max_tokens": length, "temperature": 1, "top_p": 1, "logprobs": 1}
-    sampler = Asker(
-        audited,
-        [sampling | extra | many for many in ({"n": per_request}, {}) for extra in (NEUTRAL, {})],
-    )
+    sampler = Asker(audited, [sampling | extra | many for many in ({"n": per_request}, {}) for extra in (NEUTRAL, {})])
     one = {"max_tokens": 1, "temperature": 1, "top_p": 1}
     stater = Asker(stating, [one | extra | {"logprobs": top} for top in TOP_LOGPROBS for extra in (NEUTRAL, {})])
     gathered: list[Gathered] = []

@@ -294,13 +294,7 @@ def _dots(
 
 
 def _bars(
-    name: str,
-    title: str,
-    verb: str,
-    reading: str,
-    parts: Mapping[str, Mapping[str, float]],
-    neutral: str,
-    label: str,
+    name: str, title: str, verb: str, reading: str, parts: Mapping[str, Mapping[str, float]], neutral: str, label: str
 ) -> Figure:
     """A bar of 100 % for each contestant, its name above it; the neutral part comes last and is grey."""
     names = [part for part in dict.fromkeys(part for own in parts.values() for part in own) if part != neutral]

@@ -211,9 +211,7 @@ def _talk(console: Console, llm: LLM, start: list[dict[str, str]], options: Opti
 
 
 @app.command()
-def models(
-    as_json: AsJson = False,
-) -> None:
+def models(as_json: AsJson = False) -> None:
     """List the model aliases, and what lies in the cache."""
     from branchwise.models import ALIASES, cache_dir, cached
 
@@ -241,11 +239,7 @@ def models(
 
 
 @app.command()
-def demo(
-    model: Model = DEFAULT_MODEL,
-    max_new_tokens: MaxNewTokens = 160,
-    threads: Threads = None,
-) -> None:
+def demo(model: Model = DEFAULT_MODEL, max_new_tokens: MaxNewTokens = 160, threads: Threads = None) -> None:
     """Show plain and speculative decoding side by side: same tokens, measured speed."""
     from branchwise.cli.demo import run
 

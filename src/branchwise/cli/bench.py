@@ -49,8 +49,7 @@ def bench(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of known sets.", show_default="$BRANCHWISE_DATA")] = None,
     methods: Annotated[
-        str,
-        typer.Option(help="Presets (see `branchwise methods`), draft/tree/verify specs, or all; between commas."),
+        str, typer.Option(help="Presets (see `branchwise methods`), draft/tree/verify specs, or all; between commas.")
     ] = "ngram",
     draft_model: DraftModel = None,
     index: Index = None,

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from branchwise.index import About
 
 app = typer.Typer(
-    name="index",
-    help="Index texts for drafting by retrieval.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    name="index", help="Index texts for drafting by retrieval.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 Files = Annotated[

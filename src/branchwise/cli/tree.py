@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from branchwise.tune.sequoia import Acceptance, Shape, Shapes, Size
 
 app = typer.Typer(
-    name="tree",
-    help="Find the shape that drafts should have.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    name="tree", help="Find the shape that drafts should have.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 LEVELS = 4

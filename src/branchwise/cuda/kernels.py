@@ -42,15 +42,7 @@ class Tiling:
 
 
 def tiling(
-    *,
-    batch: int,
-    heads: int,
-    rows: int,
-    keys: int,
-    width: int,
-    size: int,
-    programs: int = 132,
-    shared: int = 232_448,
+    *, batch: int, heads: int, rows: int, keys: int, width: int, size: int, programs: int = 132, shared: int = 232_448
 ) -> Tiling:
     """A tiling for `heads` key heads, each with `rows` queries of `width` elements of `size` bytes and up to `keys`.
 

@@ -26,12 +26,7 @@ PREFILL_TOKENS = 512
 
 class Scheduler:
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        *,
-        queue: int | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
+        self, target: Target, drafter: Drafter, *, queue: int | None = None, prefill_tokens: int = PREFILL_TOKENS
     ) -> None:
         """`queue` is how many requests may wait for a slot; None for any number."""
         self.target = target

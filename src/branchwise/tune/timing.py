@@ -25,12 +25,7 @@ class TimingRig:
     """Times passes of a target over trees of any size."""
 
     def __init__(
-        self,
-        target: Target,
-        sequences: Sequence[SequenceState],
-        repeat: int,
-        clock: Clock,
-        progress: Progress,
+        self, target: Target, sequences: Sequence[SequenceState], repeat: int, clock: Clock, progress: Progress
     ) -> None:
         self.target = target
         self.sequences = sequences

@@ -19,16 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from branchwise.backends.base import (
-    Chunk,
-    Execution,
-    Needs,
-    PipelinedTarget,
-    Prefill,
-    Scored,
-    ScoredNodes,
-    TargetInfo,
-)
+from branchwise.backends.base import Chunk, Execution, Needs, PipelinedTarget, Prefill, Scored, ScoredNodes, TargetInfo
 from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.memory import fitting_context

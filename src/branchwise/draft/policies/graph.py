@@ -37,13 +37,7 @@ class Graph(TreePolicy):
     draw = Draw.FIXED
 
     def __init__(
-        self,
-        nodes: int,
-        width: int = 4,
-        depth: int = 6,
-        repeat: int = 1,
-        sibling: float = 0.2,
-        leaf: float = 0.05,
+        self, nodes: int, width: int = 4, depth: int = 6, repeat: int = 1, sibling: float = 0.2, leaf: float = 0.05
     ) -> None:
         if min(nodes, width, depth) < 1 or repeat < -1 or not 0 <= sibling <= 1 or not 0 <= leaf <= 1:
             raise UsageError(
