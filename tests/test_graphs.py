@@ -57,7 +57,7 @@ def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str, there: bo
         paths = [tuple(tree.topology.path(len(tree) - 1)) for tree in trees]
         if there:
             scored = target.score(sequences, TreeBatch(trees))
-            target.update_on_device(scored, Verdicts(padded(paths), torch.full((len(paths),), 7)))
+            target.commit_on_device(scored, Verdicts(padded(paths), torch.full((len(paths),), 7)))
         target.commit(sequences, [Verdict(path, 7) for path in paths])
         for sequence, tree, path in zip(sequences, trees, paths, strict=True):
             sequence.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
@@ -81,7 +81,7 @@ def test_trees_without_a_text_change_nothing_for_the_others() -> None:
     tree = DraftTree(torch.tensor([7, 1, 2, 3]), (-1, 0, 0, 1))
     alone = target.score(texts[:1], TreeBatch([tree])).logits[0, :4].clone()
     others = [tensor[:, 1:].clone() for tensor in target.store._tensors.values()]
-    batch, nodes = target.room(1, 5)
+    batch, nodes = target.bucket(1, 5)
     tree_batch = TreeBatch([tree] * 3, pad_shape=PadShape(nodes=nodes))
     assert (batch, nodes) == (1, 8)
     together = target.score(texts[:1], tree_batch).logits
@@ -192,8 +192,8 @@ def test_a_sheet_that_was_interrupted_is_told_anew() -> None:
 
 def test_moves_name_only_the_texts_of_this_step() -> None:
     moves = Moves(2, 4, torch.device("cpu"))
-    moves.tell([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
-    slots, lengths, paths = moves.tell([1], [9], [(0, 2)])
+    moves.pack([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
+    slots, lengths, paths = moves.pack([1], [9], [(0, 2)])
     assert (slots.tolist(), lengths.tolist()) == ([1, -1], [9, -1])
     assert paths.tolist() == [[0, 2, -1, -1], [-1] * 4]
 

@@ -12,6 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 import branchwise
+from branchwise.backends.base import TargetInfo
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.lookup.ngram import NGram
@@ -181,7 +182,7 @@ def test_a_callback_that_raises_leaves_no_sequence_open() -> None:
 
 def test_a_tokenizer_reaches_the_target() -> None:
     class Reading(NGram):
-        def bind(self, target: TransformersTarget) -> None:
+        def bind(self, target: TargetInfo) -> None:
             found.append(target.tokenizer)
 
     found: list[object] = []

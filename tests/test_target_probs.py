@@ -149,6 +149,6 @@ def test_a_rule_that_reads_every_row_has_them_in_one_go_however_many_there_are()
     every, nodes = all_at_once(probs), torch.zeros(2, dtype=torch.long)
     assert every.together
     assert not probs.together
-    assert torch.equal(every.rows(nodes), probs.at(nodes))
+    assert torch.equal(every.at(nodes), probs.at(nodes))
     assert "_all" in vars(every)
     assert "_all" not in vars(probs)

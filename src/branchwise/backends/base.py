@@ -17,7 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts, Verifier
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ class Execution:
     """passes recorded as CUDA graphs"""
     compile: bool = False
     """layers compiled before they are recorded"""
+
+
+def weakly(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that does not keep its object alive: a target holds most of a device's memory, and goes at once."""
+    reference = WeakMethod(method)
+
+    def call(*given: Any) -> T:
+        found = reference()
+        assert found is not None, "the target is gone"
+        result: T = found(*given)
+        return result
+
+    return call
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Chunk, Needs, Prefill, Scored, Target, TargetInfo
+from branchwise.backends.base import Chunk, Needs, Prefill, Scored, Target, TargetInfo, weakly
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -42,7 +42,9 @@ class ToyTarget(Target):
         self.prefills: list[list[int]] = []
         """tokens of every chunk of every prefill pass"""
         info = TargetInfo("toy", vocabulary, context, max_nodes, slots, fingerprint=f"toy-{vocabulary}-{seed}")
-        self.info = replace(info, hidden_width=vocabulary, layers=("embedding",), bucket=self.bucket, score=self.score)
+        self.info = replace(
+            info, hidden_width=vocabulary, layers=("embedding",), bucket=weakly(self.bucket), score=weakly(self.score)
+        )
         self._needs = Needs()
         self._cached: dict[SequenceState, list[int]] = {}
         self._prefilled: dict[SequenceState, list[Prefill]] = {}
@@ -56,7 +58,8 @@ class ToyTarget(Target):
         unknown = set(needs.hidden_layers) - set(self.info.layers)
         if unknown:
             raise UsageError(f"The toy target has no layer {sorted(unknown)[0]!r}; it has {self.info.layers[0]!r}.")
-        self._needs = needs
+        layers = (*self._needs.hidden_layers, *needs.hidden_layers)
+        self._needs = Needs(hidden_layers=tuple(dict.fromkeys(layers)))
 
     def bucket(self, batch: int, nodes: int) -> tuple[int, int]:
         return (batch + 2, min(nodes + 3, self.max_nodes)) if self.padded else (batch, nodes)
@@ -84,11 +87,8 @@ class ToyTarget(Target):
         ends = range(len(cached) + 1, len(cached) + len(tokens) + 1)
         cached += tokens
         logits = [self.logits(cached[:end]) for end in ends[len(tokens) - keep :]]
-        hidden = {
-            layer: torch.stack([self.hidden(cached[:end]) for end in ends])
-            for layer in self._needs.hidden_layers
-            if tokens
-        }
+        states = [self.hidden(cached[:end]) for end in ends] or [torch.zeros(0, self.vocabulary)]
+        hidden = {layer: torch.stack(states).view(-1, self.vocabulary) for layer in self._needs.hidden_layers}
         found = Prefill(torch.stack(logits) if logits else torch.zeros(0, self.vocabulary), hidden)
         self._prefilled[sequence].append(found)
         return found

@@ -165,14 +165,12 @@ class Scheduler:
             parts, generation.prefill = generation.prefill, []
             self.prefilling.remove(generation)
             self.running.append(generation)
+            if not parts:  # a prompt of one token, which is the root
+                parts = self.target.prefill([Chunk(generation.sequence, [])])
             try:
-                self.drafter.start(generation.sequence, Prefill.joined(parts) if parts else self._nothing())
+                self.drafter.start(generation.sequence, Prefill.joined(parts))
             except torch.OutOfMemoryError:
                 failed.append(generation)
             if generation.prefill_clock is not None:
                 generation.prefill_clock.lap("prefill")
         return failed
-
-    def _nothing(self) -> Prefill:
-        """The prefill of a prompt of one token, which is the root."""
-        return Prefill(torch.zeros(0, self.target.info.vocabulary, device=self.target.info.device))

@@ -34,7 +34,7 @@ def prefill_eager(runner: ModelRunner, store: KVCache, chunks: Sequence[Chunk]) 
     device, lengths = runner.model.device, [len(chunk.tokens) for chunk in chunks]
     longest = max(lengths)
     if not longest:
-        return [Prefill(torch.zeros(0, runner.vocabulary, device=device)) for _ in chunks]
+        return [nothing_written(runner) for _ in chunks]
     steps = torch.arange(longest, device=device).expand(len(chunks), -1)
     current = store.begin([chunk.sequence for chunk in chunks], steps, None)
     ids = [[*chunk.tokens, *[0] * (longest - len(chunk.tokens))] for chunk in chunks]
@@ -50,3 +50,11 @@ def prefill_eager(runner: ModelRunner, store: KVCache, chunks: Sequence[Chunk]) 
         states = {layer: layer_states[row, : len(tokens)] for layer, layer_states in hidden.items()}
         found.append(Prefill(logits[row, end - keep : end], states))
     return found
+
+
+def nothing_written(runner: ModelRunner) -> Prefill:
+    """The prefill of a prompt of one token, which is the root."""
+    model = runner.model
+    width = model.config.get_text_config().hidden_size
+    hidden = {layer: torch.zeros(0, width, device=model.device, dtype=model.dtype) for layer in runner.hidden_layers}
+    return Prefill(torch.zeros(0, runner.vocabulary, device=model.device), hidden)

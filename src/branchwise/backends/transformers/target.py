@@ -19,11 +19,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from branchwise.backends.base import Chunk, Execution, Needs, PipelinedTarget, Prefill, Scored, ScoredNodes, TargetInfo
+from branchwise.backends.base import (
+    Chunk,
+    Execution,
+    Needs,
+    PipelinedTarget,
+    Prefill,
+    Scored,
+    ScoredNodes,
+    TargetInfo,
+    weakly,
+)
 from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.memory import fitting_context
-from branchwise.backends.transformers.prefill import grouped, prefill_eager
+from branchwise.backends.transformers.prefill import grouped, nothing_written, prefill_eager
 from branchwise.backends.transformers.probe import context_limit
 from branchwise.backends.transformers.runner import ModelRunner, bytes_read
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
@@ -91,22 +101,25 @@ class TransformersTarget(PipelinedTarget):
         row_bytes = layout.bytes_per_row(dtype) * slots
         length = fitting_context(context or limit, row_bytes, max_nodes, device, asked=context is not None)
         execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
-        self.info = TargetInfo(
-            name,
-            self.runner.vocabulary,
-            length,
-            max_nodes,
-            slots,
-            device,
-            dtype,
-            self.runner.fingerprint(tokenizer),
-            tokenizer,
-            int(model.config.get_text_config().hidden_size),
-            self.runner.layer_names(len(layout.keys)),
-            bytes_read(model),
-            execution,
-            self.bucket,
-            self.score,
+        self.info = (
+            TargetInfo,
+            weakly(
+                name,
+                self.runner.vocabulary,
+                length,
+                max_nodes,
+                slots,
+                device,
+                dtype,
+                self.runner.fingerprint(tokenizer),
+                tokenizer,
+                int(model.config.get_text_config().hidden_size),
+                self.runner.layer_names(len(layout.keys)),
+                bytes_read(model),
+                execution,
+                weakly(self.bucket),
+                weakly(self.score),
+            ),
         )
         self.store = KVCache(
             layout,
@@ -182,7 +195,7 @@ class TransformersTarget(PipelinedTarget):
         assert self.store.length(source) == len(source.tokens) - 1, "the cache is out of step with its sequence"
         self._passes += 1
         self.store.fork(source, sequence)
-        return self._prefills.get(source) or self._no_prefill()
+        return self._prefills.get(source) or nothing_written(self.runner)
 
     def close(self, sequence: SequenceState) -> None:
         self._passes += 1  # slots move
@@ -207,7 +220,7 @@ class TransformersTarget(PipelinedTarget):
     def _prefill_recorded(self, chunk: Chunk) -> Prefill:
         """One chunk as chains in the pass of the largest trees: no graph is recorded anew for another length."""
         sequence, tokens, keep = chunk
-        parts, size = [self._no_prefill()] if not tokens else [], self.info.max_nodes
+        parts, size = [nothing_written(self.runner)] if not tokens else [], self.info.max_nodes
         for start in range(0, len(tokens), size):
             piece = tokens[start : start + size]
             layout = lay_out((chain_topology(len(piece)),), size)
@@ -219,9 +232,6 @@ class TransformersTarget(PipelinedTarget):
             hidden = {layer: states[0, : len(piece)].clone() for layer, states in found.hidden.items()}
             parts.append(Prefill(found.logits[0, len(piece) - wanted : len(piece)].clone(), hidden))
         return Prefill.joined(parts)
-
-    def _no_prefill(self) -> Prefill:
-        return Prefill(torch.zeros(0, self.info.vocabulary, device=self.device))
 
     # Trees
 
