@@ -101,25 +101,22 @@ class TransformersTarget(PipelinedTarget):
         row_bytes = layout.bytes_per_row(dtype) * slots
         length = fitting_context(context or limit, row_bytes, max_nodes, device, asked=context is not None)
         execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
-        self.info = (
-            TargetInfo,
-            weakly(
-                name,
-                self.runner.vocabulary,
-                length,
-                max_nodes,
-                slots,
-                device,
-                dtype,
-                self.runner.fingerprint(tokenizer),
-                tokenizer,
-                int(model.config.get_text_config().hidden_size),
-                self.runner.layer_names(len(layout.keys)),
-                bytes_read(model),
-                execution,
-                weakly(self.bucket),
-                weakly(self.score),
-            ),
+        self.info = TargetInfo(
+            name,
+            self.runner.vocabulary,
+            length,
+            max_nodes,
+            slots,
+            device,
+            dtype,
+            self.runner.fingerprint(tokenizer),
+            tokenizer,
+            int(model.config.get_text_config().hidden_size),
+            self.runner.layer_names(len(layout.keys)),
+            bytes_read(model),
+            execution,
+            weakly(self.bucket),
+            weakly(self.score),
         )
         self.store = KVCache(
             layout,
