@@ -19,7 +19,8 @@ from branchwise.core.tree import Draw
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy, drawable
-from branchwise.draft.model.draft_model import Weights, bytes_read
+from branchwise.backends.transformers.runner import bytes_read
+from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import FOR_GREEDY, ModelDrafter, sound
 from branchwise.draft.model.trim import frequent_tokens, save_counts, table_of
 from branchwise.draft.model.vocabulary import common, spellings
