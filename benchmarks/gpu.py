@@ -26,13 +26,13 @@ import torch
 from measure import interval, progress, provenance
 
 from branchwise.backends.transformers.probe import context_limit
+from branchwise.backends.transformers.runner import bytes_read
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
-from branchwise.draft.model.draft_model import bytes_read
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, Generation, Request
 from branchwise.methods import PRESETS

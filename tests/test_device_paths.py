@@ -4,13 +4,14 @@ distribution."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -33,7 +34,7 @@ VOCABULARY = 700
 class There(Recycle):
     """As on a device: learns from all nodes, and draws where the table lies."""
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         self.on_device = True
 
@@ -56,7 +57,7 @@ def both(spec: str, width: int) -> tuple[Recycle, There]:
     """The same growth on the host and as on a device."""
     here, there = (kind(k=width, tree=build_policy(spec)) for kind in (Recycle, There))
     for drafter in (here, there):
-        drafter.bind(ToyTarget(VOCABULARY))
+        drafter.bind(ToyTarget(VOCABULARY).info)
     return here, there
 
 
@@ -136,7 +137,7 @@ def test_the_kernel_draws_the_same(count: int, length: int, common: int) -> None
 
 
 def test_no_more_is_drawn_than_a_pass_may_score() -> None:
-    drawing = DevicePaths(Paths("4x60"), *table_of(0, 3).values(), ToyTarget(VOCABULARY, max_nodes=33))
+    drawing = DevicePaths(Paths("4x60"), *table_of(0, 3).values(), ToyTarget(VOCABULARY, max_nodes=33).info)
     assert drawing._q.shape[1:] == (29, VOCABULARY)
     text = SequenceState([next(token for token in range(9) if table_of(0, 3)["masses"][token, 0] > 0)])
     [tree] = drawing([text], [Budget(33, 99)])
@@ -147,7 +148,7 @@ def test_another_target_may_score_more() -> None:
     drafter = There(tree=build_policy("chain:20"))
     text = SequenceState([4], SamplingParams(1.0, seed=2))
     for nodes in (8, 32):
-        drafter.bind(ToyTarget(VOCABULARY, max_nodes=nodes))
+        drafter.bind(ToyTarget(VOCABULARY, max_nodes=nodes).info)
         drafter.table.masses[:, 0] = 1
         [tree] = drafter.draft([text], [Budget(nodes, 99)])
         assert tree.depth == min(nodes - 1, 20)
@@ -161,10 +162,8 @@ def test_another_target_may_score_more() -> None:
     ],
 )
 def test_paths_are_drawn_where_the_target_is(spec: str, there: bool) -> None:
-    target = ToyTarget(VOCABULARY)
-    target.device = torch.device("meta")  # some device
     drafter = Recycle(tree=build_policy(spec))
-    drafter.bind(target)
+    drafter.bind(replace(ToyTarget(VOCABULARY).info, device=torch.device("meta")))  # some device
     assert drafter.on_device == there
     assert drafter.table.tokens.device.type == ("meta" if there else "cpu")
 
@@ -193,10 +192,10 @@ def test_the_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
 
 
 def compile_all() -> None:
-    from branchwise.draft.recycle.drafter import paths_kernel as drawn_kernel
+    from branchwise.draft.recycle import paths_kernel
 
-    drawn_kernel._draw = Compiled(drawn_kernel._draw)
+    paths_kernel._draw = Compiled(paths_kernel._draw)
     for count, common, width in ((1, 0, 8), (4, 1, 5)):
         table, told = torch.zeros(50, width, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int64)
         q = torch.zeros(2, 19, 50)
-        drawn_kernel.draw_paths_kernel(table, table.half(), told, q, count=count, length=6, common=common)
+        paths_kernel.draw_paths_kernel(table, table.half(), told, q, count=count, length=6, common=common)

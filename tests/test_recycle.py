@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.backends.base import Scored
-from branchwise.backends.transformers.target import best_of
+from branchwise.backends.base import Prefill, Scored, TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
+from branchwise.cuda.graphs import top_tokens as best_of
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget
 from branchwise.draft.policies.ranks import Ranks, places_in
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle import topk as peaks_module
 from branchwise.draft.recycle.adjacency import MOST_READ, AdjacencyTable, averaged
-from branchwise.draft.recycle.drafter import Recycle, learn_marked
+from branchwise.draft.recycle.drafter import PREFILL, Recycle, learn_marked
 from branchwise.draft.recycle.topk import Sums, host_top_tokens, told, top_tokens, top_tokens_at
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
@@ -62,7 +62,7 @@ class Slow:
 
 def bound(vocabulary: int = VOCABULARY, slots: int = 4, **options: object) -> Recycle:
     drafter = Recycle(**options)  # type: ignore[arg-type]
-    drafter.bind(ToyTarget(vocabulary, slots=slots))
+    drafter.bind(ToyTarget(vocabulary, slots=slots).info)
     return drafter
 
 
@@ -76,7 +76,7 @@ def assert_holds(table: AdjacencyTable, slow: Slow) -> None:
         assert [found.token for found in row] == list(expected), token
         for found in row:
             assert math.isclose(found.mass, expected[found.token], rel_tol=8e-3)
-            assert found.place == found.token
+            assert found.cursor == found.token
         assert sum(found.mass for found in row) <= 1
 
 
@@ -217,7 +217,7 @@ def test_the_host_averages_like_a_device_number_for_number(
 def test_the_table_holds_what_a_dictionary_would(tokens: list[int], k: int, rate: float) -> None:
     drafter, slow = bound(k=k, rate=rate), Slow(k, rate)
     logits = noise(len(tokens), VOCABULARY, seed=len(tokens))
-    drafter.begin(SequenceState([*tokens, 0]), logits)
+    drafter.start(SequenceState([*tokens, 0]), Prefill(logits))
     for token, row in zip(tokens, logits, strict=True):
         slow.learn(token, row)
     assert_holds(drafter.table, slow)
@@ -228,17 +228,17 @@ def test_tokens_that_fall_out_lose_their_place() -> None:
     for best, second in ((0, 1), (2, 3), (2, 3), (2, 3)):
         logits = torch.full((1, VOCABULARY), -9.0)
         logits[0, best], logits[0, second] = 5.0, 4.0
-        drafter.begin(SequenceState([7, 7]), logits)
-    assert [found.token for found in drafter.after(7)] == [2, 3]
-    first, _ = drafter.after(7)
+        drafter.start(SequenceState([7, 7]), Prefill(logits))
+    assert [found.token for found in drafter.candidates(7)] == [2, 3]
+    first, _ = drafter.candidates(7)
     # 2 had half its mass when it joined, then three quarters, then seven eighths; a fresh start would have the whole.
     assert math.isclose(first.mass, 0.875 * math.e / (1 + math.e), rel_tol=0.01)
 
 
 def test_rows_never_seen_propose_nothing() -> None:
     drafter = bound()
-    assert all(not drafter.after(token) for token in range(VOCABULARY))
-    assert drafter.after(None) == []
+    assert all(not drafter.candidates(token) for token in range(VOCABULARY))
+    assert drafter.candidates(None) == []
     [tree] = drafter.draft([SequenceState([3])], [AMPLE])
     assert tree.tokens.tolist() == [3]
 
@@ -247,8 +247,8 @@ def test_impossible_tokens_are_not_proposed() -> None:
     drafter = bound()
     logits = torch.full((1, VOCABULARY), -math.inf)
     logits[0, 4] = 0.0
-    drafter.begin(SequenceState([1, 2]), logits)
-    [only] = drafter.after(1)
+    drafter.start(SequenceState([1, 2]), Prefill(logits))
+    [only] = drafter.candidates(1)
     assert only.token == 4
     assert 0.999 < only.mass <= 1
 
@@ -256,9 +256,9 @@ def test_impossible_tokens_are_not_proposed() -> None:
 def test_a_row_never_holds_more_than_all_mass() -> None:
     drafter = bound(k=VOCABULARY, rate=0.3)
     for seed in range(300):
-        drafter.begin(SequenceState([seed % 3, 0]), noise(1, VOCABULARY, seed=seed, spread=1.0))
+        drafter.start(SequenceState([seed % 3, 0]), Prefill(noise(1, VOCABULARY, seed=seed, spread=1.0)))
     for token in range(3):
-        assert 0.98 < sum(found.mass for found in drafter.after(token)) <= 1
+        assert 0.98 < sum(found.mass for found in drafter.candidates(token)) <= 1
 
 
 def test_eight_successors_of_49152_tokens_are_less_than_2_megabytes() -> None:
@@ -313,10 +313,10 @@ def test_nothing_is_learned_from_padding_or_from_trees_without_a_text() -> None:
         padded = torch.nn.functional.pad(scored.logits, (0, 0, 0, 3 * spare, 0, spare), value=7.0)
         nodes = drafter._nodes(padded)
         assert (nodes.slots < 0).sum() == spare
-        root_only = torch.zeros_like(nodes.seen)
-        root_only[len(trees) :, 0, 0] = 1  # as a sheet tells trees without a text
-        told = nodes._replace(seen=nodes.seen | root_only)
-        teach(drafter, sequences, Scored(padded, nodes=told), verdicts + [Verdict((0,), 0)] * spare)
+        root_only = torch.zeros_like(nodes.ancestor_bits)
+        root_only[len(trees) :, 0, 0] = 1  # as in the packed inputs of trees without a text
+        nodes = nodes._replace(ancestor_bits=nodes.ancestor_bits | root_only)
+        teach(drafter, sequences, Scored(padded, nodes=nodes), verdicts + [Verdict((0,), 0)] * spare)
         tables.append(drafter.save())
     assert torch.equal(tables[0]["tokens"], tables[1]["tokens"])
     assert torch.equal(tables[0]["masses"], tables[1]["masses"])
@@ -331,12 +331,12 @@ def test_prompts_of_all_lengths_are_learned_from_in_one_shape(monkeypatch: pytes
         learn_marked(table, masses, tokens, logits, marks, rate=rate)
 
     monkeypatch.setattr(Recycle, "_learner", property(lambda self: learner))
-    for length in (1, 16, 37, Recycle.wants_prefill):
+    for length in (1, 16, 37, PREFILL):
         drafter, slow = bound(), Slow(8, 0.5)
         drafter.on_device = True
         tokens = [(5 * place + place // 7) % VOCABULARY for place in range(length)]
         logits = noise(length, VOCABULARY, seed=length)
-        drafter.begin(SequenceState([*tokens, 3]), logits)
+        drafter.start(SequenceState([*tokens, 3]), Prefill(logits))
         for token, row in dict(zip(tokens, logits, strict=True)).items():  # once for every token, the last time it came
             slow.learn(token, row)
         assert_holds(drafter.table, slow)
@@ -375,7 +375,7 @@ def test_logits_of_bfloat16_are_understood() -> None:
 
 def test_the_prompt_seeds_the_table_and_the_next_request_starts_warm() -> None:
     engine = Engine(ToyTarget(VOCABULARY), drafter := build_drafter("recycle"), VERIFIERS.build("match"))
-    assert drafter.learns  # type: ignore[attr-defined]
+    assert drafter.learns
     request = Request((1, 2, 3, 4), max_new_tokens=30)
     first, lengths = [], []
     for _ in range(2):
@@ -386,7 +386,7 @@ def test_the_prompt_seeds_the_table_and_the_next_request_starts_warm() -> None:
             engine.step()
         lengths.append(generation.stats.steps)
     assert isinstance(drafter, Recycle)
-    assert all(drafter.after(token) for token in (1, 2, 3))
+    assert all(drafter.candidates(token) for token in (1, 2, 3))
     assert first[0] == 0  # the root, 4, was not followed by anything yet
     assert first[1] > 0
     assert lengths[1] <= lengths[0] < 30
@@ -402,7 +402,7 @@ def test_a_tree_looked_up_on_a_device_is_that_of_the_host(shape: str, k: int) ->
     there.on_device = True
     everything = SequenceState([*range(VOCABULARY), 0])
     for drafter in (there, here):
-        drafter.begin(everything, noise(VOCABULARY, VOCABULARY, seed=3))
+        drafter.start(everything, Prefill(noise(VOCABULARY, VOCABULARY, seed=3)))
     sequences = [SequenceState([token]) for token in range(5)]
     few = [Budget(17, 9), AMPLE, Budget(1, 4), Budget(40, 2)]
     budgets = [AMPLE, *(few if k == 8 else [AMPLE] * 4)]  # the host does not know how few successors will be found
@@ -467,7 +467,7 @@ def test_what_empty_rows_propose_does_no_harm() -> None:
     there, here = bound(tree=Ranks()), bound(tree=Ranks())
     there.on_device = True
     for drafter in (there, here):
-        drafter.begin(SequenceState([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
+        drafter.start(SequenceState([1, 2, 3, 0]), Prefill(noise(3, VOCABULARY, seed=4)))
     for root in range(VOCABULARY):
         [one], [other] = there.draft([SequenceState([root])], [AMPLE]), here.draft([SequenceState([root])], [AMPLE])
         assert set(paths_of(other)) <= set(paths_of(one))
@@ -479,8 +479,8 @@ def test_what_empty_rows_propose_does_no_harm() -> None:
 @pytest.mark.parametrize("tree", ["ranks:recycling-80", "ranks:fork", "topk:16"])
 def test_the_text_is_that_of_plain_decoding(tree: str, on_device: bool) -> None:
     class There(Recycle):
-        def bind(self, target: object) -> None:
-            super().bind(target)  # type: ignore[arg-type]
+        def bind(self, target: TargetInfo) -> None:
+            super().bind(target)
             self.on_device = on_device
 
     drafter = build_drafter("recycle", tree)
@@ -527,12 +527,12 @@ def test_nodes_are_learned_from_what_a_pass_told() -> None:
     here, there = bound(), bound()
     sequences, trees, scored, verdicts = scene(3)
     best = best_of(scored.logits, VOCABULARY)
-    for drafter, found in ((here, scored), (there, Scored(torch.full_like(scored.logits, math.nan), best=best))):
+    for drafter, found in ((here, scored), (there, Scored(torch.full_like(scored.logits, math.nan), topk=best))):
         drafter._drafted = trees
         teach(drafter, sequences, found, verdicts)
     learned = 0
     for token in range(VOCABULARY):
-        one, other = here.after(token), there.after(token)
+        one, other = here.candidates(token), there.candidates(token)
         assert [found.token for found in one] == [found.token for found in other]
         learned += len(one)
     assert learned > 8
@@ -543,17 +543,17 @@ def test_nodes_are_learned_from_what_a_pass_told() -> None:
 
 def test_what_was_learnt_can_be_saved_and_restored() -> None:
     drafter, other = bound(), bound()
-    drafter.begin(SequenceState([1, 2, 1, 5, 0]), noise(4, VOCABULARY))
+    drafter.start(SequenceState([1, 2, 1, 5, 0]), Prefill(noise(4, VOCABULARY)))
     saved = drafter.save()
     other.restore(saved)
-    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY, seed=9))
+    drafter.start(SequenceState([1, 0]), Prefill(noise(1, VOCABULARY, seed=9)))
     fresh = bound()
-    assert fresh.after(1) == []
+    assert fresh.candidates(1) == []
     fresh.restore(saved)  # what was saved has not moved since
     for token in range(VOCABULARY):
-        assert other.after(token) == fresh.after(token)
-    assert drafter.after(1) != other.after(1)
-    assert drafter.after(2) == other.after(2) != []
+        assert other.candidates(token) == fresh.candidates(token)
+    assert drafter.candidates(1) != other.candidates(1)
+    assert drafter.candidates(2) == other.candidates(2) != []
 
 
 def damaged(saved: dict[str, Tensor]) -> list[tuple[str, dict[str, Tensor]]]:
@@ -583,7 +583,7 @@ def damaged(saved: dict[str, Tensor]) -> list[tuple[str, dict[str, Tensor]]]:
 @pytest.mark.parametrize("case", range(12))
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(case: int) -> None:
     drafter = bound()
-    drafter.begin(SequenceState([1, 2, 0]), noise(2, VOCABULARY))
+    drafter.start(SequenceState([1, 2, 0]), Prefill(noise(2, VOCABULARY)))
     saved = drafter.save()
     [why, wrong] = damaged(saved)[case]
     with pytest.raises(UsageError, match=why):
@@ -598,11 +598,11 @@ def test_memory_is_bounded_over_200_000_tokens() -> None:
     rng, logits = random.Random(0), noise(64, vocabulary)
     for _ in range(200_000 // 64 // 8):  # texts of 512 tokens, of which the last 64 have distributions
         sequence = SequenceState([rng.randrange(vocabulary) for _ in range(8 * 64 + 1)])
-        drafter.begin(sequence, logits)
+        drafter.start(sequence, Prefill(logits))
         drafter.draft([sequence], [AMPLE])
         sizes.append(drafter.memory_bytes)
     for token in range(vocabulary):
-        drafter.after(token)
+        drafter.candidates(token)
         assert len(drafter.table._read) <= MOST_READ
     assert max(sizes) < vocabulary * 8 * 6 + 1_500_000
     assert Recycle().memory_bytes == 0
@@ -610,21 +610,21 @@ def test_memory_is_bounded_over_200_000_tokens() -> None:
 
 def test_rows_that_were_read_are_read_again_once_written() -> None:
     drafter = bound()
-    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY))
-    before = drafter.after(1)
-    assert drafter.after(1) is before
-    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY, seed=1))
-    assert drafter.after(1) != before
+    drafter.start(SequenceState([1, 0]), Prefill(noise(1, VOCABULARY)))
+    before = drafter.candidates(1)
+    assert drafter.candidates(1) is before
+    drafter.start(SequenceState([1, 0]), Prefill(noise(1, VOCABULARY, seed=1)))
+    assert drafter.candidates(1) != before
 
 
 def test_another_engine_on_the_same_target_keeps_the_table() -> None:
     drafter, target = Recycle(), ToyTarget(VOCABULARY)
-    drafter.bind(target)
-    drafter.begin(SequenceState([1, 0]), noise(1, VOCABULARY))
-    drafter.bind(ToyTarget(VOCABULARY))
-    assert drafter.after(1)
+    drafter.bind(target.info)
+    drafter.start(SequenceState([1, 0]), Prefill(noise(1, VOCABULARY)))
+    drafter.bind(ToyTarget(VOCABULARY).info)
+    assert drafter.candidates(1)
     with pytest.raises(UsageError, match="build a new one"):
-        drafter.bind(ToyTarget(VOCABULARY + 1))
+        drafter.bind(ToyTarget(VOCABULARY + 1).info)
 
 
 def test_options_outside_their_range_are_refused() -> None:
@@ -656,7 +656,7 @@ def test_trees_of_two_shapes_do_not_overwrite_each_other(monkeypatch: pytest.Mon
     drafter = bound(tree=Ranks())
     drafter.on_device = True
     everything = SequenceState([*range(VOCABULARY), 0])
-    drafter.begin(everything, noise(VOCABULARY, VOCABULARY, seed=3))
+    drafter.start(everything, Prefill(noise(VOCABULARY, VOCABULARY, seed=3)))
     one, other = SequenceState([1, 4]), SequenceState([1, 9])
     alone = [drafter.draft([text], [AMPLE])[0].tokens.tolist() for text in (one, other)]
     found = drafter.draft([one, other, one], [AMPLE, Budget(64, 2), Budget(20, 9)])
@@ -667,11 +667,11 @@ def test_trees_of_two_shapes_do_not_overwrite_each_other(monkeypatch: pytest.Mon
 
 def test_what_was_learned_moves_with_the_table() -> None:
     drafter = bound(k=3)
-    drafter.begin(SequenceState([1, 2, 3, 0]), noise(3, VOCABULARY, seed=4))
+    drafter.start(SequenceState([1, 2, 3, 0]), Prefill(noise(3, VOCABULARY, seed=4)))
     before = drafter.save()
     drafter._bound_to = None  # as if it had lain on another device
-    drafter.bind(ToyTarget(VOCABULARY))
+    drafter.bind(ToyTarget(VOCABULARY).info)
     after = drafter.save()
     assert torch.equal(before["tokens"], after["tokens"])
     assert torch.equal(before["masses"], after["masses"])
-    assert drafter.after(1)
+    assert drafter.candidates(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from branchwise.backends.base import Execution, Prefill, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import Topology, chain_topology, topology
 from branchwise.draft.policies.ranks import Ranks, slots, ways
+from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle import drafter as recycle
-from branchwise.draft.recycle.adjacency import HALF_DOWN
-from branchwise.draft.recycle.drafter import ACCEPTED, MOST_BY_KERNELS, PADDING, REJECTED, Recycle
+from branchwise.draft.recycle.adjacency import ACCEPTED, HALF_DOWN, PADDING, REJECTED
+from branchwise.draft.recycle.drafter import MOST_BY_KERNELS, Recycle
 from branchwise.testing import ToyTarget
 from tests.test_attention import Compiled, compiled_by, interpreted
 from tests.test_recycle import AMPLE, VOCABULARY, Slow, assert_holds, bound, noise, scene, teach
@@ -340,7 +342,7 @@ def test_a_tree_is_that_of_the_plain_look_up(name: str, width: int) -> None:
 class ByKernels(Recycle):
     """As on a device that has kernels, with a table on the host."""
 
-    def bind(self, target: Any) -> None:
+    def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         assert self._bound_to is not None
         self.on_device = self.by_kernels = True
@@ -351,11 +353,11 @@ class ByKernels(Recycle):
 def test_a_drafter_learns_and_drafts_by_kernels_what_a_dictionary_holds() -> None:
     """Caught here: a drafter that learns by one version and looks up by another, or that learns a prompt by neither."""
     drafter, plain, slow = ByKernels(k=3, tree=Ranks("fork")), bound(k=3, tree=Ranks("fork")), Slow(3, 0.5)
-    drafter.bind(ToyTarget(VOCABULARY, slots=4))
+    drafter.bind(ToyTarget(VOCABULARY, slots=4).info)
     plain.on_device = True
     start = noise(4, VOCABULARY, seed=9)
     for one in (drafter, plain):
-        one.begin(SequenceState([1, 2, 5, 8, 0]), start)
+        one.start(SequenceState([1, 2, 5, 8, 0]), Prefill(start))
     for token, probs in zip((1, 2, 5, 8), start, strict=True):
         slow.learn(token, probs)
     for seed in range(2):
@@ -383,12 +385,9 @@ def test_kernels_are_taken_where_there_are_some_and_then_nothing_is_compiled(mon
     monkeypatch.setattr("branchwise.draft.recycle.drafter.have_kernels", lambda device: device.type == "meta")
 
     def taken(device: str = "meta", k: int = 8, tree: Any = None, **options: bool) -> tuple[bool, bool]:
-        target = ToyTarget(40)
-        target.device = torch.device(device)
-        for name, value in {"compile": True, **options}.items():
-            setattr(target, name, value)
+        execution = Execution(**{"kernels": True, "graphs": True, "compile": True, **options})
         drafter = Recycle(k=k, tree=tree or Ranks())
-        drafter.bind(target)
+        drafter.bind(replace(ToyTarget(40).info, device=torch.device(device), execution=execution))
         return drafter.by_kernels, drafter._learning._compile
 
     if kernels is not None:
@@ -398,7 +397,7 @@ def test_kernels_are_taken_where_there_are_some_and_then_nothing_is_compiled(mon
     assert taken(k=MOST_BY_KERNELS + 1) == (False, True)
     assert taken(kernels=False) == (False, True)
     assert taken("cpu") == (False, True)
-    assert taken(tree=recycle.TopK(8)) == (False, True)
+    assert taken(tree=TopK(8)) == (False, True)
 
 
 # The interpreter takes much that the compiler does not.

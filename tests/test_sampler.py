@@ -31,7 +31,7 @@ from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
 from branchwise.draft.no_replacement import Opening
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import (
     DeviceSampler,
     DraftSampler,
@@ -347,7 +347,7 @@ def test_what_is_drawn_for_several_texts_in_one_go_is_what_each_draws_alone(
         sampler = GreedySampler(device_sampler) if greedy else SeededSampler(11 * text, 5 + text, device_sampler)
         probs, numbers = rows_of(count, 700, text), [40 + row for row in range(count)]
         if kind == "likeliest":
-            requests.append(Likeliest.of(sampler, probs, 3))
+            requests.append(TopKRequest.of(sampler, probs, 3))
         elif kind == "picks":
             requests.append(SampleRequest(sampler, probs, [(row % count, 7 * row) for row in range(2 * count)]))
         elif kind == "orders":
@@ -372,8 +372,8 @@ def test_texts_that_draw_in_different_ways_draw_by_themselves(monkeypatch: pytes
         SampleRequest(GreedySampler(), probs, [(0, 1)]),
         SampleRequest(SeededSampler(1, 2), probs, [(0, 3), (1, 4)], [2, 2]),
         Opening(SeededSampler(1, 2), probs, [(0, 3), (1, 4)], [2, 2]),
-        Likeliest.of(SeededSampler(1, 2), probs, 2),
-        Likeliest.of(GreedySampler(), probs, 3),
+        TopKRequest.of(SeededSampler(1, 2), probs, 2),
+        TopKRequest.of(GreedySampler(), probs, 3),
         SampleRequest(SeededSampler(3, 2), [SparseProbs.of({5: 0.5, 9: 0.5}, 700, probs.device)], [(0, 1)]),
     ]
     for several in (*itertools.permutations(requests, 2), requests, requests[::-1]):
@@ -411,7 +411,7 @@ def test_a_batch_draws_the_trees_that_its_texts_draw_alone(
         for module in (dice_module, urn_module):
             monkeypatch.setattr(module, "lies_on_host", lambda probs: not together)
         drafter = Tossing(build_policy(spec))
-        drafter.bind(target)
+        drafter.bind(target.info)
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "tolist", lambda self: looks.append(1) or own(self))
             return drafter.draft(sequences, [Budget(40, 6)] * 4 + [Budget(7, 2)])

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ import branchwise
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli import app
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import Draw
+from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, state
-from branchwise.draft.base import Budget
+from branchwise.draft.base import Budget, LearningDrafter
 from branchwise.draft.lookup.trigram import Trigram
 from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.errors import UsageError
@@ -35,7 +36,7 @@ SIZE = len(WORDS) + 1
 
 def target(seed: int = 0, layers: int = 1, vocabulary: int = SIZE, words: list[str] | None = None) -> Any:
     tokenizer = byte_level(words or WORDS)
-    return TransformersTarget(tiny(seed, layers, vocabulary), slots=1, tokenizer=tokenizer)
+    return TransformersTarget(tiny(seed, layers, vocabulary), slots=1, tokenizer=tokenizer).info
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +47,19 @@ def model() -> Any:
 def learned(texts: list[list[int]]) -> Trigram:
     drafter = Trigram()
     for tokens in texts:
-        drafter.find(SequenceState(tokens))
+        drafter.locate(SequenceState(tokens))
     return drafter
 
 
-class Numbers:
-    """A part that learns one tensor."""
-
-    draw = Draw.FIXED
-    learns = True
+class Numbers(LearningDrafter):
+    """A part that learns one tensor, and drafts nothing."""
 
     def __init__(self, name: str, *values: float) -> None:
         self.name = name
         self.values = torch.tensor(values)
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        return [DraftTree.root(sequence.root) for sequence in sequences]
 
     def save(self) -> dict[str, Tensor]:
         return {"values": self.values, "count": torch.tensor(len(self.values))}
@@ -338,7 +339,7 @@ from branchwise.draft.lookup.trigram import Trigram
 from branchwise.core.sequence import Sequence
 for size in range(100):
     drafter = Trigram()
-    drafter.find(Sequence([int(sys.argv[2])] * 50 + list(range(size % 7))))
+    drafter.locate(Sequence([int(sys.argv[2])] * 50 + list(range(size % 7))))
     save_state(drafter, sys.argv[1], target)
 """
 

@@ -98,7 +98,7 @@ def test_a_memory_draws_on_a_device_what_it_draws_on_the_host(tree: str) -> None
     config, found = served()["llama"], []
     for device in ("cuda", "cpu"):
         drafter = build_drafter("recycle", tree)
-        drafter.bind(TransformersTarget(build(config, device=device), slots=1))  # type: ignore[attr-defined]
+        drafter.bind(TransformersTarget(build(config, device=device), slots=1).info)
         drafter.restore(table_of(1, 8, VOCABULARY))  # type: ignore[attr-defined]
         found.append([])
         for turn in range(8):

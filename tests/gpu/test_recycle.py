@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
-from branchwise.backends.base import Nodes, Scored
+from branchwise.backends.base import Execution, Prefill, Scored, ScoredNodes
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sampling import SamplingParams
 from branchwise.cuda.graphs import have_kernels
@@ -46,9 +47,8 @@ both_ways = pytest.mark.parametrize("plain", [False, True], ids=["kernels", "pla
 
 
 def bound_there(tree: TreePolicy, plain: bool = False) -> Recycle:
-    target = ToyTarget(VOCABULARY)
-    target.device = torch.device("cuda")
-    target.kernels = not plain  # type: ignore[attr-defined]
+    execution = Execution(kernels=not plain, graphs=True)
+    target = replace(ToyTarget(VOCABULARY).info, device=torch.device("cuda"), execution=execution)
     drafter = Recycle(tree=tree)
     drafter.bind(target)
     assert drafter.by_kernels == (isinstance(tree, Ranks | Paths) and not plain and have_kernels(target.device))
@@ -63,7 +63,7 @@ def test_a_device_learns_and_drafts_what_the_host_would(tree: TreePolicy, plain:
     for seed in range(4):
         sequences, trees, scored, verdicts = scene(seed)
         for drafter, device in ((there, "cuda"), (here, "cpu")):
-            drafter.begin(sequences[0], noise(1, VOCABULARY, seed=seed).to(device))
+            drafter.start(sequences[0], Prefill(noise(1, VOCABULARY, seed=seed).to(device)))
             drafter._drafted = trees
             teach(drafter, sequences, Scored(scored.logits.to(device)), verdicts)
             drafter._drafted = drafter.draft(sequences, [AMPLE] * 2)
@@ -71,7 +71,7 @@ def test_a_device_learns_and_drafts_what_the_host_would(tree: TreePolicy, plain:
             assert one.parents == other.parents
             assert one.tokens.tolist() == other.tokens.tolist()
     for token in range(VOCABULARY):
-        assert [found.token for found in there.after(token)] == [found.token for found in here.after(token)]
+        assert [found.token for found in there.candidates(token)] == [found.token for found in here.candidates(token)]
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any(plain:
     _, trees, scored, _ = scene(0)
     batch, nodes, _ = scored.logits.shape
     logits, paths = scored.logits.cuda(), torch.zeros(batch, nodes, dtype=torch.int64, device="cuda")
-    told = Nodes(
+    nodes_there = ScoredNodes(
         torch.zeros(batch, nodes, dtype=torch.int32, device="cuda"),
         torch.zeros(batch, nodes, 1, dtype=torch.int32, device="cuda"),
         torch.zeros(batch, dtype=torch.int32, device="cuda"),
@@ -153,11 +153,11 @@ def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any(plain:
         for row, verdict in zip(paths, verdicts, strict=True):
             row[: len(verdict.path)] = torch.tensor(verdict.path)
         anywhere._drafted = trees
-        for place, part in zip(told, anywhere._nodes(logits), strict=True):
+        for place, part in zip(nodes_there, anywhere._nodes(logits), strict=True):
             place.copy_(part)
         judged = Verdicts(paths, paths[:, 0])
         anywhere.update_on_device(Scored(logits.clone()), judged)
-        recorded.update_on_device(Scored(logits, nodes=told), judged)
+        recorded.update_on_device(Scored(logits, nodes=nodes_there), judged)
         assert torch.equal(anywhere.table.tokens, recorded.table.tokens)
         assert torch.equal(anywhere.table.masses, recorded.table.masses)
     assert recorded._learning._recorded

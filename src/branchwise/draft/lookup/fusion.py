@@ -111,7 +111,7 @@ class Fusion(LookupDrafter, LearningDrafter):
     """
 
     name = "fused"
-    members: Sequence[LookupDrafter]
+    members: list[LookupDrafter]
 
     def __init__(self, members: str, tree: TreePolicy | None = None) -> None:
         super().__init__(tree or AdaptiveSize())

@@ -89,6 +89,12 @@ class Weights:
 
         return min(wanted, context_limit(self.model.config))
 
+    def bytes_read(self, rows: int | None = None) -> int:
+        """The bytes that one pass reads, of the head so many rows; by default all."""
+        from branchwise.backends.transformers.runner import bytes_read
+
+        return bytes_read(self.model, rows)
+
     def own_head(self, rows: Tensor | None = None) -> Head:
         """The head of the model, or some rows of it; the same for all who want the same."""
         key = None if rows is None else rows.cpu().numpy().tobytes()
@@ -116,18 +122,3 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         self.seen = hidden
         return nn.functional.linear(hidden, self.weight, self.bias)
-
-
-def bytes_read(model: nn.Module, rows: int | None = None) -> int:
-    """The bytes that one pass reads: all weights but the embeddings, of which it looks up a few rows.
-
-    `rows` counts the rows of the head that are computed; by default all.
-    """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    apart = {id(embeddings.weight)} if head is None else {id(embeddings.weight), id(head.weight)}
-    body = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in apart)
-    if head is None:
-        return body
-    share = 1.0 if rows is None else rows / len(head.weight)
-    return body + int(share * head.weight.numel() * head.weight.element_size())

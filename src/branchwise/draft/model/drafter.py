@@ -27,7 +27,7 @@ from branchwise.cuda.padded import PaddedGraphedFunction
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.model.draft_kv import DraftKVCache
-from branchwise.draft.model.draft_model import Head, Weights, bytes_read
+from branchwise.draft.model.draft_model import Head, Weights
 from branchwise.draft.model.mixing import TargetProbsMixer
 from branchwise.draft.model.trim import frequent_tokens
 from branchwise.draft.model.vocabulary import Vocabulary, common
@@ -100,10 +100,8 @@ class ModelDrafter(TreeDrafter):
         self.weights.release(acquire())  # a model that cannot be served is refused here
         self._following = DraftKVCache(acquire, self.weights.release, self.vocabulary.draft_token)
         self._context = context
-        self.cost = None
-        if target.weight_bytes is not None:
-            rows = None if self.trim is None else len(self.vocabulary.columns)
-            self.cost = bytes_read(self.weights.model, rows) / target.weight_bytes
+        rows = None if self.trim is None else len(self.vocabulary.columns)
+        self.cost = None if target.weight_bytes is None else self.weights.bytes_read(rows) / target.weight_bytes
 
     def finish(self, sequence: SequenceState) -> None:
         self._following.close(sequence)

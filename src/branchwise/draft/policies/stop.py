@@ -43,6 +43,10 @@ class Stop(ABC):
     def enough(self, found: NodeProbs, depth: int) -> bool:
         """Whether the nodes of this depth, after which these distributions were found, should have no children."""
 
+    def applied_to(self, policy: TreePolicy, name: str | None = None) -> Stopping:
+        """The policy with this rule; `name` is what an error calls it."""
+        return Stopping(policy, self, name)
+
 
 class Stopping(TreePolicy):
     """A `stoppable` policy whose trees a rule may end at every level but the root's."""
