@@ -287,10 +287,13 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation() -> None:
     assert "Traceback" not in errors
 
 
-def writing() -> subprocess.Popen[str]:
-    """A process that has begun to write a long story."""
+STORY = ("generate", "Write a very long story.", "-n", "2000")
+
+
+def writing(*arguments: str) -> subprocess.Popen[str]:
+    """A process that has begun to write."""
     process = subprocess.Popen(
-        [sys.executable, "-c", MINDS_CTRL_C, *BRANCHWISE, "generate", "Write a very long story.", "-n", "2000"],
+        [sys.executable, "-c", MINDS_CTRL_C, *BRANCHWISE, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -300,8 +303,9 @@ def writing() -> subprocess.Popen[str]:
     return process
 
 
-def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
-    with writing() as process:
+@pytest.mark.parametrize("arguments", [STORY, ("demo",)], ids=["generate", "demo"])
+def test_ctrl_c_ends_an_answer_without_a_traceback(arguments: tuple[str, ...]) -> None:
+    with writing(*arguments) as process:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -309,7 +313,7 @@ def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
 
 
 def test_a_reader_that_goes_away_ends_the_writing() -> None:
-    with writing() as process:
+    with writing(*STORY) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from branchwise.cli.console import console, refuse_incomplete, write_answer
 from branchwise.cli.options import Device, Dtype, MaxNewTokens, Model, Threads
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from branchwise.llm import LLM, Completion
+    from branchwise.methods import Method
 
 COPY = """Repeat this note word for word.
 
@@ -26,7 +29,6 @@ the river. After the meeting on Thursday we walk to the river together, look at 
 and decide where the new footbridge should begin. If it rains on Thursday, the committee meets in the school."""
 FREE = "Explain how a lock lifts a boat from one level of a canal to the next."
 
-METHOD = "default"
 ROUNDS = 3
 SECONDS = 40
 """no round begins later than this, so that the demo also ends soon on a slow machine"""
@@ -34,7 +36,10 @@ SECONDS = 40
 
 @dataclass
 class Trial:
-    """The answers to one prompt, a pair for every round. Greedy answers differ between rounds only in their times."""
+    """The answers to one prompt, a pair for every round; the rounds differ only in their times.
+
+    Every round has a new drafter, because a drafter that learns would remember the answer of the round before.
+    """
 
     name: str
     prompt: str
@@ -44,6 +49,9 @@ class Trial:
 
 def demo(
     model: Model = DEFAULT_MODEL,
+    method: Annotated[
+        str, typer.Option(help="Method that drafts without a model; see `branchwise methods`.")
+    ] = "ngram",
     max_new_tokens: MaxNewTokens = 128,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -52,21 +60,27 @@ def demo(
     """Show plain and speculative decoding side by side: same tokens, measured speed.
 
     One prompt asks for a copy, where most tokens can be drafted, and one for free writing, where few can.
+
+    branchwise demo --method default
     """
     import torch
 
     from branchwise.llm import load
+    from branchwise.methods import choose_method
 
+    chosen = choose_method(method)
+    chosen.build()  # refuse what cannot draft before a model is loaded
     llm = load(model, draft="none", dtype=dtype, device=device, threads=threads, max_batch=1)
     shown = console()
     precision = str(llm.model.dtype).removeprefix("torch.")
     place = f"{torch.get_num_threads()} CPU threads" if llm.model.device.type == "cpu" else str(llm.model.device)
-    shown.print(f"{llm.name} in {precision} on {place}, greedy", style="bold")
+    shown.print(f"{llm.name} in {precision} on {place}, greedy, method {chosen.name}", style="bold")
     started = time.monotonic()
-    for warm in (llm, llm.with_method(METHOD)):
+    for warm in (llm, llm.with_method(chosen)):
         warm.generate(FREE, max_new_tokens=8)  # the first passes are slower: libraries choose their kernels
     trials = [
-        _show(shown, llm, name, prompt, max_new_tokens) for name, prompt in (("copy", COPY), ("free writing", FREE))
+        _show(shown, llm, chosen, name, prompt, max_new_tokens)
+        for name, prompt in (("copy", COPY), ("free writing", FREE))
     ]
     rounds = 1
     with showing() as progress:
@@ -76,7 +90,7 @@ def demo(
                     f"measuring again: {trial.name}", (rounds - 1) * len(trials) + number, (ROUNDS - 1) * len(trials)
                 )
                 trial.plain.append(llm.generate(trial.prompt, max_new_tokens=max_new_tokens))
-                trial.drafted.append(_fresh(llm).generate(trial.prompt, max_new_tokens=max_new_tokens))
+                trial.drafted.append(llm.with_method(chosen).generate(trial.prompt, max_new_tokens=max_new_tokens))
             rounds += 1
     _print_table(shown, trials, f"{precision}, median of {rounds} rounds" if rounds > 1 else f"{precision}, one round")
     for trial in trials:
@@ -87,19 +101,14 @@ def demo(
     )
 
 
-def _fresh(llm: LLM) -> LLM:
-    """A drafter that has seen no prompt yet: it learns, and would remember the answer of the round before."""
-    return llm.with_method(METHOD)
-
-
-def _show(shown: Console, llm: LLM, name: str, prompt: str, max_new_tokens: int) -> Trial:
+def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_new_tokens: int) -> Trial:
     """Print both answers to a prompt as they are written, and whether they are equal."""
     shown.print(f"\n{prompt}", style="dim")
     shown.print(f"\n{name}, plain decoding", style="bold")
     plain = write_answer(shown, llm, prompt, {"max_new_tokens": max_new_tokens}, show_draft=False)
     refuse_incomplete(plain)
     shown.print(f"\n{name}, speculative (green: drafted and accepted)", style="bold")
-    drafted = write_answer(shown, _fresh(llm), prompt, {"max_new_tokens": max_new_tokens}, show_draft=True)
+    drafted = write_answer(shown, llm.with_method(method), prompt, {"max_new_tokens": max_new_tokens}, show_draft=True)
     refuse_incomplete(drafted)
     shown.print(f"\n{_comparison(llm, prompt, plain, drafted)}", style="green")
     return Trial(name, prompt, [plain], [drafted])
