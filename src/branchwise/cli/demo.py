@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from branchwise.bench.prompts import FREE
 from branchwise.cli.console import console, refuse_incomplete, write_answer
 from branchwise.cli.options import Device, Dtype, MaxNewTokens, Model, Threads
 from branchwise.errors import BranchwiseError
@@ -27,7 +28,6 @@ The committee meets on Thursday at nine in the small hall behind the library. Pl
 new footbridge, the letter from the water board, and the list of families who offered to help with the planting along \
 the river. After the meeting on Thursday we walk to the river together, look at the place where the old bridge stood, \
 and decide where the new footbridge should begin. If it rains on Thursday, the committee meets in the school."""
-FREE = "Explain how a lock lifts a boat from one level of a canal to the next."
 
 ROUNDS = 3
 SECONDS = 40
@@ -77,10 +77,10 @@ def demo(
     shown.print(f"{llm.name} in {precision} on {place}, greedy, method {chosen.name}", style="bold")
     started = time.monotonic()
     for warm in (llm, llm.with_method(chosen)):
-        warm.generate(FREE, max_new_tokens=8)  # the first passes are slower: libraries choose their kernels
+        warm.generate(COPY, max_new_tokens=8)  # the first passes are slower: libraries choose their kernels
     trials = [
         _show(shown, llm, chosen, name, prompt, max_new_tokens)
-        for name, prompt in (("copy", COPY), ("free writing", FREE))
+        for name, prompt in (("copy", COPY), ("free writing", FREE[0]))
     ]
     rounds = 1
     with showing() as progress:

@@ -29,8 +29,7 @@ def optimise(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
     draft: Annotated[
-        str | None,
-        typer.Option(help="Drafter that samples, in place of a draft model, such as disturbed:1."),
+        str | None, typer.Option(help="Drafter that samples, in place of a draft model, such as disturbed:1.")
     ] = None,
     nodes: Annotated[int, typer.Option(help="The most nodes below the root.")] = 24,
     depth: Annotated[int, typer.Option(help="The most levels below the root.")] = 8,
