@@ -96,6 +96,7 @@ def verifiers(
     from branchwise.audit.exact import audit_instance
     from branchwise.audit.instances import SIMILARITIES, Instance, read_cases
     from branchwise.audit.summary import Row, draw, summarise
+    from branchwise.methods import LOSSY
     from branchwise.plots import check_plot
     from branchwise.verify import VERIFIERS
 
@@ -103,7 +104,7 @@ def verifiers(
         check_plot(plot)
     rules = [VERIFIERS.build(name) for name in (split_names(verify) if verify else VERIFIERS)]
     for rule in rules if verify else ():
-        if not getattr(rule, "lossless", True):
+        if LOSSY in rule.name:
             raise UsageError(
                 f"Verifier {rule.name!r} is lossy, there is nothing to prove; `branchwise audit methods "
                 "improved-mcsd-lossy` measures its distance."
