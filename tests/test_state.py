@@ -441,7 +441,7 @@ def test_ctrl_c_is_an_end_too(folder: Path, tmp_path: Path, model: Any, monkeypa
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("branchwise.cli.show_pieces", interrupted)
+    monkeypatch.setattr("branchwise.cli.console.show_pieces", interrupted)
     words = ["generate", "the cat sat on the cat sat", "--model", str(folder), "--draft", "trigram"]
     done = CliRunner().invoke(app, [*words, "--dtype", "float32", "--state", str(tmp_path / "state")])
     assert done.exit_code != 0
