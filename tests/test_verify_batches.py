@@ -26,7 +26,6 @@ from branchwise.cuda.verify_graph import (
     as_program,
     numbers_of,
     packed,
-    tables_of,
     trace,
 )
 from branchwise.draft.base import Budget
@@ -285,7 +284,7 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     # say: a batch of trees that is traced has no other tables.
     specs, room = ROOMY[draw]
     verifier = VERIFIERS.build(name)
-    reads = tables_of(verifier)
+    reads = verifier.reads
     sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
     first = Batch(specs, 0, sampling=sampling)
     tree_batch = TreeBatch(first.trees, pad_shape=room)
