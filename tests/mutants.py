@@ -370,7 +370,7 @@ MUTANTS = [
     *family(
         "growth",
         "draft/policies/paths.py",
-        ("room = budget.nodes - 1", "room = budget.nodes"),
+        ("nodes = budget.nodes - 1", "nodes = budget.nodes"),
         ("max(min(self.length, budget.depth, fits), 0)", "max(min(self.length, fits), 0)"),
         ("independent = self.common == 0 or self.count == 1", "independent = True"),
         ("paths if level >= self.common else paths[:1]", "paths"),
@@ -410,7 +410,7 @@ MUTANTS = [
         "growth",
         "draft/policies/beam.py",
         ("time.append(now)", "time.append(-math.inf)"),
-        ("math.log(urn.mass / whole[parent])", "0.0"),
+        ("math.log(rest.mass / whole[parent])", "0.0"),
         ("len(level) < self.width:\n                now", "len(level) <= self.width:\n                now"),
         ("(budget.nodes - 1) // self.width", "budget.nodes // self.width"),
     ),
@@ -429,7 +429,7 @@ MUTANTS = [
         ("if rest > 0 and -value * rest >= least:", "if rest > 0:"),
         ("(drawn + unserved) / self.nodes", "drawn / self.nodes"),
         ("if unserved and drawn < self.nodes:", "if False:"),
-        ("if sequence not in self._texts:", "if not self._texts:"),
+        ("if sequence not in self._controllers:", "if not self._controllers:"),
     ),
     *family(
         "growth",
@@ -565,7 +565,7 @@ MUTANTS = [
         ("found.append(below.index_select(1, level))", "found.append(below.index_select(1, level.flip(0)))"),
         ("torch.where(accepted, ACCEPTED, REJECTED) * real", "torch.where(accepted, REJECTED, REJECTED) * real"),
         ("self._expected = []", "pass"),
-        ("left = max(self.wants_prefill - len(logits), 0)", "left = 0"),
+        ("left = max(PREFILL - len(logits), 0)", "left = 0"),
         ("*[PADDING] * left]", "*[ACCEPTED] * left]"),
     ),
     *family(
@@ -585,7 +585,7 @@ MUTANTS = [
         ("self._tries[places] += 1", "self._tries[: len(places)] += 1"),
         ("return self._sizes[1 + best] if gains[best] > WORTH else 0", "return self._sizes[1 + best]"),
         ("gains = [tokens[size - 1] * plain / cost", "gains = [tokens[size - 1] * plain"),
-        ("if untried or not clock.knows:", "if untried:"),
+        ("if untried or not costs.knows_plain:", "if untried:"),
         ("self._wanted, self._turn = untried[0] if untried else 0, 0", "self._wanted, self._turn = 0, 0"),
     ),
     *family(
