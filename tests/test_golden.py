@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
+from pathlib import Path
 
 import pytest
 
-from tests.golden import FILE, differences, written
+from branchwise.errors import LossyWarning
+from tests.golden import FILE, differences, toy, written
 
 
 @pytest.mark.parametrize("part", ["toy", "smollm2"])
@@ -15,3 +18,13 @@ def test_texts_are_the_recorded_ones(part: str) -> None:
     if part not in known:
         pytest.skip(f"no texts of {part} are recorded")
     assert differences(written([part]), known) == []
+
+
+def test_a_fourth_of_the_texts_of_the_toy_are_the_recorded_ones(tmp_path: Path) -> None:
+    """What the quick tier compares."""
+    known = json.loads(FILE.read_text())["toy"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossyWarning)
+        found = toy(tmp_path, every=4)
+    assert len(found) >= len(known) // 4 >= 10
+    assert differences({"toy": found}, {"toy": {name: known[name] for name in found}}) == []
