@@ -1,7 +1,7 @@
 """Golden texts: the token ids that every preset and every verifier wrote, in one file.
 
     python -m tests.golden                     compare what is written now with the file; exits with 1 where they differ
-    python -m tests.golden --only toy          the toy target alone, in seconds
+    python -m tests.golden --only toy          the toy target alone, in a minute
     python -m tests.golden --write             write the file anew
 
 A change that is meant to change no text changes no line of `data/golden.json`. There are two targets: the toy with
@@ -91,7 +91,8 @@ def run(target: Target, method: Method, requests: list[Request]) -> list[list[in
     return [generation.token_ids for generation in generations]
 
 
-def toy(folder: Path) -> dict[str, Any]:
+def toy(folder: Path, every: int = 1) -> dict[str, Any]:
+    """Of all presets and pairs of a verifier and a tree, or of every so many."""
     index = folder / "index"
     write_index(index, [[(i * i + j) % TOY_VOCABULARY for j in range(i + 3)] for i in range(40)], TOY_VOCABULARY)
 
@@ -101,7 +102,7 @@ def toy(folder: Path) -> dict[str, Any]:
         return replace(method, draft=draft.format("(" if "fused" in draft else ":") + (")" if "fused" in draft else ""))
 
     methods = [*map(standing_in, PRESETS.values()), *verifiers("disturbed:sigma=1")]
-    return {method.name: texts(ToyTarget(TOY_VOCABULARY), method, TOY_PROMPTS, TOY_LENGTH, 3) for method in methods}
+    return {m.name: texts(ToyTarget(TOY_VOCABULARY), m, TOY_PROMPTS, TOY_LENGTH, 3) for m in methods[::every]}
 
 
 def real(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def real(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     draft = first_layers(llm, 2)  # held here: models that are loaded are known only as long as somebody uses them
     Weights._loaded[draft.name, torch.float32, "cpu"] = draft
     trim.table_of = lambda target: folder / "counts.safetensors"  # type: ignore[assignment]
-    trim.save_counts(target, torch.arange(target.vocabulary, 0, -1), {})
+    trim.save_counts(target.info, torch.arange(target.vocabulary, 0, -1), {})
     index = folder / "real-index"
     about = About("smollm2", fingerprint(llm.tokenizer), target.vocabulary, (), ())
     with Writer(index, about, shard=1 << 10) as writer:

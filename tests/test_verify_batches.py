@@ -19,15 +19,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.cuda.verify_graph import (
-    CapturedVerifier,
-    Numbers,
-    Places,
-    as_program,
-    numbers_of,
-    packed,
-    trace,
-)
+from branchwise.cuda.verify_graph import CapturedVerifier, Numbers, Places, as_program, numbers_of, packed, trace
 from branchwise.draft.base import Budget
 from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verdict, Verdicts

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch
@@ -80,6 +81,31 @@ def test_a_compiled_pass_scores_as_the_model_does(family: str, caplog: pytest.Lo
         assert_scores_equal_own_forward(model, target, texts, trees)
         assert_scores_equal_own_forward(model, target, texts, trees)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # tests of others log more
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_layer_of_a_large_residual_stream_runs_compiled(
+    dtype: torch.dtype, nodes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the widths of SmolLM2, with a stream hundreds of times larger than what a layer adds."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=128,
+    )
+    model = build(config, dtype, "cuda")
+    model.get_input_embeddings().weight.mul_(1e4)
+    target = TransformersTarget(model, slots=1, max_nodes=64, compile=True)
+    text = SequenceState(list(range(40)))
+    target.open(text)
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+        target.score([text], TreeBatch([DraftTree.chain([39, *[7] * (nodes - 1)])], "cuda"))
+    assert [record.getMessage() for record in caplog.records if "uncompiled" in record.getMessage()] == []
 
 
 def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
