@@ -288,7 +288,7 @@ def lookups(target: TransformersTarget, rounds: int) -> Iterator[dict[str, Any]]
     """A tree of Token Recycling looked up in a table on the device, and nothing else."""
     drafter = build_drafter(*STEPS["token-recycling"][:2])
     assert isinstance(drafter, Recycle)
-    drafter.bind(target)
+    drafter.bind(target.info)
     for turn in range(-3, rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()

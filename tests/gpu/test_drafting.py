@@ -44,7 +44,7 @@ def texts(preset: str | None, temperature: float, device: str) -> list[list[int]
             weight.add_(0.2 * weight.std() * noise)
         options = split_spec(method.draft)[2]
         trim = {"trim": VOCABULARY - 8} if "trim" in options else {}
-        save_counts(target, torch.arange(VOCABULARY), {})
+        save_counts(target.info, torch.arange(VOCABULARY), {})
         drafter = ModelDrafter(
             Weights("noisy", draft.to(device), None),
             tree=build_policy(method.tree or "chain"),

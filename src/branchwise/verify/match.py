@@ -63,7 +63,7 @@ def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdi
     nodes = torch.arange(batch.nodes, device=batch.device).expand(len(batch), -1)
     drawn = probs.best(nodes) if probs.greedy else chance.tokens(probs.at(nodes), batch.depths)
     foretold = (drawn.gather(1, batch.parents.clamp_min(0)) == batch.tokens) & (batch.parents >= 0)
-    foretold[:, 0] = True
+    foretold = foretold | (nodes == 0)  # a constant written into it would be a copy from the host in a recording
     missed = pack_bits(~foretold[:, None])  # (batch, 1, words)
     accepted = ((batch.ancestor_bits & missed) == 0).all(dim=-1) & foretold
     # Of twins, which no drafter should propose, the first.
