@@ -50,13 +50,6 @@ class Chance(Protocol):
         """(batch,) int64: one token from each distribution (batch, vocabulary), which need not be normalised."""
         ...
 
-    def order(self, probs: Tensor, k: int, draw: int) -> Tensor:
-        """(batch, k) int64: k tokens drawn from each distribution without replacement, in draw order.
-
-        Where a distribution carries fewer than k tokens, the rest of its row is -1.
-        """
-        ...
-
 
 class SeededChance:
     """Counter-based chance: a draw is a hash of its key, the same on every device and in every batch."""
@@ -104,17 +97,6 @@ class SeededChance:
 
     def pick(self, probs: Tensor, draw: int = 0) -> Tensor:
         return race(probs, self._keys("pick", self.roots, draw))
-
-    def order(self, probs: Tensor, k: int, draw: int) -> Tensor:
-        return race_on(probs, self._keys("order", self.roots, draw), k)
-
-    def keys(self, purpose: str, draw: int) -> Tensor:
-        """(batch,) int64: what the draws of one purpose in this step are made from."""
-        return self._keys(purpose, self.roots, draw)
-
-    def waits(self, draw: int) -> Tensor:
-        """(batch,) float64: standard exponential times, never 0."""
-        return -torch.log((_shift(mix(self.keys("wait", draw)), 12).double() + 0.5) * 2.0**-52)
 
     def _tossed(self, start: int, count: int) -> Tensor:
         """(batch, count) float64: coins start, start + 1, …; tossed many at once, since tossing one costs as much."""

@@ -63,11 +63,6 @@ class Retrieval(LookupDrafter):
         weight = trust(seen.length, seen.hits) / seen.hits if seen.hits else 0.0
         return [Candidate(token, weight * count, behind) for token, count, behind in seen.counts]
 
-    @property
-    def memory_bytes(self) -> int:
-        """Mapped, not held: the system reads what is asked for, and may forget it again."""
-        return self.index.about.bytes
-
 
 def trust(length: int, hits: int) -> float:
     """How far to believe what followed so many tokens at so many places.

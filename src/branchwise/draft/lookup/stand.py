@@ -30,9 +30,8 @@ from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
 Gram = tuple[int, ...]
-INT_BYTES = 28
-MOST_READ, WORD_BYTES = 1024, 112
-"""so many lines are at hand as they were read, and a token of one and its mass take so much"""
+MOST_READ = 1024
+"""lines that are kept as they were read"""
 
 
 class Stand(LookupDrafter):
@@ -64,13 +63,6 @@ class Stand(LookupDrafter):
 
     def __len__(self) -> int:
         return len(self._lines)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of the lines in use and of their names, never more than for `ngrams` of the longest, and of those read."""
-        arrays = len(self) * (self._tokens[:1].nbytes + self._masses[:1].nbytes + self._counts[:1].nbytes)
-        names = len(self) * (sys.getsizeof((0,) * self.max) + (self.max + 1) * INT_BYTES)
-        return arrays + names + sys.getsizeof(self._lines) + len(self._read) * self.k * WORD_BYTES
 
     def bind(self, target: Target) -> None:
         super().bind(target)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import itemgetter
-from sys import getsizeof
 from weakref import WeakKeyDictionary
 
 import torch
@@ -107,11 +106,6 @@ class Trigram(LookupDrafter):
             while len(row) > self.successors:
                 del row[min(row, key=row.__getitem__)]
             self._keep(pair, row)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of the table, its rows and their keys; what is at hand of it is small beside that."""
-        return getsizeof(self._rows) + sum(getsizeof(pair) + getsizeof(row) for pair, row in self._rows.items())
 
     def _learn(self, sequence: SequenceState) -> None:
         """Credit every tri-gram that ends in a token which was not read yet."""

@@ -16,8 +16,6 @@ HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
 MOST_READ = 1024
 """rows that are kept as they were read"""
-NEXT_BYTES = 144
-"""about what a successor takes there"""
 
 
 class AdjacencyTable:
@@ -41,11 +39,6 @@ class AdjacencyTable:
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
-
-    @property
-    def bytes(self) -> int:
-        """The table, and about what the rows take that were read."""
-        return self.tokens.nbytes + self.masses.nbytes + len(self._read) * self.width * NEXT_BYTES
 
     def row(self, token: int) -> list[Candidate]:
         """What may come after a token."""

@@ -86,10 +86,6 @@ class Recycle(LookupDrafter):
         assert self._table is not None, "the table has as many rows as the target has tokens: bind it first"
         return self._table
 
-    @property
-    def memory_bytes(self) -> int:
-        return 0 if self._table is None else self._table.bytes
-
     def bind(self, target: Target) -> None:
         if target is not self.target:
             self._paths = None
