@@ -193,7 +193,7 @@ def test_the_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
 
 
 def compile_all() -> None:
-    from branchwise.draft.recycle.drafter import paths_kernel as drawn_kernel
+    from branchwise.draft.recycle import paths_kernel as drawn_kernel
 
     drawn_kernel._draw = Compiled(drawn_kernel._draw)
     for count, common, width in ((1, 0, 8), (4, 1, 5)):

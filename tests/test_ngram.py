@@ -231,6 +231,9 @@ def test_memory_is_of_the_texts_that_are_open() -> None:
     drafter, sequence = NGram(tree=TopK(4)), SequenceState([1, 2, 3] * 50)
     drafter.draft([sequence], [AMPLE])
     assert list(drafter._indexes) == [sequence]
+    sequence.tokens += range(150)
+    drafter.draft([sequence], [AMPLE])
+    assert len(drafter._indexes[sequence].tokens) == 300
     drafter.close(sequence)
     assert not drafter._indexes
     assert len(drafter.draft([sequence], [AMPLE])[0]) == 1

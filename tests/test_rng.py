@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from branchwise.core.rng import BLOCK, GAMMA, SeededChance, mix, race, race_among, race_on, signed, to_uniform
+from branchwise.core.rng import GAMMA, SeededChance, mix, race, race_on, signed, to_uniform
+from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
+from branchwise.draft.recycle.device_paths import race_among
 from tests.strategies import probs
 
 FALSE_ALARM = 1e-4

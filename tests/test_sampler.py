@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.policies import ScriptedDice
-from branchwise.core.rng import BLOCK, SeededChance, key_of, mix, race, race_on, signed, wait_of
+from branchwise.core.rng import SeededChance, key_of, mix, race, race_on, signed, wait_of
+from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree

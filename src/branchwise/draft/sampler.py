@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from branchwise.core.rng import key_of, mix, mix_one, race, race_on, signed, wait_of
+from branchwise.core.rng import key_of, mix, mix_int, race, race_on, signed, wait_of
 from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
 from branchwise.cuda.padded import PaddedGraphedFunction
@@ -156,7 +156,7 @@ class SeededSampler(DraftSampler):
 
     def next_of(self, left: Probs, node: int, turn: int, number: int) -> int:
         [key] = self._keys("order", [node])
-        key = mix_one(key + turn)  # as in an order that is drawn at once
+        key = mix_int(key + turn)  # as in an order that is drawn at once
         return self._device_sampler.picks(left[None], [key], [0])[0] if isinstance(left, Tensor) else left.race(key)
 
     def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.core.rng import BLOCK, GAMMA, mix_one, wait_of
+from branchwise.core.rng import mix_int, race_sparse
 
 TINY = torch.finfo(torch.float32).tiny
 """a verifier could not divide by less"""
@@ -59,29 +59,16 @@ class SparseProbs:
         return sorted(self.masses, key=self.masses.__getitem__, reverse=True)[:k]
 
     def race(self, key: int) -> int:
-        """The token that `chance.race` draws from the same distribution as a row: whoever has no mass need not be
-        asked."""
-        blocks: dict[int, float] = {}
-        for token, mass in self.masses.items():
-            blocks[token // BLOCK] = blocks.get(token // BLOCK, 0.0) + mass
-        winner = _first(blocks, mix_one(key))
-        return _first({token: mass for token, mass in self.masses.items() if token // BLOCK == winner}, key)
+        """One token, drawn with this key: the one that `rng.race` draws from the same distribution as a row."""
+        return race_sparse(self.masses, key)
 
     def race_on(self, key: int, k: int) -> list[int]:
         """The first k tokens, each by a race of those that are left."""
         left, drawn = self, list[int]()
         for turn in range(min(k, len(self.masses))):
-            drawn.append(left.race(mix_one(key + turn)))
+            drawn.append(left.race(mix_int(key + turn)))
             left = left.without(drawn[-1])
         return drawn
-
-
-def _first(runners: dict[int, float], key: int) -> int:
-    """Which of the runners, given with their masses, arrives first."""
-    if len(runners) == 1:
-        return next(iter(runners))
-    times = [wait_of(key + name * GAMMA) / mass for name, mass in runners.items()]
-    return min(zip(times, runners, strict=True))[1]
 
 
 Probs = Tensor | SparseProbs

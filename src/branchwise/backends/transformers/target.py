@@ -27,8 +27,9 @@ from branchwise.backends.transformers.hooks import AttentionHook
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
+from branchwise.core.rows import pack_array
 from branchwise.core.sequence import SequenceState
-from branchwise.core.topology import bits_of, chain_topology
+from branchwise.core.topology import chain_topology
 from branchwise.cuda.fuse import Fusion, Group, groups_of
 from branchwise.cuda.graphs import GraphedFunction, Graphs, PassOutputs, have_kernels
 from branchwise.cuda.inflight import InflightPass, standing, step_on
@@ -343,7 +344,7 @@ class TransformersTarget:
         tokens. `ancestors` (batch, nodes, columns) marks for each the rows of its tree that it sees, its own included.
         """
         if self._graphs is not None:
-            return self._replay(sequences, tokens, depths, bits_of(ancestors), written)[1].logits
+            return self._replay(sequences, tokens, depths, pack_array(ancestors), written)[1].logits
         places = torch.from_numpy(depths).to(self.device)
         current = self.store.begin(sequences, places, torch.from_numpy(ancestors).to(self.device), written)
         return self._run(torch.from_numpy(tokens).to(self.device), current.lengths[:, None] + places, self.store)

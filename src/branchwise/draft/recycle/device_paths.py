@@ -16,7 +16,8 @@ from torch import Tensor
 
 from branchwise.backends.base import Target
 from branchwise.core.batch import PadShape
-from branchwise.core.rng import GAMMA, mix, race_among, stream_of
+from branchwise.core.rng import GAMMA, _first, mix, stream_of
+from branchwise.core.rows import BLOCK
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.cuda.graphs import GraphedFunction, have_kernels
@@ -142,6 +143,20 @@ def draw(table: Tensor, masses: Tensor, told: Tensor, q: Tensor, *, count: int, 
     # Several paths write what is behind one node, and all the same; an empty place means token 0, and 0 is no more.
     q.zero_().view(-1).scatter_reduce_(0, torch.cat(places).flatten(), torch.cat(values).flatten(), "amax")
     return torch.stack(found, dim=2)
+
+
+def race_among(tokens: Tensor, masses: Tensor, keys: Tensor) -> Tensor:
+    """(draws,) int64: what `race` draws from distributions that are a few tokens (draws, few) with masses (draws, few)
+    float64.
+
+    A token without a mass stands for nothing.
+    """
+    blocks = tokens // BLOCK
+    shared = blocks[:, :, None] == blocks[:, None, :]
+    sums = torch.where(masses > 0, (shared * masses[:, None, :]).sum(dim=2), 0.0)
+    winner = blocks.gather(1, _first(sums, mix(keys), blocks)[:, None])
+    inside = _first(torch.where(blocks == winner, masses, 0.0), keys, tokens)
+    return tokens.gather(1, inside[:, None])[:, 0]
 
 
 def held(masses: Tensor, tokens: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.core import rng as chance
+from branchwise.core import rows
 from branchwise.draft.recycle.device_paths import PICKS, TOLD
 
-BLOCK = tl.constexpr(chance.BLOCK)
+BLOCK = tl.constexpr(rows.BLOCK)
 GAMMA = tl.constexpr(chance.GAMMA)
 FIRST_FACTOR = tl.constexpr(chance.signed(chance.FACTORS[0]))
 SECOND_FACTOR = tl.constexpr(chance.signed(chance.FACTORS[1]))
