@@ -23,7 +23,7 @@ from branchwise.core.rng import GAMMA, SeededChance, mix, race, race_on, signed,
 from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.recycle.device_paths import race_among
+from tests.device_twins import race_among
 from tests.strategies import probs
 
 FALSE_ALARM = 1e-4

@@ -61,6 +61,17 @@ def blank(rows: Tensor, tokens: Tensor) -> Tensor:
     return rows.where(torch.arange(rows.shape[-1], device=rows.device) != tokens[..., None], 0.0)
 
 
+def top_tokens(logits: Tensor, count: int) -> Tensor:
+    """(…, 2, count) float32: the best tokens of logits (…, vocabulary), best first, and their probabilities.
+
+    Tokens are small enough to be exact as float32.
+    """
+    with torch.inference_mode():
+        values, tokens = logits.topk(count, dim=-1)
+        masses = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+        return torch.stack([tokens.float(), masses], dim=-2)
+
+
 WORD = 32
 """columns whose bits share a word"""
 

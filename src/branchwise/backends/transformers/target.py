@@ -27,7 +27,7 @@ from branchwise.backends.transformers.hooks import AttentionHook
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.probe import Probe, ProbeCache, check_against_own_forward, context_limit
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
-from branchwise.core.rows import pack_array
+from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import chain_topology
 from branchwise.cuda.fuse import Fusion, Group, groups_of
@@ -397,7 +397,7 @@ class TransformersTarget:
         with self._attending(self._route.name), self._fusion() if self._fusion is not None else nullcontext():
             self.store.current = inputs
             logits = self._run(inputs.tokens, inputs.positions, self.store)
-        return PassOutputs(logits, best_of(logits, self._best) if self._best else None)
+        return PassOutputs(logits, top_tokens(logits, self._best) if self._best else None)
 
     def tell_best(self, count: int) -> None:
         """From now on passes on a device also say which tokens are best, at least so many."""
@@ -475,17 +475,6 @@ def without_plans(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(ways)
-
-
-def best_of(logits: Tensor, count: int) -> Tensor:
-    """(batch, nodes, 2, count) float32: the best tokens of logits (batch, nodes, vocabulary), and their probabilities.
-
-    Tokens are small enough to be exact as float32.
-    """
-    with torch.inference_mode():
-        values, tokens = logits.topk(count, dim=-1)
-        masses = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
-        return torch.stack([tokens.float(), masses], dim=2)
 
 
 def _free_memory(device: torch.device) -> int:

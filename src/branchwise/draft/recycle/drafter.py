@@ -30,28 +30,29 @@ from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreePolicy
 from branchwise.draft.lookup.base import Candidate, LookupDrafter
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.policies.ranks import Ranks, places_in, slots, ways
+from branchwise.draft.policies.ranks import Ranks, places_in, ways
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.recycle.adjacency import AdjacencyTable, averaged
-from branchwise.draft.recycle.device_paths import DevicePaths
-from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens, top_tokens_at
+from branchwise.draft.recycle.adjacency import ACCEPTED, PADDING, REJECTED, AdjacencyTable
+from branchwise.draft.recycle.device_paths import MOST_PATHS, DevicePaths
+from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens_at
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
 
 MOST_PARTS = 256
-MOST_BY_KERNELS = 16
-"""successors of a token; a kernel takes as many turns to find them"""
+MOST_WIDTH = 16
+"""successors of a token that the kernels find, one after the other"""
 
 
 class Recycle(LookupDrafter):
     """`recycle:k=8,rate=0.5,rows=16`: a table of k successors for every token.
 
-    What is new counts `rate` in the average, and all where a token is seen for the first time. On the host a step
-    learns from `rows` nodes of a text at most: the end of the accepted path, then rejected nodes level by level. A
-    token has no row before it was scored once, and what is rejected here is often written soon. On a device it learns
-    from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, and
-    paths are drawn there (`device_paths.py`). Other trees are laid on the host, so for them the table lies there, and a
-    device tells what is best behind each node.
+    A new distribution counts `rate` in the average, and wholly if its token is seen for the first time. On the host a
+    step learns from at most `rows` nodes of a text: the end of the accepted path, then rejected nodes level by level. A
+    token has no row before it was scored once, and a rejected token is often written soon.
+
+    On a device with kernels the table is on the device: it learns from all nodes, and nothing is read back. The tokens
+    of a tree of ranks are looked up on the device, and paths are drawn on it (`device_paths.py`). Other trees are laid
+    on the host, with the table on the host; the device then reports the best tokens after each node.
     """
 
     name = "recycle"
@@ -64,9 +65,7 @@ class Recycle(LookupDrafter):
         self.k, self.rate, self.rows = k, rate, rows
         self.learns = True
         self.on_device = False
-        """learn from all nodes, and look up trees of ranks or draw paths where the table lies"""
-        self.by_kernels = False
-        """learn and look up in a few kernels of our own"""
+        """whether the table is on the device, and kernels learn, look up trees of ranks and draw paths"""
         self._table: AdjacencyTable | None = None
         self._bound_to: tuple[int, int, torch.device] | None = None
         self._whole: Topology | None = None
@@ -90,29 +89,37 @@ class Recycle(LookupDrafter):
         if target is not self.target:
             self._paths = None
         super().bind(target)
-        self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks | Paths)
-        place = target.device if self.on_device else torch.device("cpu")
-        wanted = _, width, _ = target.vocabulary, min(self.k, target.vocabulary), place
-        self.by_kernels = self.on_device and width <= MOST_BY_KERNELS and have_kernels(place)
-        self.by_kernels &= getattr(target, "kernels", True)
-        compiled = getattr(target, "compile", False) and not self.by_kernels  # there is nothing left to compile
-        self._ways: dict[str, Any] = {"capture": getattr(target, "graphs", True), "compile": compiled}
+        width = min(self.k, target.vocabulary)
+        fits = isinstance(self.tree, Ranks) or (isinstance(self.tree, Paths) and self.tree.count <= MOST_PATHS)
+        self.on_device = fits and width <= MOST_WIDTH and have_kernels(target.device)
+        self.on_device &= getattr(target, "kernels", True)
+        wanted = target.vocabulary, width, target.device if self.on_device else torch.device("cpu")
+        self._captures: bool = getattr(target, "graphs", True)
         if self._table is None or self._bound_to != wanted:
             self._move_to(*wanted)
         if not self.on_device and hasattr(target, "tell_best"):
             target.tell_best(2 * self.k)
 
     def _move_to(self, vocabulary: int, width: int, place: torch.device) -> None:
-        """A table there; what was learned stays, where it fits."""
+        """Create the table on this device; what was learned stays if it fits."""
         known, self._table = self._table, AdjacencyTable(vocabulary, width, place)
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
         self._bound_to, self._whole, self._paths = (vocabulary, width, place), None, None
         self._ahead = self._foreseen = None
-        self._tables = self._table.tokens, self._table.masses
-        self._learning = GraphedFunction(learn_judged, place, self._tables, writes=True, **self._ways, **self._how)
-        for told in (self._parts, self._roots):
-            told.clear()
+        self._parts.clear()
+        self._roots.clear()
+        if self.on_device:
+            self._tables = self._table.tokens, self._table.masses
+            self._learning = GraphedFunction(
+                learn_judged,
+                place,
+                self._tables,
+                writes=True,
+                capture=self._captures,
+                learner=self._kernels.learn_marked,
+                rate=self.rate,
+            )
 
     def find(self, sequence: SequenceState) -> int:
         return sequence.root
@@ -126,7 +133,7 @@ class Recycle(LookupDrafter):
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         if self.on_device and isinstance(self.tree, Paths):
             assert self.target is not None, "a table is bound to a target"
-            self._paths = self._paths or DevicePaths(self.tree, self.table.tokens, self.table.masses, self.target)
+            self._paths = self._paths or DevicePaths(self.tree, *self._tables, self.target, self._kernels.draw_paths)
             self._drafted = self._paths(sequences, budgets)
             return self._drafted
         if not self.on_device or not isinstance(self.tree, Ranks):
@@ -179,7 +186,8 @@ class Recycle(LookupDrafter):
     def _looked(self, roots: Tensor) -> Tensor:
         if self._whole is None:
             self._look()
-        return self._lookup(roots)
+        found: Tensor = self._lookup(roots)
+        return found
 
     def _part(self, whole: Tensor, shape: Topology) -> Tensor:
         """(nodes,): what a smaller tree has of a whole one; as a look-up, that is recorded once for all shapes."""
@@ -196,14 +204,8 @@ class Recycle(LookupDrafter):
         """Make ready to look up the whole tree."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
-        if self.by_kernels:
-            from branchwise.draft.recycle import kernels
-
-            there = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
-            self._lookup = GraphedFunction(kernels.walk, table.device, (table, there), **self._ways)
-        else:
-            levels = [_there(level, table) for level in slots(self._whole, self.table.width)]
-            self._lookup = GraphedFunction(walk, table.device, (table, *levels), **self._ways)
+        ranks = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
+        self._lookup = GraphedFunction(self._kernels.walk, table.device, (table, ranks), capture=self._captures)
 
     def begin(self, sequence: SequenceState, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]
@@ -213,7 +215,7 @@ class Recycle(LookupDrafter):
             there = _there([*tokens, *[0] * left], logits)[None]
             marks = _there([*[ACCEPTED] * len(logits), *[PADDING] * left], logits)[None]
             probs = torch.nn.functional.pad(logits, (0, 0, 0, left))[None]
-            self._learner(*self._tables, there, probs, marks, rate=self.rate)
+            self._kernels.learn_marked(*self._tables, there, probs, marks, rate=self.rate)
             self.table.forget_read()
         else:
             self._learn_in_turn(tokens, host_top_tokens(logits, self.table.width))
@@ -229,7 +231,7 @@ class Recycle(LookupDrafter):
         nodes = scored.nodes or self._nodes(scored.logits)
         places = nodes.tokens, nodes.seen, nodes.slots, scored.logits, found.paths
         if scored.nodes is None:  # a pass that was not recorded, whose logits lie anywhere
-            learn_judged(*self._tables, *places, **self._how)
+            learn_judged(*self._tables, *places, learner=self._kernels.learn_marked, rate=self.rate)
         else:
             self._learning(*places)
         self.table.forget_read()
@@ -279,20 +281,10 @@ class Recycle(LookupDrafter):
         return Nodes(tokens, seen, there := _there(slots, logits), torch.zeros_like(there))
 
     @property
-    def _learner(self) -> Callable[..., None]:
-        if not self.by_kernels:
-            return learn_marked
-        from branchwise.draft.recycle import kernels
+    def _kernels(self) -> Any:
+        from branchwise.draft.recycle import kernels  # Triton is installed only where there is a CUDA device
 
-        return kernels.learn_marked
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"learner": self._learner, "rate": self.rate}
-
-
-PADDING, REJECTED, ACCEPTED = range(3)
-"""what becomes of a node"""
+        return kernels
 
 
 def learn_judged(
@@ -311,33 +303,6 @@ def learn_judged(
     real = (seen != 0).any(dim=2) & (slots >= 0)[:, None]
     accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # a path that is over stays at its root
     learner(table, masses, tokens, logits, torch.where(accepted, ACCEPTED, REJECTED) * real, rate=rate)
-
-
-def learn_marked(table: Tensor, masses: Tensor, tokens: Tensor, logits: Tensor, marks: Tensor, *, rate: float) -> None:
-    """Learn from tokens, distributions and marks (batch, nodes) in a table, in fixed shapes.
-
-    Several nodes may carry one token. All of them write the distribution of the last one, and accepted nodes count as
-    last: so it does not matter who writes first. Padding writes what the first node of all writes.
-    """
-    flat, marks = tokens.flatten().long(), marks.flatten()
-    places = torch.arange(len(flat), device=flat.device)
-    keys = torch.where(marks > PADDING, flat, flat[0])
-    turns = torch.where(marks > PADDING, places + len(flat) * (marks == ACCEPTED), -1)
-    last = torch.zeros(len(table), dtype=torch.int64, device=flat.device)
-    last.scatter_reduce_(0, keys, turns, "amax")
-    found = top_tokens(logits.flatten(0, 1), table.shape[1])
-    table[keys], masses[keys] = averaged(table[keys], masses[keys], found, last[keys] % len(flat), rate)
-
-
-def walk(*inputs: Tensor) -> Tensor:
-    """From a table, for every level where its nodes lie in the successors of the level above, and roots (n,) to the
-    tokens (n, nodes) of trees: one look at the table a level."""
-    table, *levels, roots = inputs
-    found = [roots[:, None]]
-    for level in levels:
-        below = table.index_select(0, found[-1].flatten()).view(len(roots), -1)
-        found.append(below.index_select(1, level))
-    return torch.cat(found, dim=1).long()
 
 
 def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
