@@ -459,7 +459,7 @@ MUTANTS = [
         "draft/sampler.py",
         ("found = self._device_sampler.orders(probs, keys, max(sizes))", "found = self._device_sampler.orders(probs, keys, min(sizes))"),
         ("repeat(best[row][0])", "repeat(best[row][-1])"),
-        ("race(probs, told[:, 0], told[:, 1])", "race(probs, told[:, 0], told[:, 1] * 0)"),
+        ("race(probs, draws[:, 0], draws[:, 1])", "race(probs, draws[:, 0], draws[:, 1] * 0)"),
         ("if token >= 0]", "]"),
         ("key = mix_int(key + turn)", "key = mix_int(key)"),
         ("race(left, mix(keys + turn))", "race(left, mix(keys))"),

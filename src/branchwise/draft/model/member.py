@@ -1,7 +1,7 @@
-"""The tree of a draft model as a memory: what it has just drafted can be looked up like anything else.
+"""A draft model as a member of a fusion (RASD, arXiv 2503.03434): the tree that it has just drafted is looked up like
+the memory of a lookup drafter.
 
-So a model takes its place among the memories of a fusion (RASD, arXiv 2503.03434). Where it has looked it also has a
-distribution, against which what others retrieved can be held.
+For the nodes that it expanded it also has distributions, by which the fusion judges what other members propose.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.verify import Verdict
 
 TREE = TopK(24, depth=6, width=8)
-"""what the model drafts: in a fusion, depth comes from the memories"""
+"""what the model drafts: in a fusion, depth comes from lookup drafters"""
 
 
 class DraftModelMember(LookupDrafter):
-    """A draft model among memories. Its place is the path from the root, and behind its tree it knows nothing."""
+    """A draft model among lookup drafters. A cursor is the path from the root; outside its tree it proposes nothing."""
 
     name = "model"
 
@@ -50,14 +50,14 @@ class DraftModelMember(LookupDrafter):
         self._known.pop(sequence, None)
 
     def look_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
-        """Draft for all texts together, before anyone asks."""
+        """Draft for all texts together, before the fusion looks anything up."""
         trees = self._drafter.draft(sequences, budgets)
         self.passes = self._drafter.passes
         for sequence, tree in zip(sequences, trees, strict=True):
             self._known[sequence] = Drafted(tree, self._watched.probs.pop(sequence, {}))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """What the draft model recalls of the target it learns from the tree that was scored, whoever drafted it."""
+        """Recall learns from the scored tree, which is the tree of the fusion."""
         self._drafter._drafted = self._drafted
         self._drafter.update(sequences, scored, verdicts)
 
@@ -69,7 +69,7 @@ class DraftModelMember(LookupDrafter):
         return [Candidate(token, mass, (drafted, (*path, token))) for token, mass in drafted.below.get(path, ())]
 
     def probs(self, place: Cursor) -> Tensor | None:
-        """(vocabulary,): what the model found behind a path, where it looked."""
+        """(vocabulary,): the distribution after a path; None if the model did not expand it."""
         drafted, path = place
         found: Tensor | None = drafted.probs.get(path)
         return found
@@ -89,7 +89,7 @@ class Drafted:
 
 
 class Watched:
-    """A growth whose distributions are kept as they pass by."""
+    """A policy that also records the distributions it is sent."""
 
     def __init__(self, policy: TopK) -> None:
         self.policy = policy

@@ -1,12 +1,12 @@
-"""Token Recycling: what the target once found probable after a token is proposed after it again.
+"""Token Recycling: tokens that the target once found probable after a token are proposed after it again.
 
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling" (arXiv
-2408.08696). A pass over a tree finds distributions for all its nodes, and most of them are thrown away with the nodes.
-Here the best successors of every token go into a table, also those behind rejected tokens.
+2408.08696). A pass over a tree computes distributions for all its nodes, and most of them are discarded with the nodes.
+The drafter keeps the best successors of every token in a table, also those after rejected tokens.
 
-What is different from the paper: the table starts with distributions of the prompt, it keeps probabilities beside the
-tokens, as a running average, so that a tree can go where they are high; and a token that was never seen proposes
-nothing. The probabilities are those of the model at temperature 1, before any warping.
+Differences from the paper: the table starts with distributions of the prompt; it keeps probabilities with the tokens,
+as a running average, so that a tree can grow where they are high; and a token that was never seen proposes nothing. The
+probabilities are those of the model at temperature 1, before any warping.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Recycle(LookupDrafter):
         self._whole: Topology | None = None
         """the largest tree that is looked up"""
         self._paths: DevicePaths | None = None
-        self._parts: dict[Topology, Tensor] = {}  # which nodes of the whole tree a smaller one has, on the device
+        self._parts: dict[Topology, Tensor] = {}  # indices of the nodes of a smaller tree in the whole, on the device
         self._roots: dict[int, PinnedBuffer] = {}  # by the number of texts
         self._ahead: Tensor | None = None
         """whole trees below the tokens of the last verdicts"""
         self._expected: list[tuple[SequenceState, int]] = []
         """the text of each of these trees, and its root"""
         self._foreseen: list[DraftTree] | None = None
-        """what they come to within budgets"""
+        """the same trees, cut to budgets"""
 
     @property
     def table(self) -> AdjacencyTable:
@@ -139,7 +139,7 @@ class Recycle(LookupDrafter):
         if not self.on_device or not isinstance(self.tree, Ranks):
             return super().draft(sequences, budgets)
         wanted = [(sequence, sequence.root) for sequence in sequences]
-        # What was looked up already is right where the texts go on together as they were.
+        # Trees that were looked up in advance are right if the batch is the same and every root is as expected.
         expected = wanted == self._expected
         trees, self._foreseen = self._foreseen if expected else None, None
         if trees is None:
@@ -154,13 +154,13 @@ class Recycle(LookupDrafter):
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         if self._ahead is None or not isinstance(self.tree, Ranks):
             return None
-        if min(budget.depth for budget in budgets) < self.tree.shape.depth:  # they may come out smaller than they need
+        if min(budget.depth for budget in budgets) < self.tree.shape.depth:  # the trees may have to be smaller
             return None
         self._foreseen, self._ahead = self._within(self._ahead, budgets), None
         return self._foreseen
 
     def _within(self, found: Tensor, budgets: Sequence[Budget]) -> list[DraftTree]:
-        """What trees (at least as many, nodes) that were looked up come to within budgets."""
+        """Trees (at least as many as budgets, nodes) that were looked up, cut to budgets."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         if hasattr(self.tree, "begin"):
             self.tree.begin(len(budgets), self.target)
@@ -171,17 +171,16 @@ class Recycle(LookupDrafter):
         ]
 
     def looked_up(self, roots: list[int]) -> Tensor:
-        """(roots, nodes): the tokens of whole trees, without a wait for the device.
+        """(roots, nodes): the tokens of whole trees, without waiting for the device; the next call overwrites them.
 
-        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. The next trees
-        overwrite these.
+        Tokens below an empty row are arbitrary, and are verified like all others.
         """
         size = fitting(len(roots), BATCHES)  # few sizes, each of which is recorded
         if size not in self._roots:
             self._roots[size] = PinnedBuffer(size, self.table.tokens.device)
-        told = self._roots[size]
-        told.here[: len(roots)] = roots
-        return self._looked(told.bring())[: len(roots)]
+        buffer = self._roots[size]
+        buffer.here[: len(roots)] = roots
+        return self._looked(buffer.bring())[: len(roots)]
 
     def _looked(self, roots: Tensor) -> Tensor:
         if self._whole is None:
@@ -190,18 +189,18 @@ class Recycle(LookupDrafter):
         return found
 
     def _part(self, whole: Tensor, shape: Topology) -> Tensor:
-        """(nodes,): what a smaller tree has of a whole one; as a look-up, that is recorded once for all shapes."""
+        """(nodes,): the tokens of a smaller tree, gathered from a whole one: look-ups are recorded for one shape."""
         assert self._whole is not None, "nothing was looked up"
         if shape is self._whole:
             return whole
         if shape not in self._parts:
             if len(self._parts) > MOST_PARTS:
                 self._parts.clear()
-            self._parts[shape] = _there(places_in(self._whole, shape), whole)
+            self._parts[shape] = _upload(places_in(self._whole, shape), whole)
         return whole.index_select(0, self._parts[shape])
 
     def _look(self) -> None:
-        """Make ready to look up the whole tree."""
+        """Prepare to look up whole trees."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
         ranks = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
@@ -210,37 +209,36 @@ class Recycle(LookupDrafter):
     def begin(self, sequence: SequenceState, logits: Tensor) -> None:
         tokens = sequence.tokens[-1 - len(logits) : -1]
         if self.on_device:
-            # In one shape, however long the prompt is: kernels are compiled for the shapes that they meet.
+            # Padded to one shape for prompts of all lengths: kernels are compiled for every shape.
             left = max(self.wants_prefill - len(logits), 0)
-            there = _there([*tokens, *[0] * left], logits)[None]
-            marks = _there([*[ACCEPTED] * len(logits), *[PADDING] * left], logits)[None]
-            probs = torch.nn.functional.pad(logits, (0, 0, 0, left))[None]
-            self._kernels.learn_marked(*self._tables, there, probs, marks, rate=self.rate)
+            uploaded = _upload([*tokens, *[0] * left], logits)[None]
+            marks = _upload([*[ACCEPTED] * len(logits), *[PADDING] * left], logits)[None]
+            padded = torch.nn.functional.pad(logits, (0, 0, 0, left))[None]
+            self._kernels.learn_marked(*self._tables, uploaded, padded, marks, rate=self.rate)
             self.table.forget_read()
         else:
             self._learn_in_turn(tokens, host_top_tokens(logits, self.table.width))
 
     def update_on_device(self, scored: Scored, found: Verdicts) -> None:
-        """On a device, learn from every node at once, before the host knows what was accepted, and look up the trees
-        that come next."""
-        # Whoever interrupts this step finds nothing looked up.
+        """Enqueue learning from all nodes and the look-up of the next trees, before the host reads the verdict."""
+        # An interrupted step leaves no trees behind.
         self._ahead = self._foreseen = None
         self._expected = []
         if not self.on_device:
             return
         nodes = scored.nodes or self._nodes(scored.logits)
-        places = nodes.tokens, nodes.seen, nodes.slots, scored.logits, found.paths
-        if scored.nodes is None:  # a pass that was not recorded, whose logits lie anywhere
-            learn_judged(*self._tables, *places, learner=self._kernels.learn_marked, rate=self.rate)
+        inputs = nodes.tokens, nodes.seen, nodes.slots, scored.logits, found.paths
+        if scored.nodes is None:  # a pass that was not recorded, whose logits have no fixed address
+            learn_judged(*self._tables, *inputs, learner=self._kernels.learn_marked, rate=self.rate)
         else:
-            self._learning(*places)
+            self._learning(*inputs)
         self.table.forget_read()
         self._ahead = self._looked(found.tokens) if isinstance(self.tree, Ranks) else None
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.on_device:
-            told = zip(sequences, verdicts, strict=True)
-            self._expected = [(sequence, verdict.token) for sequence, verdict in told]
+            pairs = zip(sequences, verdicts, strict=True)
+            self._expected = [(sequence, verdict.token) for sequence, verdict in pairs]
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         drafted = [tree.tokens.tolist() for tree in self._drafted]
@@ -256,9 +254,9 @@ class Recycle(LookupDrafter):
         self.table.put(tensors)
 
     def _learn_in_turn(self, tokens: list[int], found: HostTopTokens | ReportedTopTokens) -> None:
-        """From the distributions after tokens that the host knows, one after the other.
+        """Average the distributions after tokens into the table, in order.
 
-        A token that comes several times is averaged in as often, in that order: each turn has every token once.
+        A token that occurs several times is averaged several times: each turn has every token at most once.
         """
         turns: list[dict[int, int]] = []  # token -> row
         for row, token in enumerate(tokens):
@@ -270,15 +268,16 @@ class Recycle(LookupDrafter):
             self.table.mix(turn, found, self.rate)
 
     def _nodes(self, logits: Tensor) -> Nodes:
-        """The trees that were drafted last, in the shape of a pass over them."""
+        """The trees that were drafted last, padded like a pass over them."""
         batch, nodes, _ = logits.shape
         rows = [tree.tokens.to(logits.device, non_blocking=True) for tree in self._drafted]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         tokens = torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1], 0, batch - len(rows)))
         slots = [*range(len(rows)), *[-1] * (batch - len(rows))]
         layout = lay_out(tuple(tree.topology for tree in self._drafted), nodes)
-        seen = torch.nn.functional.pad(_there(layout.seen, logits), (0, 0, 0, 0, 0, batch - len(rows)))
-        return Nodes(tokens, seen, there := _there(slots, logits), torch.zeros_like(there))
+        seen = torch.nn.functional.pad(_upload(layout.seen, logits), (0, 0, 0, 0, 0, batch - len(rows)))
+        uploaded = _upload(slots, logits)
+        return Nodes(tokens, seen, uploaded, torch.zeros_like(uploaded))
 
     @property
     def _kernels(self) -> Any:
@@ -299,22 +298,22 @@ def learn_judged(
     learner: Callable[..., None],
     rate: float,
 ) -> None:
-    """Learn from the nodes of a pass, told as `Nodes`, and from verdicts that accepted paths (batch, depth + 1)."""
+    """Learn from the nodes of a pass, given as in `Nodes`, and from the accepted paths (batch, depth + 1)."""
     real = (seen != 0).any(dim=2) & (slots >= 0)[:, None]
-    accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # a path that is over stays at its root
+    accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # the padding of a path marks its root
     learner(table, masses, tokens, logits, torch.where(accepted, ACCEPTED, REJECTED) * real, rate=rate)
 
 
 def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
     """The nodes of a tree to learn from on the host, the most important last: the accepted path ends the list.
 
-    What the table did not foresee lies at the end of the path, so that is what stays of a long one.
+    The table predicted the start of a long path, so only its end is kept.
     """
     path = path[-most:]
     others = [node for node in range(1, len(tree)) if node not in path]
     return [*others[: most - len(path)], *path]
 
 
-def _there(numbers: Sequence[int] | NDArray[np.integer], like: Tensor) -> Tensor:
-    """Numbers where a tensor is, without waiting for the device."""
+def _upload(numbers: Sequence[int] | NDArray[np.integer], like: Tensor) -> Tensor:
+    """Numbers on the device of a tensor, without waiting for it."""
     return torch.tensor(numbers).to(like.device, non_blocking=True)
