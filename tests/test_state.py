@@ -328,10 +328,8 @@ def test_an_interrupt_in_the_middle_leaves_the_old_file(
 
 
 TARGET = """
-from types import SimpleNamespace
-config = SimpleNamespace(model_type="none", hidden_size=1, num_hidden_layers=1)
-config.get_text_config = lambda: config
-target = SimpleNamespace(vocabulary=11, model=SimpleNamespace(config=config))
+from branchwise.testing import ToyTarget
+target = ToyTarget(11).info
 """
 WRITER = """
 import sys
