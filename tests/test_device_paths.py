@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import Execution
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -164,7 +165,8 @@ def test_paths_are_drawn_where_the_target_is_if_there_are_kernels(
     monkeypatch.setattr("branchwise.draft.recycle.drafter.have_kernels", lambda device: kernels)
     monkeypatch.setattr(Recycle, "_kernels", device_twins)
     drafter = Recycle(tree=build_policy(spec))
-    drafter.bind(replace(ToyTarget(VOCABULARY).info, device=torch.device("meta")))  # some device
+    some = torch.device("meta")
+    drafter.bind(replace(ToyTarget(VOCABULARY).info, device=some, execution=Execution(kernels=True)))
     assert drafter.on_device == (there and kernels)
     assert drafter.table.tokens.device.type == ("meta" if there and kernels else "cpu")
 
