@@ -22,10 +22,10 @@ from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.none import NoDrafter
 from branchwise.draft.policies.ranks import Ranks
-from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
+from tests.device_twins import OnDevice
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -148,9 +148,7 @@ def test_texts_are_the_same_and_most_passes_had_begun(target: Watched, plain: li
 
 
 def test_a_table_foresees_its_trees(target: Watched, plain: list[list[int]]) -> None:
-    drafter = Recycle(tree=Ranks("mcsd"))
-    engine = Engine(target, drafter, VERIFIERS.build("match"))
-    drafter.on_device = True  # as if the target were on one
+    engine = Engine(target, OnDevice(tree=Ranks("mcsd")), VERIFIERS.build("match"))
     generation = engine.submit(Request(PROMPTS[0], max_new_tokens=11))
     while engine.busy:
         engine.step()

@@ -437,20 +437,20 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def tamper(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
 def rewrite(change: Change) -> Callable[[Path], None]:
-    """Change the weights, or what is said about them."""
+    """Change the weights or their description, with a digest that fits."""
 
     def damage(file: Path) -> None:
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as stored:
-            known = json.loads(stored.metadata()[FORMAT])
-        tensors = load_file(file)
+        known, tensors = FORMAT.read(file, lambda known, tensors: (known, tensors))
         change(tensors, known)
-        save_file(tensors, file, {FORMAT: json.dumps(known)} if known else None)
+        FORMAT.write(file, known, tensors)
 
     return damage
 
@@ -458,11 +458,12 @@ def rewrite(change: Change) -> Callable[[Path], None]:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda file: file.unlink(), "There is no stop"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "There is no stop"),
-    "cut": (cut, "cannot be read"),
-    "text": (lambda file: file.write_text("hello, this is a text"), "cannot be read"),
-    "empty": (lambda file: file.write_bytes(b""), "cannot be read"),
-    "no metadata": (rewrite(lambda tensors, known: known.clear()), "is no stop; write one"),
-    "of another version": (rewrite(lambda tensors, known: known.update(version=2)), "version 2, where 1 is known"),
+    "cut": (cut, "is damaged"),
+    "text": (lambda file: file.write_text("hello, this is a text"), "is damaged"),
+    "empty": (lambda file: file.write_bytes(b""), "is damaged"),
+    "a changed byte": (tamper, "is damaged .its contents are not those that were written"),
+    "no metadata": (lambda file: save_file(load_file(file), file), "is no stop; train one"),
+    "of a newer version": (rewrite(lambda tensors, known: known.update(version=2)), "written by a newer Branchwise"),
     "no threshold": (rewrite(lambda tensors, known: known.pop("threshold")), "is damaged"),
     "a threshold of 7": (rewrite(lambda tensors, known: known.update(threshold=7)), "is damaged"),
     "another kind": (rewrite(lambda tensors, known: known.update(kind="soft")), "is damaged"),

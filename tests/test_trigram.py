@@ -187,19 +187,17 @@ def test_a_finished_text_leaves_only_its_counts_behind() -> None:
 
 def test_memory_stays_bounded_over_two_hundred_thousand_tokens() -> None:
     rng = random.Random(3)
-    drafter, largest = Trigram(size=500, successors=4), 0
+    drafter = Trigram(size=500, successors=4)
     for _ in range(20):
         tokens = [rng.randrange(60) for _ in range(10_000)]
         drafter.locate(SequenceState(tokens))
         for place in list(drafter._rows)[-400:]:
             drafter.candidates(place)
-        largest = max(largest, drafter.memory_bytes)
         assert len(drafter._rows) == 500
         assert len(drafter._looked_up) <= trigram.LOOKED_UP
         assert max(map(len, drafter._rows.values())) <= 4
         newest = (tokens[-3], tokens[-2])
         assert tokens[-1] in [found.token for found in drafter.candidates(newest)]
-    assert largest < 500 * 600
 
 
 def test_answers_at_hand_are_few_and_true() -> None:
@@ -320,7 +318,3 @@ def test_tensors_that_do_not_fit_are_a_sentence_and_change_nothing() -> None:
         with pytest.raises(UsageError, match="no tri-grams of this vocabulary"):
             drafter.restore(tensors)
         assert drafter._rows == before
-
-
-def test_more_is_held_where_more_is_known() -> None:
-    assert 0 < known([[1]]).memory_bytes < known([[1, 2, 3, 4, 5]]).memory_bytes

@@ -19,7 +19,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.cuda.verify_graph import CapturedVerifier, Numbers, Places, as_program, numbers_of, packed, trace
+from branchwise.cuda.verify_graph import CapturedVerifier, GraphInputs, Numbers, as_program, trace
 from branchwise.draft.base import Budget
 from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
@@ -259,12 +259,11 @@ ROOMY = {
 }
 
 
-def inputs(batch: Batch, tree_batch: TreeBatch, reads: Sequence[str]) -> Places:
+def inputs(batch: Batch, tree_batch: TreeBatch, reads: Sequence[str]) -> GraphInputs:
     assert tree_batch.q is not None
     q = torch.nn.functional.pad(tree_batch.q, (0, 0, 0, tree_batch.nodes - tree_batch.q.shape[1]))
-    return Places(
-        packed(numbers_of(tree_batch, batch.chance(), reads)), batch.logits(tree_batch.nodes).nan_to_num(0.0), q
-    )
+    numbers = Numbers(tree_batch, batch.chance(), reads, torch.device("cpu")).there
+    return GraphInputs(numbers, batch.logits(tree_batch.nodes).nan_to_num(0.0), q)
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["all rows", "rows on the walk"])
@@ -363,7 +362,7 @@ def test_greedy_laws_are_recorded_without_q(name: str, draw: Draw, monkeypatch: 
     for seed, spec in enumerate([SHAPES[draw][0], "nothing"] * 3):
         batch = Batch([spec] * 3, seed, sampling=[SamplingParams()] * 3)
         assert recorded(capture, batch, ROOMY[draw][1]) == batch.verdicts("match")
-    assert all(recording.places.q is None for recording in capture._graphs.values())
+    assert all(recording.inputs.q is None for recording in capture._graphs.values())
     assert capture._graphs
 
 
@@ -376,11 +375,11 @@ def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
 
     generator = torch.Generator().manual_seed(1)
     numbers = torch.rand(2, 3, dtype=torch.float64, generator=generator)
-    places = Places(numbers, *torch.rand(2, 2, 2, 600, generator=generator).unbind())
-    traced = trace(program, places)
+    inputs = GraphInputs(numbers, *torch.rand(2, 2, 2, 600, generator=generator).unbind())
+    traced = trace(program, inputs)
     targets = [node.target for node in traced.graph.nodes]
     assert targets.count(torch.ops.aten.as_strided.default) == 2
-    assert torch.allclose(traced(*places), program(*places))
+    assert torch.allclose(traced(*inputs), program(*inputs))
 
 
 def test_numbers_follow_the_shapes_of_the_trees() -> None:
@@ -396,7 +395,7 @@ def test_numbers_follow_the_shapes_of_the_trees() -> None:
     a, b = batch((-1, 0, 0), (-1, 0, 1)), batch((-1, 0, 1), (-1, 0, 0))
     numbers = Numbers(a, chance, reads, torch.device("cpu"))
     for one in (a, b, b, a):
-        assert torch.equal(numbers.bring(one, chance), packed(numbers_of(one, chance, reads)))
+        assert torch.equal(numbers.bring(one, chance), Numbers(one, chance, reads, torch.device("cpu")).there)
 
 
 def test_verdicts_are_spelled() -> None:

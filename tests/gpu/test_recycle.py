@@ -24,6 +24,7 @@ from branchwise.engine import Engine, Request
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.conformance.architectures import build, served
+from tests.device_twins import OnDevice
 from tests.test_recycle import AMPLE, VOCABULARY, bound, noise, scene, teach
 from tests.test_recycle_kernels import (
     CASES,
@@ -51,15 +52,15 @@ def bound_there(tree: TreePolicy, plain: bool = False) -> Recycle:
     target = replace(ToyTarget(VOCABULARY).info, device=torch.device("cuda"), execution=execution)
     drafter = Recycle(tree=tree)
     drafter.bind(target)
-    assert drafter.by_kernels == (isinstance(tree, Ranks | Paths) and not plain and have_kernels(target.device))
+    assert drafter.on_device == (isinstance(tree, Ranks | Paths) and not plain and have_kernels(target.device))
     return drafter
 
 
 @both_ways
 @pytest.mark.parametrize("tree", [Ranks(), Paths("3x4"), TopK(40)])
 def test_a_device_learns_and_drafts_what_the_host_would(tree: TreePolicy, plain: bool) -> None:
-    there, here = bound_there(tree, plain), bound(tree=tree)
-    here.on_device = there.on_device  # by the same rules
+    there = bound_there(tree, plain)
+    here = bound(tree=tree, kind=OnDevice if there.on_device else Recycle)  # by the same rules
     for seed in range(4):
         sequences, trees, scored, verdicts = scene(seed)
         for drafter, device in ((there, "cuda"), (here, "cpu")):
@@ -86,9 +87,9 @@ def nobody_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@both_ways
-def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device(plain: bool) -> None:
-    drafter = bound_there(Ranks(), plain)
+@by_kernels
+def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
+    drafter = bound_there(Ranks())
     sequences, trees, scored, verdicts = scene(1)
     scored = Scored(scored.logits.cuda())
     for checked in (False, False, True):  # what a shape needs is sent once, and the second time it is recorded
@@ -98,6 +99,7 @@ def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device(plain: bool
             drafter.draft(sequences, [AMPLE] * 2)
 
 
+@by_kernels
 def test_paths_are_drawn_without_waiting_for_the_device_before_they_are_read() -> None:
     drafter = bound_there(Paths("3x4"))
     sequences, trees, scored, verdicts = scene(1)
@@ -132,10 +134,10 @@ def test_texts_drawn_on_the_device_are_judged_from_graphs(tree: str, verify: str
     assert len(names) > 1
 
 
-@both_ways
-def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any(plain: bool) -> None:
+@by_kernels
+def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any() -> None:
     """Caught here: recording that counts as learning, and a graph that reads where the last pass has been."""
-    anywhere, recorded = bound_there(Ranks(), plain), bound_there(Ranks(), plain)
+    anywhere, recorded = bound_there(Ranks()), bound_there(Ranks())
     _, trees, scored, _ = scene(0)
     batch, nodes, _ = scored.logits.shape
     logits, paths = scored.logits.cuda(), torch.zeros(batch, nodes, dtype=torch.int64, device="cuda")

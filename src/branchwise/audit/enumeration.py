@@ -125,9 +125,6 @@ class Enumerator:
     def token(self, probs: Tensor, depth: int) -> Tensor:
         return self._decide("token", depth, probs.double())
 
-    def order(self, probs: Tensor, k: int, draw: int) -> Tensor:
-        raise NotImplementedError("no verifier draws an order; drafts are enumerated as drafts")
-
     def _decide(self, kind: str, draw: int, weights: Tensor) -> Tensor:
         """One way for each row, (batch,), out of outcomes with these weights (batch, ways)."""
         key = (kind, draw)

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.core.rows import gather_rows
-from branchwise.core.topology import Topology, words_for
+from branchwise.core.rows import gather_rows, words_for
+from branchwise.core.topology import Topology
 from branchwise.core.tree import DraftTree
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.core.batch import TreeLayout
-from branchwise.core.topology import WORD, words_for
+from branchwise.core.rows import WORD, words_for
 
 Numbers = NDArray[np.int32]
 

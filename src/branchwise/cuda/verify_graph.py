@@ -86,15 +86,6 @@ class CapturedVerifier(Verifier):
         found = recording(batch, probs, chance, batch.q if drawn else None)
         return Verdicts.written(found, spelled=batch.host_tokens is None)
 
-    def places(self, batch: TreeBatch, probs: WarpedProbs) -> Places:
-        """Where the graph that a batch of this shape was captured in reads.
-
-        Whoever scores the next batch may write its logits there, and whoever drafts it its q (into the first rows): a
-        verdict on tensors that begin there copies nothing.
-        """
-        rule = self._rule(batch, probs)
-        return self._graphs[rule.name, *key_of(batch, probs, rule.reads)].places
-
     def _rule(self, batch: TreeBatch, probs: WarpedProbs) -> Verifier:
         """Who really judges this batch."""
         return rule_for(choose(batch) if isinstance(self.verifier, Auto) else self.verifier, batch, probs)
@@ -149,16 +140,11 @@ def shapes_of(batch: TreeBatch, reads: Sequence[str] = TABLES) -> tuple[torch.Si
     return tuple(batch.host(name).shape for name in reads)
 
 
-def numbers_of(batch: TreeBatch, chance: SeededChance, reads: Sequence[str] = TABLES) -> list[Tensor]:
-    """What a program splits up again: seeds and roots, then the tables."""
-    return [*chance.host, *map(batch.host, reads)]
-
-
-class Places(NamedTuple):
-    """Where a graph reads its inputs."""
+class GraphInputs(NamedTuple):
+    """The tensors that a graph reads."""
 
     numbers: Tensor
-    """one after the other, so that one copy brings them all"""
+    """seeds, root positions and tables, packed for one host-to-device copy"""
     logits: Tensor
     q: Tensor | None
 
@@ -199,7 +185,7 @@ class Numbers:
 
 
 class Recording:
-    """One captured graph with the places that it reads."""
+    """One captured graph with the tensors that it reads."""
 
     def __init__(
         self,
@@ -213,14 +199,14 @@ class Recording:
     ) -> None:
         """`probs` are those of the program, whose sampling parameters are values that every replay reads anew."""
         self._probs = probs
-        self.places = places = Places(numbers.there, logits, q)
+        self.inputs = inputs = GraphInputs(numbers.there, logits, q)
         self._numbers = numbers
         # A graph reads tensors that the program holds, such as temperatures, so the program stays.
-        self._run: Any = compiled_or_not(trace(program, places), places) if compile else program
+        self._run: Any = compiled_or_not(trace(program, inputs), inputs) if compile else program
 
         def once() -> Tensor:
             with torch.no_grad():
-                found: Tensor = self._run(*places)
+                found: Tensor = self._run(*inputs)
                 return found
 
         self._graph, self._found = pool.record(once)
@@ -228,10 +214,10 @@ class Recording:
     def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance, q: Tensor | None) -> Tensor:
         logits = probs.logits
         self._probs.assign(probs)
-        bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
-        if q is not None and self.places.q is not None:
-            rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
-            bring(q[:, :rows], self.places.q[:, :rows])
+        bring(logits, self.inputs.logits)  # long copies first: what follows is launched while they run
+        if q is not None and self.inputs.q is not None:
+            rows = min(q.shape[1], self.inputs.q.shape[1])  # nobody reads the rows of leaves
+            bring(q[:, :rows], self.inputs.q[:, :rows])
         self._numbers.bring(batch, chance)
         with on(logits.device):
             self._graph.replay()
@@ -245,12 +231,7 @@ def bring(values: Tensor, place: Tensor) -> None:
             place.copy_(values)
 
 
-def packed(numbers: list[Tensor]) -> Tensor:
-    """All tables as one flat tensor of int64."""
-    return torch.cat([table.reshape(-1).long() for table in numbers])
-
-
-def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:
+def compiled_or_not(run: torch.fx.GraphModule, inputs: GraphInputs) -> Any:
     """The compiled program; where the compiler fails, the program as it is, which is slower and no less right.
 
     Places in tables are not checked for every token that is read there: no verifier reads beyond them, and uncompiled
@@ -258,14 +239,14 @@ def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:
     """
     fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
     try:
-        fused(*places)
+        fused(*inputs)
     except Exception as error:
         logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", first_line(error))
         return run
     return fused
 
 
-def trace(program: Program, inputs: Places) -> torch.fx.GraphModule:
+def trace(program: Program, inputs: GraphInputs) -> torch.fx.GraphModule:
     """The operations that a program of tensors performs, whatever Python it is written in."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

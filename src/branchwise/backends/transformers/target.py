@@ -37,10 +37,11 @@ from branchwise.backends.transformers.prefill import grouped, nothing_written, p
 from branchwise.backends.transformers.probe import context_limit
 from branchwise.backends.transformers.runner import ModelRunner, bytes_read
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
+from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
-from branchwise.core.topology import bits_of, chain_topology
+from branchwise.core.topology import chain_topology
 from branchwise.cuda.fuse import Fusion, Group, groups_of
-from branchwise.cuda.graphs import GraphedFunction, Graphs, PassOutputs, have_kernels, top_tokens
+from branchwise.cuda.graphs import GraphedFunction, Graphs, PassOutputs, have_kernels
 from branchwise.cuda.inflight import InflightPass, advance_inputs, inputs_restored
 from branchwise.cuda.inputs import PassInputs, size_for
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
@@ -279,7 +280,7 @@ class TransformersTarget(PipelinedTarget):
         rows of its tree that it attends to, its own included.
         """
         if self._graphs is not None:
-            return self._replay(sequences, tokens, depths, bits_of(ancestors), written)[1].logits
+            return self._replay(sequences, tokens, depths, pack_array(ancestors), written)[1].logits
         self._passes += 1
         places = torch.from_numpy(depths).to(self.device)
         current = self.store.begin(sequences, places, torch.from_numpy(ancestors).to(self.device), written)

@@ -11,7 +11,6 @@ that several continuations of a substring can be weighed against each other.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable
 from itertools import islice
@@ -107,19 +106,6 @@ class Automaton:
             return [(token, followed[self._target[state]] or 1)] if token >= 0 else []
         recent = islice(reversed(branches.items()), WIDTH)
         return [(token, followed[target] or 1) for token, target in recent if token >= 0]
-
-    @property
-    def memory_bytes(self) -> int:
-        """An object of Python for every number that is kept in a mapping, an entry of a few bytes for all others."""
-        arrays = (self.tokens, self.length, self.link, self.followed, self._token, self._target)
-        mappings = [branches for branches in self._branches if branches is not None]
-        numbers = 2 * sum(map(len, mappings))
-        return (
-            sum(map(sys.getsizeof, arrays))
-            + sys.getsizeof(self._branches)
-            + sum(map(sys.getsizeof, mappings))
-            + numbers * sys.getsizeof(1 << 20)
-        )
 
     def _read(self, token: int) -> None:
         length, link, followed = self.length, self.link, self.followed

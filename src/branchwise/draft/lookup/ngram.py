@@ -10,7 +10,6 @@ token that followed more often; of tokens that followed equally often the most r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -83,10 +82,6 @@ class NGram(LookupDrafter):
         super().finish(sequence)
         self._indexes.pop(sequence, None)
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(index.memory_bytes for index in self._indexes.values())
-
     def _index(self, sequence: SequenceState) -> Index:
         index = self._indexes.get(sequence)
         if index is None:
@@ -156,10 +151,3 @@ class Index:
             if not place:
                 break
         return found
-
-    @property
-    def memory_bytes(self) -> int:
-        lists = (self.tokens, *self.earlier.values())
-        numbers = sys.getsizeof(1 << 20) * len(lists) * len(self.tokens)
-        grams = sum(map(sys.getsizeof, self.places))
-        return sys.getsizeof(self.places) + sum(map(sys.getsizeof, lists)) + numbers + grams

@@ -63,11 +63,6 @@ class Retrieval(LookupDrafter):
         weight = trust(found.length, found.hits) / found.hits if found.hits else 0.0
         return [Candidate(token, weight * count, behind) for token, count, behind in found.counts]
 
-    @property
-    def memory_bytes(self) -> int:
-        """Mapped, not held: the system reads what is asked for, and may forget it again."""
-        return self.index.about.bytes
-
 
 def trust(length: int, hits: int) -> float:
     """The probability that one of the tokens that followed so many tokens at so many places follows them again.

@@ -34,9 +34,8 @@ from branchwise.verify import Verdict
 Gram = tuple[int, ...]
 PREFILL = 64
 """distributions of a prompt that are learned from, the last ones"""
-INT_BYTES = 28
-MOST_READ, WORD_BYTES = 1024, 112
-"""so many lines are cached as lists, and a token of one and its mass take so many bytes"""
+MOST_READ = 1024
+"""lines that are kept as they were read"""
 
 
 class Stand(LookupDrafter, LearningDrafter):
@@ -66,13 +65,6 @@ class Stand(LookupDrafter, LearningDrafter):
 
     def __len__(self) -> int:
         return len(self._lines)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of the lines in use and their n-grams, never more than for `ngrams` of the longest, and of cached lines."""
-        arrays = len(self) * (self._tokens[:1].nbytes + self._masses[:1].nbytes + self._counts[:1].nbytes)
-        names = len(self) * (sys.getsizeof((0,) * self.max) + (self.max + 1) * INT_BYTES)
-        return arrays + names + sys.getsizeof(self._lines) + len(self._read) * self.k * WORD_BYTES
 
     @property
     def needs(self) -> Needs:

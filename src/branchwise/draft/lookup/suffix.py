@@ -122,10 +122,6 @@ class Suffix(LookupDrafter, LearningDrafter):
             if not ends:
                 self._answers.keep(list(answer))
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(known.memory_bytes for known in (*self._texts.values(), *self._answers.generations))
-
 
 class Answers:
     """The last answers, together at most so many tokens.

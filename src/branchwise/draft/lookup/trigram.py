@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import itemgetter
-from sys import getsizeof
 from weakref import WeakKeyDictionary
 
 import torch
@@ -108,11 +107,6 @@ class Trigram(LookupDrafter, LearningDrafter):
             while len(row) > self.successors:
                 del row[min(row, key=row.__getitem__)]
             self._keep(pair, row)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of the table, its rows and their keys; the cache is small beside that."""
-        return getsizeof(self._rows) + sum(getsizeof(pair) + getsizeof(row) for pair, row in self._rows.items())
 
     def _learn(self, sequence: SequenceState) -> None:
         """Credit every tri-gram that ends in a token that was not read yet."""

@@ -1,4 +1,4 @@
-"""The weights of a draft model: loaded once, shared by all drafters that use them."""
+"""The weights of a draft model: loaded once, and shared by all drafters that use them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from branchwise.backends.transformers.target import TransformersTarget
 
 TREE_ROWS = 1024
-"""rows of a slot behind its text: a policy may expand more nodes than it keeps"""
-
-
+"""rows of a slot after its text: a policy may expand more nodes than it keeps"""
 MOST_IDLE = 4
-"""rooms for texts that are kept for whoever comes next, those used last"""
+"""idle KV caches, kept for reuse, the most recently used"""
 
 
 class Weights:
@@ -39,7 +37,7 @@ class Weights:
         self.model = model
         self.tokenizer = tokenizer
         self.lock = threading.RLock()
-        """whoever runs the model with a head of its own holds it"""
+        """held while the model runs with the head of a drafter"""
         self._idle: list[tuple[Any, TransformersTarget]] = []
         self._kinds: weakref.WeakKeyDictionary[TransformersTarget, Any] = weakref.WeakKeyDictionary()
         self._heads: dict[bytes | None, Head] = {}
@@ -59,10 +57,10 @@ class Weights:
     def acquire(
         self, count: int, context: int, head: Head | None = None, execution: Execution | None = None
     ) -> TransformersTarget:
-        """A KV cache for so many sequences of at most this length, for one drafter until it is released.
+        """A KV cache for this many texts of at most this length, for one drafter until it releases the cache.
 
-        Drafters that take turns share it: its memory, and the graphs that a device recorded there with this head.
-        Without an `execution` passes run as they do by default.
+        Drafters that take turns share it: its memory, and the CUDA graphs recorded with this head. Without an
+        `execution` passes run as they do by default.
         """
         from branchwise.backends.transformers.target import TransformersTarget  # transformers takes seconds to import
 
@@ -84,7 +82,7 @@ class Weights:
                 del self._idle[:-MOST_IDLE]
 
     def context(self, wanted: int) -> int:
-        """As much of a context as the model has."""
+        """The wanted context, or the context of the model if that is shorter."""
         from branchwise.backends.transformers.probe import context_limit
 
         return min(wanted, context_limit(self.model.config))
@@ -96,7 +94,7 @@ class Weights:
         return bytes_read(self.model, rows)
 
     def own_head(self, rows: Tensor | None = None) -> Head:
-        """The head of the model, or some rows of it; the same for all who want the same."""
+        """The head of the model, or some rows of it; the same object for the same rows."""
         key = None if rows is None else rows.cpu().numpy().tobytes()
         if key not in self._heads:
             self._heads[key] = Head(self.head, rows)
@@ -106,12 +104,12 @@ class Weights:
     def head(self) -> nn.Linear:
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ModelError(f"The draft model {self.name} has no plain head that could be trimmed or looked into.")
+            raise ModelError(f"The draft model {self.name} has no linear head that could be trimmed or observed.")
         return head
 
 
 class Head(nn.Module):
-    """The head of a draft model, or some rows of it; it remembers what it saw."""
+    """The head of a draft model, or some rows of it; it keeps the hidden states of the last pass."""
 
     def __init__(self, head: nn.Linear, rows: Tensor | None = None) -> None:
         super().__init__()

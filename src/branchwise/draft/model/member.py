@@ -1,7 +1,7 @@
-"""The tree of a draft model as a lookup drafter: what it has just drafted can be looked up like anything else.
+"""A draft model as a member of a fusion (RASD, arXiv 2503.03434): the tree that it has just drafted is looked up like
+the memory of a lookup drafter.
 
-So a model can be a member of a fusion (RASD, arXiv 2503.03434). For the nodes that it expanded it also has a
-distribution, by which the candidates of other members can be judged.
+For the nodes that it expanded it also has distributions, by which the fusion judges what other members propose.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.verify import Verdict
 
 TREE = TopK(24, depth=6, width=8)
-"""the tree of the model: in a fusion, depth comes from the other members"""
+"""what the model drafts: in a fusion, depth comes from lookup drafters"""
 
 
 class DraftModelMember(LookupDrafter):
-    """A draft model in a fusion. Its cursor is the path from the root, and behind its tree it knows nothing."""
+    """A draft model among lookup drafters. A cursor is the path from the root; outside its tree it proposes nothing."""
 
     name = "model"
 
@@ -48,14 +48,14 @@ class DraftModelMember(LookupDrafter):
         self._known.pop(sequence, None)
 
     def draft_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
-        """Draft for all sequences together, before the members are asked for candidates."""
+        """Draft for all texts together, before the fusion looks anything up."""
         trees = self._drafter.draft(sequences, budgets)
         self.passes = self._drafter.passes
         for sequence, tree in zip(sequences, trees, strict=True):
             self._known[sequence] = Drafted(tree, self._recorder.probs.pop(sequence, {}))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """The draft model learns from the tree that was scored, which the fusion has drafted."""
+        """Recall learns from the scored tree, which is the tree of the fusion."""
         self._drafter._drafted = self._drafted
         self._drafter.update(sequences, scored, verdicts)
 
@@ -67,7 +67,7 @@ class DraftModelMember(LookupDrafter):
         return [Candidate(token, mass, (drafted, (*path, token))) for token, mass in drafted.below.get(path, ())]
 
     def probs(self, cursor: Cursor) -> Tensor | None:
-        """(vocabulary,): the distribution of the model after a path; None if it did not expand that node."""
+        """(vocabulary,): the distribution after a path; None if the model did not expand it."""
         drafted, path = cursor
         found: Tensor | None = drafted.probs.get(path)
         return found
@@ -87,7 +87,7 @@ class Drafted:
 
 
 class RecordingPolicy(TreePolicy):
-    """A policy whose distributions are kept as they pass by."""
+    """A policy that also records the distributions it is sent."""
 
     def __init__(self, policy: TopK) -> None:
         self.policy = policy

@@ -148,14 +148,6 @@ def places_in(whole: Topology, part: Topology) -> list[int]:
     return places
 
 
-def slots(shape: Topology, width: int) -> list[list[int]]:
-    """Where the nodes of every level below the root lie in the successors of the level above, `width` a node."""
-    return [
-        [place * width + rank for place, node in enumerate(above) for rank in range(len(shape.children[node]))]
-        for above in shape.levels[:-1]
-    ]
-
-
 def ways(shape: Topology) -> list[list[int]]:
     """For every node the ranks of the children that lead to it from the root, padded with -1."""
     found = [[-1] * shape.depth for _ in shape.parents]

@@ -13,9 +13,7 @@ it, and the nodes that the target would have scored in vain.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from branchwise.core.tree import Draw
+from branchwise.draft.artifact import Format
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
@@ -169,9 +168,7 @@ def network_of(widths: tuple[int, ...]) -> nn.Sequential:
 
 # Files
 
-FORMAT = "branchwise.stop"
-"""the one key of the metadata, which holds all of it as JSON; several keys would stand in another order each time"""
-VERSION = 1
+FORMAT = Format("stop", "train one with branchwise train stop", ModelError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,52 +197,23 @@ class Scorer:
 
 
 def write_scorer(scorer: Scorer, file: Path) -> None:
-    """Write a file, whole or not at all."""
-    from safetensors.torch import save
-
     known = {
-        "version": VERSION,
         "kind": scorer.kind,
         "widths": scorer.widths,
         "threshold": scorer.threshold,
         "draft": scorer.draft,
         "notes": dict(scorer.notes),
     }
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in scorer.network.state_dict().items()}
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(save(tensors, {FORMAT: json.dumps(known)}))
-        os.replace(part, file)
-    except OSError as error:
-        raise UsageError(f"The stop cannot be written to {file}: {error.strerror or error}.") from None
-    finally:
-        part.unlink(missing_ok=True)
+    FORMAT.write(file, known, scorer.network.state_dict())
 
 
 def read_scorer(file: Path) -> Scorer:
-    """The network of a file; the error says in one sentence what is wrong with it."""
-    from safetensors import SafetensorError, safe_open
-
     if not file.is_file():
         raise ModelError(f"There is no stop {file}; write one with branchwise train stop --out {file}.")
-    try:
-        with safe_open(file, "pt") as stored:
-            metadata = stored.metadata() or {}
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (it is no dict)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"The stop {file} cannot be read: {str(error).rstrip('.')}; train it again.") from None
-    if FORMAT not in metadata:
-        raise ModelError(f"{file} is no stop; write one with branchwise train stop.")
-    try:
-        return _scorer(json.loads(metadata[FORMAT]), tensors)
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        why = str(error).splitlines()[0].rstrip(".:")
-        raise ModelError(f"The stop {file} is damaged ({why}); train it again.") from None
+    return FORMAT.read(file, _scorer)
 
 
 def _scorer(known: dict[str, Any], tensors: dict[str, Tensor]) -> Scorer:
-    if known["version"] != VERSION:
-        raise ValueError(f"version {known['version']}, where {VERSION} is known")
     kind, threshold, widths = known["kind"], float(known["threshold"]), tuple(known["widths"])
     if kind not in KINDS or widths != widths_of(kind, widths[0]) or not 0 < threshold < 1:
         raise ValueError("its sizes are not those of its kind")
