@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.longest import InflightPass
-from branchwise.audit.policies import ScriptedDice, grown_trees
+from branchwise.audit.longest import KnownFork
+from branchwise.audit.policies import ScriptedSampler, grown_trees
 from branchwise.backends.base import Scored
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState as Text
@@ -53,7 +53,7 @@ def test_first_tokens_are_drawn_without_replacement_and_chains_from_the_draft(kn
         return random_rule(3, 5, spread=1.0)(prefix).double()
 
     probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    trees = grown_trees(InflightPass(2, 2, probs if known else None), rule, Budget(99, 9))
+    trees = grown_trees(KnownFork(2, 2, probs if known else None), rule, Budget(99, 9))
     expected = {
         (s, t, x, y): mass * float(rule((s,))[x] * rule((t,))[y])
         for mass, (s, t) in without_replacement((probs if known else rule(())).numpy(), 2)
@@ -81,7 +81,7 @@ def test_a_greedy_fork_begins_with_the_most_probable_tokens() -> None:
 
 
 def test_no_draw_is_made_twice_in_a_deep_fork() -> None:
-    tree = grown("fork-lossy:2x4", random_rule(4, 5), ScriptedDice([]))  # which refuse a number that they know
+    tree = grown("fork-lossy:2x4", random_rule(4, 5), ScriptedSampler([]))  # which refuse a number that they know
     assert tree.depth == 4
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from branchwise.audit.enumeration import Enumerator, outcomes
 from branchwise.audit.instances import Drafts, ExactProbs, Instance
-from branchwise.audit.longest import InflightPass, emitted_by_forks, lossy_distance
+from branchwise.audit.longest import KnownFork, emitted_by_forks, lossy_distance
 from branchwise.cli import app
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rng import SeededChance
@@ -129,7 +129,7 @@ def slow_truth(tree: DraftTree, p: list[list[float]]) -> dict[Verdict, float]:
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_every_verdict_is_that_of_the_slow_truth(width: int, known: bool, lazy: bool) -> None:
     instance = Instance.random(3, 2, 2, 1.5, (7,))
-    drafts = Drafts.grown(InflightPass(width, 2, torch.from_numpy(instance.p[0][0]) if known else None), instance)
+    drafts = Drafts.grown(KnownFork(width, 2, torch.from_numpy(instance.p[0][0]) if known else None), instance)
     found: list[dict[Verdict, float]] = [defaultdict(float) for _ in drafts.trees]
 
     def verify(rows: Tensor, chance: Enumerator) -> Verdicts:

@@ -4,9 +4,9 @@ Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding
 the i-th child of an accepted node is accepted equally often wherever it stands:
 
     rate    a_i, how often the i-th child is accepted where those before it were rejected
-    share   a_i (1 - a_1) … (1 - a_{i-1}), how often it is the one that is accepted; shares sum to at most 1
+    share   a_i (1 - a_1) … (1 - a_{i-1}), how often it is the accepted child; shares sum to at most 1
     worth   of a shape: the tokens that a step is expected to emit, 1 + the sum over its nodes of the product of the
-            shares on the way there
+            shares on its path
 
 The rates are counted on real text with `rrs`, which tries siblings one after the other, as the model above does.
 """
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shares(rates: Sequence[float]) -> list[float]:
-    """How often each child is the one that is accepted."""
+    """How often each child is the accepted one."""
     found, left = [], 1.0
     for rate in rates:
         found.append(left * rate)
