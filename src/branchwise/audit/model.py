@@ -35,7 +35,7 @@ from branchwise.engine import Generation, Request
 from branchwise.engine.stats import Stats
 from branchwise.errors import ModelError, UsageError, first_line
 from branchwise.llm import LLM
-from branchwise.progress import Progress
+from branchwise.progress import Progress, silent
 
 AHEAD = 64
 """Texts may be this much longer than a block, so that trees grow as deep as in real use; the rest is cut off."""
@@ -123,9 +123,7 @@ class ModelAudit:
 class ModelAuditor:
     """Audits drafters and verifiers on one loaded model; what does not depend on them is computed once."""
 
-    def __init__(
-        self, llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress = silent) -> None:
         if not prompts:
             raise UsageError("There are no prompts to audit with.")
         if llm.engine.target.free_slots < 2:
@@ -134,7 +132,7 @@ class ModelAuditor:
         self.prompts = list(prompts)
         self.plan = plan or Plan()
         self.seed = secrets.randbits(32) if self.plan.seed is None else self.plan.seed
-        self._progress = progress or (lambda what, done, of: None)
+        self._progress = progress
         self._tokens = [llm.encode(prompt, raw=self.plan.raw) for prompt in self.prompts]
         longest, room = max(map(len, self._tokens)), llm.engine.target.context - self.plan.length
         if longest > room:
@@ -277,20 +275,6 @@ class ModelAuditor:
         completions = llm.generate(self.prompts, max_new_tokens=self.plan.greedy_tokens, raw=self.plan.raw)
         self._progress(what, len(self.prompts), len(self.prompts))
         return [completion.token_ids for completion in completions]
-
-
-def audit_model(
-    llm: LLM,
-    prompts: Sequence[str],
-    *,
-    draft: str | Drafter,
-    tree: str | None = None,
-    verify: str = "match",
-    plan: Plan | None = None,
-    progress: Progress | None = None,
-) -> ModelAudit:
-    """Audit one drafter and one verifier on a loaded model."""
-    return ModelAuditor(llm, prompts, plan, progress).audit(draft, tree, verify)
 
 
 class OwnProbs:

@@ -54,14 +54,6 @@ def shares(rates: Sequence[float]) -> list[float]:
     return found
 
 
-def best_shape(rates: Sequence[float], nodes: int, depth: int) -> Shape:
-    """The shape of the greatest worth with at most `nodes` nodes below its root, at most so deep.
-
-    No node has more children than there are rates. Nodes that are worth nothing are left out.
-    """
-    return Shapes(rates, nodes, depth).best(nodes, depth)
-
-
 class Shapes:
     """The best shapes of all sizes up to a limit, by one dynamic programme.
 
@@ -94,7 +86,10 @@ class Shapes:
         return float(self._worth[depth][:, nodes + 1].max())
 
     def best(self, nodes: int, depth: int) -> Shape:
-        """The best shape of at most so many nodes below the root."""
+        """The shape of the greatest worth with at most so many nodes below the root, at most so deep.
+
+        No node has more children than there are rates. Nodes that are worth nothing are left out.
+        """
         parents, subtrees = [-1], [(nodes + 1, depth)]
         for node, subtree in enumerate(subtrees):  # which grows on the way
             children = self._children(*subtree)
