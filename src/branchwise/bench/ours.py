@@ -18,10 +18,10 @@ from branchwise.methods import Method
 
 
 class Ours:
-    """One method on a loaded model. Contestants of one model take turns on its weights and its cache."""
+    """One method on a loaded model. Contestants of one model share its weights and its KV cache."""
 
     def __init__(self, llm: LLM, method: Method, most: Budget | None = None) -> None:
-        """`most` bounds every tree, where methods are compared at an equal budget or depth."""
+        """`most` bounds every tree, to compare methods at an equal budget or depth."""
         self.name = method.name
         self.kind = PLAIN if method == PLAIN_METHOD else METHOD
         self.comparable = method.verify == "match"
@@ -90,7 +90,7 @@ class Ours:
 
 
 def synchronized(device: torch.device) -> float:
-    """The time when everything that was asked of a device is done."""
+    """The time when a device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
