@@ -33,7 +33,7 @@ class Ours:
     def forget(self) -> None:
         drafter, verifier = self._method.build()
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most)
-        self.learns = bool(getattr(drafter, "learns", False))
+        self.learns = drafter.learns
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
         requests = [
@@ -52,7 +52,7 @@ class Ours:
             for prompt, seed in zip(prompts, asked.seeds, strict=True)
         ]
         engine = self._engine
-        passes = getattr(engine.drafter, "passes", 0)
+        passes = engine.drafter.passes
         start = synchronized(engine.target.device)
         generations: list[Generation] = []
         try:
@@ -63,7 +63,7 @@ class Ours:
             for generation in generations:
                 engine.cancel(generation)
         seconds = synchronized(engine.target.device) - start
-        drafted = getattr(engine.drafter, "passes", 0) - passes
+        drafted = engine.drafter.passes - passes
         return [self._answer(generation, seconds, drafted) for generation in generations]
 
     def _answer(self, generation: Generation, seconds: float, draft_passes: int) -> Answer:
@@ -84,7 +84,7 @@ class Ours:
             by_source=sources,
             target_passes=stats.steps,
             draft_passes=draft_passes,
-            draft_cost=getattr(self._engine.drafter, "cost", None),
+            draft_cost=self._engine.drafter.cost,
             phases={"prefill": stats.prefill_seconds, **stats.seconds},
         )
 

@@ -35,7 +35,7 @@ def build_peer(spec: str, llm: LLM, *, threads: int | None = None) -> Contestant
     """The peer of a spec, for the model that `llm` runs; `threads` are for peers that keep threads of their own."""
     name, colon, place = (part.strip() for part in spec.partition(":"))
     part = PEERS.find(name)
-    usage: str | None = getattr(part, "usage", None)
+    usage: str | None = part.usage
     if usage is None:
         peer: Any = PEERS.build(spec, name=spec, llm=llm, threads=threads)
     else:

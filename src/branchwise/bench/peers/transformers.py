@@ -32,6 +32,8 @@ class Plain:
     kind = PEER
     comparable = False
     learns = False
+    usage: str | None = None
+    """how a spec names what the peer cannot run without; None if it takes options of the registry"""
 
     def __init__(self, *, name: str, llm: LLM) -> None:
         self.name = name
