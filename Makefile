@@ -1,5 +1,6 @@
 # make demo    a real model, plain and speculative, on a bare machine
-# make test    everything that CI runs: lint, types, tests
+# make test    what CI runs: lint, types and the quick tests; at most 8 minutes on two cores
+# make test-all  every test there is; needed after a change to core/, verify/, draft/policies/ or audit/
 # make check   lint and types only
 # make bench   the short standard benchmark of this machine; writes records. DATA=folder of known sets, or our own prompts
 # make setup   the environment alone; the other targets do it first
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := $(VENV)/transformers-5.17.0
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test test-all check bench clean
 
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -38,10 +39,17 @@ check: setup
 	$(VENV)/bin/ruff format --check src tests benchmarks
 	$(VENV)/bin/mypy
 
-test: check $(OLDEST)/ready
-	$(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile
+test: check
+	$(VENV)/bin/python -m pytest -m 'not slow' --numprocesses auto --dist loadfile
+
+# The proof is written last, so that it stands for all of these.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count())')
+test-all: check $(OLDEST)/ready
 	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -c 'import transformers as t; assert t.__version__ == "5.17.0", t.__version__'
-	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest --numprocesses auto tests/conformance/test_target.py tests/conformance/test_drafters.py tests/test_hf.py tests/test_probe.py
+	PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m tests.run_all --jobs $(JOBS) tests/conformance/test_target.py \
+	  tests/conformance/test_drafters.py tests/test_hf.py tests/test_probe.py
+	$(VENV)/bin/python -m tests.mutants --changed --jobs $(JOBS)
+	$(VENV)/bin/python -m tests.run_all --jobs $(JOBS) --write-proof
 
 # Two prompts of every category, and both ways in which transformers itself writes.
 DATA ?= $(BRANCHWISE_DATA)

@@ -238,8 +238,8 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
             seconds, ended = time.perf_counter() - ended, time.perf_counter()
             phases = {phase: spent - before.get(phase, 0.0) for phase, spent in text.stats.seconds.items()}
             nodes = 1 + text.stats.drafted_tokens - drafted
-            room = getattr(engine.drafter, "room", None) or PadShape()
-            rows = target.room(1, max(room.nodes, nodes))[1]
+            room = engine.drafter.needs.pad_shape or PadShape()
+            rows = target.bucket(1, max(room.nodes, nodes))[1]
             if text.stats.steps > 1:  # the first one also writes the prompt
                 about = {"method": name, "step": text.stats.steps, "nodes": nodes, "rows": rows}
                 yield {"kind": "step", **about, "seconds": seconds, **phases}

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.tiers import is_slow
+
+TESTS = Path(__file__).parent
 
 # No test may wait for a hub: what is not here is not there.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left to `make test-all`; `make test` runs a smaller case of its kind")
     # Said once in a process by CPUs that cannot multiply bfloat16, and true: products are made by other means.
     config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul failed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        file = item.path.relative_to(TESTS).as_posix()
+        if is_slow(file, item.originalname, item.callspec.id if "callspec" in vars(item) else ""):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

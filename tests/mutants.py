@@ -3,6 +3,7 @@
 
     python -m tests.mutants                 every mutant; exits with 1 if one survives
     python -m tests.mutants block cascade   those of some families
+    python -m tests.mutants --changed       those of files that changed since tests/proof.json did
     python -m tests.mutants --jobs 2        so many at a time
 
 The source is copied, one text in one file is replaced, and the tests of the family run until the first failure. Pytest
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -370,7 +372,7 @@ MUTANTS = [
     *family(
         "growth",
         "draft/policies/paths.py",
-        ("room = budget.nodes - 1", "room = budget.nodes"),
+        ("nodes = budget.nodes - 1", "nodes = budget.nodes"),
         ("max(min(self.length, budget.depth, fits), 0)", "max(min(self.length, fits), 0)"),
         ("independent = self.common == 0 or self.count == 1", "independent = True"),
         ("paths if level >= self.common else paths[:1]", "paths"),
@@ -410,7 +412,7 @@ MUTANTS = [
         "growth",
         "draft/policies/beam.py",
         ("time.append(now)", "time.append(-math.inf)"),
-        ("math.log(urn.mass / whole[parent])", "0.0"),
+        ("math.log(rest.mass / whole[parent])", "0.0"),
         ("len(level) < self.width:\n                now", "len(level) <= self.width:\n                now"),
         ("(budget.nodes - 1) // self.width", "budget.nodes // self.width"),
     ),
@@ -429,7 +431,7 @@ MUTANTS = [
         ("if rest > 0 and -value * rest >= least:", "if rest > 0:"),
         ("(drawn + unserved) / self.nodes", "drawn / self.nodes"),
         ("if unserved and drawn < self.nodes:", "if False:"),
-        ("if sequence not in self._texts:", "if not self._texts:"),
+        ("if sequence not in self._controllers:", "if not self._controllers:"),
     ),
     *family(
         "growth",
@@ -565,7 +567,7 @@ MUTANTS = [
         ("found.append(below.index_select(1, level))", "found.append(below.index_select(1, level.flip(0)))"),
         ("torch.where(accepted, ACCEPTED, REJECTED) * real", "torch.where(accepted, REJECTED, REJECTED) * real"),
         ("self._expected = []", "pass"),
-        ("left = max(self.wants_prefill - len(logits), 0)", "left = 0"),
+        ("left = max(PREFILL - len(logits), 0)", "left = 0"),
         ("*[PADDING] * left]", "*[ACCEPTED] * left]"),
     ),
     *family(
@@ -585,7 +587,7 @@ MUTANTS = [
         ("self._tries[places] += 1", "self._tries[: len(places)] += 1"),
         ("return self._sizes[1 + best] if gains[best] > WORTH else 0", "return self._sizes[1 + best]"),
         ("gains = [tokens[size - 1] * plain / cost", "gains = [tokens[size - 1] * plain"),
-        ("if untried or not clock.knows:", "if untried:"),
+        ("if untried or not costs.knows_plain:", "if untried:"),
         ("self._wanted, self._turn = untried[0] if untried else 0, 0", "self._wanted, self._turn = 0, 0"),
     ),
     *family(
@@ -698,7 +700,7 @@ def killer(mutant: Mutant, source: Path) -> str | None:
 
 def first_failure(source: Path, tests: list[str], workers: int = 1) -> str | None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
-    if workers > 1:
+    if workers > 1 and find_spec("xdist"):
         command += ["-n", str(workers)]
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -708,15 +710,40 @@ def first_failure(source: Path, tests: list[str], workers: int = 1) -> str | Non
     return found[1] if found else f"pytest ended with {run.returncode}: {run.stdout[-300:]}{run.stderr[-300:]}"
 
 
+def changed() -> set[str]:
+    """Files below src/branchwise that differ from those of the commit that last wrote down a proof; all without one."""
+    git = ["git", "-C", str(ROOT)]
+    last = subprocess.run(
+        [*git, "log", "-1", "--format=%H", "--", "tests/proof.json"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not last:
+        return {mutant.file for mutant in MUTANTS}
+    below = "src/branchwise"
+    differ = subprocess.run(
+        [*git, "diff", "--name-only", f"--relative={below}", last, "--", below],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(differ.stdout.splitlines())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Mutation check of the verifiers.")
     parser.add_argument("families", nargs="*", help=f"of {', '.join(TESTS)}; all unless given")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--changed", action="store_true", help="of files that changed since the last proof")
     parser.add_argument("--source", type=Path, default=ROOT / "src", help="what is mutated")
     options = parser.parse_args()
     if unknown := set(options.families) - set(TESTS):
         parser.error(f"unknown families: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not options.families or mutant.family in options.families]
+    if options.changed:
+        files = changed()
+        chosen = [mutant for mutant in chosen if mutant.file in files]
+    if not chosen:
+        print("No mutants to run.")
+        return 0
     needed = dict.fromkeys(file for mutant in chosen for file in TESTS[mutant.family])
     if (failed := first_failure(options.source, list(needed), options.jobs)) is not None:
         print(f"Without any mutant {failed} fails: nothing can be learnt.")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
+from pathlib import Path
 
 import pytest
 
-from tests.golden import FILE, differences, written
+from branchwise.errors import LossyWarning
+from tests.golden import FILE, differences, toy, written
 
 
 @pytest.mark.parametrize("part", ["toy", "smollm2"])
@@ -14,4 +18,14 @@ def test_texts_are_the_recorded_ones(part: str) -> None:
     known = json.loads(FILE.read_text())
     if part not in known:
         pytest.skip(f"no texts of {part} are recorded")
-    assert differences(written([part]), known) == []
+    assert differences(written([part], jobs=os.cpu_count() or 1), known) == []
+
+
+def test_a_fourth_of_the_texts_of_the_toy_are_the_recorded_ones(tmp_path: Path) -> None:
+    """What the quick tier compares."""
+    known = json.loads(FILE.read_text())["toy"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossyWarning)
+        found = toy(tmp_path, every=4)
+    assert len(found) >= len(known) // 4 >= 10
+    assert differences({"toy": found}, {"toy": {name: known[name] for name in found}}) == []

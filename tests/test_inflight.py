@@ -20,7 +20,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.inflight import InflightPass, advance_inputs, inputs_restored
 from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.draft.base import Budget, Drafter
-from branchwise.draft.none import Nothing
+from branchwise.draft.none import NoDrafter
 from branchwise.draft.policies.ranks import Ranks
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, Generation, Request
@@ -142,7 +142,7 @@ def test_texts_are_the_same_and_most_passes_had_begun(target: Watched, plain: li
     assert sum(one.stats.accepted_tokens for one in drafted) > 2, "too little was moved"
     few = target.served
     assert few > 0
-    assert texts_of(write(target, Nothing())) == plain
+    assert texts_of(write(target, NoDrafter())) == plain
     assert target.served - few >= 5
     assert target.begun - target.served <= 2, "passes were begun for nothing"
 
@@ -163,14 +163,14 @@ def test_a_table_foresees_its_trees(target: Watched, plain: list[list[int]]) -> 
 def test_sampled_texts_are_the_same(target: Watched, drafts: bool) -> None:
     sampling = SamplingParams(temperature=0.9, seed=3)
     expected = texts_of(write(target, Successors([], foresees=False), sampling=sampling))
-    drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, expected, strict=True)]) if drafts else Nothing()
+    drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, expected, strict=True)]) if drafts else NoDrafter()
     assert texts_of(write(target, drafter, sampling=sampling)) == expected  # type: ignore[arg-type]
     assert target.served > 0
 
 
 def test_a_text_that_stops_leaves_a_pass_behind_that_nobody_uses(target: Watched, plain: list[list[int]]) -> None:
     stop = plain[0][3]
-    found = texts_of(write(target, Nothing(), stop_tokens=frozenset({stop})))
+    found = texts_of(write(target, NoDrafter(), stop_tokens=frozenset({stop})))
     assert found == [text[: text.index(stop) + 1] if stop in text else text for text in plain]
     assert target.begun > target.served
 
@@ -198,7 +198,7 @@ def test_a_commit_that_was_interrupted_is_made_again(
         own(*given, **more)
 
     monkeypatch.setattr(target.store, "keep", keep)
-    assert texts_of(write(target, Nothing())) == plain
+    assert texts_of(write(target, NoDrafter())) == plain
 
 
 def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(
@@ -212,7 +212,7 @@ def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(
         own(*given)
 
     monkeypatch.setattr(target, "_advance", stepping)
-    assert texts_of(write(target, Nothing())) == plain
+    assert texts_of(write(target, NoDrafter())) == plain
     assert target.served > 0
 
 
@@ -235,7 +235,7 @@ def test_a_bounded_depth_does_not_keep_a_pass_from_beginning(target: Watched, pl
 
 
 def test_idle_time_behind_a_pass_that_nobody_uses_is_nobodys(target: Watched, plain: list[list[int]]) -> None:
-    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    engine = Engine(target, NoDrafter(), VERIFIERS.build("match"))
     for idle in (0.0, 100.0):
         engine._step.clock._last -= idle  # as if that had been long ago
         generation = engine.submit(Request(PROMPTS[0], max_new_tokens=9, stop_tokens=frozenset({plain[0][3]})))
@@ -245,7 +245,7 @@ def test_idle_time_behind_a_pass_that_nobody_uses_is_nobodys(target: Watched, pl
 
 
 def test_engines_that_share_a_target_take_nothing_from_each_other(target: Watched, plain: list[list[int]]) -> None:
-    engines = [Engine(target, Nothing(), VERIFIERS.build("match")) for _ in range(2)]
+    engines = [Engine(target, NoDrafter(), VERIFIERS.build("match")) for _ in range(2)]
     asked = [one.submit(Request(prompt, max_new_tokens=5)) for one, prompt in zip(engines, PROMPTS, strict=False)]
     while any(engine.busy for engine in engines):
         for engine in engines:
@@ -256,7 +256,7 @@ def test_engines_that_share_a_target_take_nothing_from_each_other(target: Watche
 
 
 def test_a_text_that_joins_finds_its_own_pass(target: Watched, plain: list[list[int]]) -> None:
-    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    engine = Engine(target, NoDrafter(), VERIFIERS.build("match"))
     asked = [engine.submit(Request(PROMPTS[0], max_new_tokens=9))]
     for _ in range(3):
         engine.step()
@@ -268,7 +268,7 @@ def test_a_text_that_joins_finds_its_own_pass(target: Watched, plain: list[list[
 
 
 def test_logprobs_are_right_although_the_next_pass_overwrites_the_logits(target: Watched) -> None:
-    told = [write(target, drafter, logprobs=True) for drafter in (Successors([], foresees=False), Nothing())]
+    told = [write(target, drafter, logprobs=True) for drafter in (Successors([], foresees=False), NoDrafter())]
     first, second = ([[piece.logprob for piece in one.pieces] for one in asked] for asked in told)
     for one, other in zip(first, second, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
@@ -277,7 +277,7 @@ def test_logprobs_are_right_although_the_next_pass_overwrites_the_logits(target:
 
 def test_at_the_end_of_the_slots_nothing_is_begun_that_would_not_fit(target: Watched) -> None:
     target = Watched(target.model, slots=1, context=9, max_nodes=3, kernels=True)
-    engine = Engine(target, Nothing(), VERIFIERS.build("match"))
+    engine = Engine(target, NoDrafter(), VERIFIERS.build("match"))
     generation = engine.submit(Request((5, 6, 7), max_new_tokens=100))
     while engine.busy:
         engine.step()

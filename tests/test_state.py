@@ -327,19 +327,17 @@ def test_an_interrupt_in_the_middle_leaves_the_old_file(
 
 
 TARGET = """
-from types import SimpleNamespace
-config = SimpleNamespace(model_type="none", hidden_size=1, num_hidden_layers=1)
-config.get_text_config = lambda: config
-target = SimpleNamespace(vocabulary=11, model=SimpleNamespace(config=config))
+from branchwise.testing import ToyTarget
+target = ToyTarget(11).info
 """
 WRITER = """
 import sys
 from branchwise.draft.state import save_state
 from branchwise.draft.lookup.trigram import Trigram
-from branchwise.core.sequence import Sequence
+from branchwise.core.sequence import SequenceState
 for size in range(100):
     drafter = Trigram()
-    drafter.locate(Sequence([int(sys.argv[2])] * 50 + list(range(size % 7))))
+    drafter.locate(SequenceState([int(sys.argv[2])] * 50 + list(range(size % 7))))
     save_state(drafter, sys.argv[1], target)
 """
 

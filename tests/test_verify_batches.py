@@ -19,16 +19,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.cuda.verify_graph import (
-    CapturedVerifier,
-    Numbers,
-    Places,
-    as_program,
-    numbers_of,
-    packed,
-    tables_of,
-    trace,
-)
+from branchwise.cuda.verify_graph import CapturedVerifier, Numbers, Places, as_program, numbers_of, packed, trace
 from branchwise.draft.base import Budget
 from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
@@ -285,7 +276,7 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     # say: a batch of trees that is traced has no other tables.
     specs, room = ROOMY[draw]
     verifier = VERIFIERS.build(name)
-    reads = tables_of(verifier)
+    reads = verifier.reads
     sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
     first = Batch(specs, 0, sampling=sampling)
     tree_batch = TreeBatch(first.trees, pad_shape=room)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch
@@ -48,7 +49,7 @@ def scores(target: TransformersTarget, seed: int) -> list[Tensor]:
         paths = [tuple(tree.topology.path(rng.randrange(len(tree)))) for tree in trees]
         if step < 4:
             judged.copy_(torch.tensor([[*path, *[-1] * (9 - len(path))] for path in paths]))
-            target.update_on_device(scored, Verdicts(judged, judged[:, 0]))
+            target.commit_on_device(scored, Verdicts(judged, judged[:, 0]))
         target.commit(texts, [Verdict(path, rng.randrange(VOCABULARY)) for path in paths])
         for text, tree, path in zip(texts, trees, paths, strict=True):
             text.tokens += [*tree.tokens[list(path[1:])].tolist(), rng.randrange(VOCABULARY)]
@@ -82,6 +83,31 @@ def test_a_compiled_pass_scores_as_the_model_does(family: str, caplog: pytest.Lo
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # tests of others log more
 
 
+@pytest.mark.parametrize("nodes", [1, 8, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_layer_of_a_large_residual_stream_runs_compiled(
+    dtype: torch.dtype, nodes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the widths of SmolLM2, with a stream hundreds of times larger than what a layer adds."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=128,
+    )
+    model = build(config, dtype, "cuda")
+    model.get_input_embeddings().weight.mul_(1e4)
+    target = TransformersTarget(model, slots=1, max_nodes=64, compile=True)
+    text = SequenceState(list(range(40)))
+    target.open(text)
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+        target.score([text], TreeBatch([DraftTree.chain([39, *[7] * (nodes - 1)])], "cuda"))
+    assert [record.getMessage() for record in caplog.records if "uncompiled" in record.getMessage()] == []
+
+
 def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where another graph ends in the middle of it: what was recorded before, and what is launched, goes on."""
     model = build(SERVED["qwen2"], device="cuda")
@@ -89,7 +115,7 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
     launched = TransformersTarget(model, slots=3, max_nodes=12, graphs=False)
     scores(target, 0)
     other, _ = Pool(target.device).record(lambda: torch.zeros(3, device="cuda") + 1)
-    own, here = target._run_inputs, torch.cuda.current_stream()
+    own, here = target._run_packed, torch.cuda.current_stream()
 
     def breaking(inputs: PassInputs) -> PassOutputs:
         found = own(inputs)
@@ -97,7 +123,7 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
             other.reset()
         return found
 
-    monkeypatch.setattr(target, "_run_inputs", breaking)
+    monkeypatch.setattr(target, "_run_packed", breaking)
     target._graphs._ready.popitem()  # type: ignore[union-attr]  # that of these trees, the last one used
     for seed in (1, 2):
         for one, another in zip(scores(target, seed), scores(launched, seed), strict=True):

@@ -142,19 +142,21 @@ class PassInputs:
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         from branchwise.cuda import kernels  # needs Triton
 
+        new_keys, new_values = new_keys.to(keys.dtype), new_values.to(values.dtype)
         kernels.write_rows(keys, values, new_keys, new_values, self.slots, self.starts)
         return keys, values
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
     ) -> Tensor:
-        """(batch, nodes, heads, width)"""
+        """(batch, nodes, heads, width), in the dtype of the cache inside and of the query outside."""
         from branchwise.cuda import kernels
 
-        return kernels.tree_attention(
-            query, keys, values, self.slots, self.lengths, self.depths, self.key_depths, self.ancestor_bits,
-            scale=scale, softcap=softcap, window=window,
+        found = kernels.tree_attention(
+            query.to(keys.dtype), keys, values, self.slots, self.lengths, self.depths, self.key_depths,
+            self.ancestor_bits, scale=scale, softcap=softcap, window=window,
         )  # fmt: skip
+        return found.to(query.dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -129,4 +129,4 @@ def _parse(cursor: _Cursor, path: Path) -> Header:
 def _require_gguf() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelError(f"Reading GGUF needs {' and '.join(missing)}. Install with: pip install {' '.join(missing)}")
+        raise ModelError(f'Reading GGUF needs {" and ".join(missing)}. Install with "pip install {" ".join(missing)}"')

@@ -137,11 +137,13 @@ class TransformersTarget(PipelinedTarget):
         self._moved = False  # whether `commit_on_device` has moved the rows that the last pass accepted
         self._passes = 0
         """passes so far, and changes of slots: whatever makes the results of an enqueued pass worthless"""
-        self._graphs = Graphs(name, device, capture=graphs) if execution.kernels else None
+        self._graphs: Graphs | None = None
         self._advance = GraphedFunction(advance_inputs, device, still=inputs_restored, capture=graphs)
         self._captured: dict[Any, Verifier] = {}
         self._fusion: Fusion | None = None
         groups = self._groups() if execution.kernels and model not in _unfusible else []
+        # Only now: joining layers moves their weights, and a graph recorded before would read memory that is gone.
+        self._graphs = Graphs(name, device, capture=graphs) if execution.kernels else None
         if groups:
             self._fusion = Fusion(model, self.store, groups, compile=False)
         if model not in _known:

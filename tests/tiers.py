@@ -1,0 +1,107 @@
+"""Which tests are left to `make test-all`, and which of their cases stay in `make test`.
+
+The quick tier keeps at least one case of every kind: every verifier is enumerated, every drafter writes like plain
+decoding, every kind of attention is scored, a real model answers, every kernel runs. `test_tiers.py` holds this table
+to the tests that exist and to that promise. Times beside entries are seconds of one quiet core.
+"""
+
+from __future__ import annotations
+
+import re
+
+NONE = ""
+
+SLOW: dict[str, str] = {
+    # Exact enumeration: all worlds and shapes, 106 s
+    "conformance/test_verifiers.py::test_the_emitted_law_is_the_target_s_and_no_verifier_passes_the_optimum": (
+        ".*-(medium|deep|one path|certain draft|tiny masses in the target|ties 1|zeros 0|end 1)"
+    ),
+    "conformance/test_verifiers.py::test_every_verdict_has_the_probability_that_the_slow_truth_gives_it": (
+        ".*-(far|one level|zeros 0)"
+    ),
+    "conformance/test_verifiers.py::test_the_emitted_law_is_the_target_s_on_any_laws": (
+        "(cascade|traversal|rrs) on paths"
+    ),
+    "conformance/test_verifiers.py::test_no_verifier_passes_the_optimum_on_any_laws": NONE,
+    "conformance/test_verifiers.py::test_verdicts_are_exact_whatever_the_shape_of_the_tree": (
+        ".* on wide trees|.* on paths, nodes by token|traversal on ragged trees"
+    ),
+    "conformance/test_verifiers.py::test_a_frozen_case_has_its_optimum_and_its_block_efficiencies": (
+        "(paths|rsd-c)-(3,2,2 medium|4,1,3 far|3,2,3 ties)"
+    ),
+    "test_enumeration.py::test_the_weights_of_every_draft_sum_to_one": ".*-True",
+    "test_slow_truth.py::test_a_frozen_case_has_its_block_efficiency_and_the_law_of_the_target": ".*3,2,2 medium.*",
+    "test_slow_truth.py::test_a_frozen_case_has_its_optimum": ".*(3,2,2 medium|4,1,3 far).*",
+    "test_verify_precision.py::test_in_float32_the_emitted_law_is_the_target_s_to_six_digits": ".*medium.*",
+    # Verifiers over batches, 150 s: 60 of them traced by a compiler
+    "test_verify_batches.py::test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes": (
+        "(auto|cascade|k-seq) on paths-all rows|traversal on without-replacement-rows on the walk"
+    ),
+    "test_verify_batches.py::test_a_batch_gives_each_sequence_what_it_gets_alone": ".* on paths-device",
+    "test_verify_batches.py::test_a_tree_gets_the_same_verdict_beside_deeper_and_wider_ones": ".* on paths-device",
+    "test_verify_batches.py::test_room_for_more_changes_nothing": ".* on paths-.*",
+    "test_verify_batches.py::test_no_coin_decides_twice_in_trees_of_any_size": "paths:2x140.*-device",
+    # Triton's interpreter
+    "test_attention.py::test_tree_attention_equals_the_plain_one": (
+        "(a tree behind nothing|texts of different lengths|nine heads over three|head width 80|values wider|"
+        "eight splits|soft|.*window|padding).*"
+    ),
+    "test_attention.py::test_the_kernels_compile_for_a_hopper_gpu": NONE,
+    "test_recycle_kernels.py::test_learning_equals_the_plain_one": (
+        "(one node alone|a table that is full|several parts|several blocks|texts in a batch|padding).*"
+    ),
+    "test_recycle_kernels.py::test_the_kernels_compile_for_a_hopper_gpu": NONE,
+    "test_recycle_kernels.py::test_any_laws_are_averaged": NONE,
+    "test_device_paths.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
+    "test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does": "gemma2-True",
+    "test_graphs.py::test_a_fused_pass_scores_as_the_model_does": "qwen2-window",
+    "test_graphs.py::test_drafting_with_a_model_by_kernels_writes_the_same_texts": NONE,
+    "test_rounding.py::test_layers_of_a_large_residual_stream_run_compiled": "dtype1",
+    "test_rounding.py::test_layers_whose_program_attends_with_another_scale_run_uncompiled": "dtype1",
+    "test_inflight.py::test_sampled_texts_are_the_same": NONE,
+    "test_inflight.py::test_an_interrupted_step_is_made_again": NONE,
+    "test_inflight.py::test_a_commit_that_was_interrupted_is_made_again": NONE,
+    "test_inflight.py::test_a_text_that_stops_leaves_a_pass_behind_that_nobody_uses": NONE,
+    "test_inflight.py::test_engines_that_share_a_target_take_nothing_from_each_other": NONE,
+    "test_inflight.py::test_where_there_is_no_memory_for_it_a_pass_does_not_begin": NONE,
+    "test_inflight.py::test_nothing_of_a_pass_that_nobody_uses_stays_in_the_slots": NONE,
+    "test_inflight.py::test_a_bounded_depth_does_not_keep_a_pass_from_beginning": NONE,
+    "test_inflight.py::test_idle_time_behind_a_pass_that_nobody_uses_is_nobodys": NONE,
+    # Families of models: one for every kind of attention
+    "conformance/test_target.py::test_low_precision_stays_close_to_the_models_own_forward": (
+        "(llama|gemma2|mixtral)-dtype0"
+    ),
+    "conformance/test_target.py::test_a_forked_sequence_scores_exactly_as_one_that_was_opened": (
+        "llama|gemma2|deepseek-v3"
+    ),
+    "conformance/test_target.py::test_prefill_gives_the_same_law_in_chunks_of_any_size": ".*-3",
+    # The real model; `test_smollm2_default.py` stands in
+    "test_golden.py::test_texts_are_the_recorded_ones": NONE,
+    "test_smollm2.py::test_the_prompts_are_varied_enough_to_mean_something": NONE,
+    "test_smollm2.py::test_greedy_output_equals_transformers_generate": NONE,
+    "test_smollm2.py::test_greedy_output_in_a_batch_equals_transformers_generate": NONE,
+    "test_smollm2.py::test_the_same_seed_writes_the_same_text_with_and_without_drafting": NONE,
+    "test_smollm2.py::test_logprobs_equal_a_plain_forward_under_speculation": NONE,
+    "test_smollm2_presets.py::test_greedy_text_is_that_of_plain_decoding": "cascade",
+    "test_smollm2_presets.py::test_sampled_text_is_that_of_plain_decoding_seed_for_seed": "opt-tree",
+    "test_smollm2_presets.py::test_who_drafts_from_the_targets_own_law_is_accepted_to_the_end": "block",
+    # Processes of their own, each of which imports torch and most of which load the real model
+    "test_cli.py::test_a_mistake_is_one_sentence_and_exit_code_2": r"arguments\d*[05]-.*",
+    "test_cli.py::test_generate_reads_the_prompt_from_a_file_and_seeds_repeat": NONE,
+    "test_cli.py::test_generate_streams_plain_text_to_a_pipe_and_reads_standard_input": NONE,
+    "test_cli.py::test_show_draft_colours_tokens_by_origin": NONE,
+    "test_cli.py::test_chat_keeps_the_conversation_and_survives_a_mistake": NONE,
+    "test_cli.py::test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation": NONE,
+    "test_cli.py::test_a_reader_that_goes_away_ends_the_writing": NONE,
+    "test_bench_peers.py::test_a_longer_prompt_and_a_larger_batch_get_the_room_that_they_need": NONE,
+    "test_bench_peers.py::test_a_seed_writes_the_same_again": NONE,
+    "test_bench_run.py::test_a_run_killed_at_any_write_goes_on_without_loss_or_doubling": "inside a line",
+    "test_gguf.py::test_two_processes_converting_at_once_both_succeed": NONE,
+}
+"""test of a file -> the parameters, as pytest writes them, of the cases that stay quick"""
+
+
+def is_slow(file: str, test: str, parameters: str) -> bool:
+    """Whether a case of a test is left to `make test-all`; `file` is below tests/."""
+    quick = SLOW.get(f"{file}::{test}")
+    return quick is not None and not (quick and re.fullmatch(quick, parameters))
