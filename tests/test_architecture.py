@@ -45,11 +45,6 @@ LONG_FILES: set[str] = set()
 FULL_FOLDERS: set[str] = set()
 
 UNDECLARED = {
-    "audit/methods.py": 2,
-    "audit/policies.py": 2,
-    "bench/ours.py": 4,
-    "bench/peers/__init__.py": 1,
-    "bench/run.py": 2,
     "core/batch.py": 1,
     "cuda/verify_graph.py": 1,
     "draft/lookup/base.py": 4,
@@ -64,7 +59,6 @@ UNDECLARED = {
     "draft/tree_drafter.py": 5,
     "engine/engine.py": 10,
     "hf.py": 1,
-    "tune/cache.py": 5,
     "verify/match.py": 1,
 }
 """files that ask our own objects with `hasattr` or `getattr` what their protocol should declare, and how often"""

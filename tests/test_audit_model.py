@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from branchwise.audit.findings import Word
-from branchwise.audit.model import ModelAudit, ModelAuditor, OwnProbs, Plan, audit_model
+from branchwise.audit.model import ModelAudit, ModelAuditor, OwnProbs, Plan
 from branchwise.backends.base import Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli.audit import app, read_prompts, split_names
@@ -35,6 +35,7 @@ from branchwise.draft.base import Budget
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UnknownName, UsageError
 from branchwise.llm import LLM
+from branchwise.progress import Progress, silent
 from branchwise.testing import RandomDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from branchwise.verify.match import Match
@@ -149,9 +150,11 @@ class Guess:
         pass
 
 
-def audit(llm: LLM, draft: Any = None, verify: str = "match", plan: Plan = PLAN, **options: Any) -> ModelAudit:
+def audit(
+    llm: LLM, draft: Any = None, verify: str = "match", plan: Plan = PLAN, progress: Progress = silent
+) -> ModelAudit:
     drafter = RandomDrafter(len(WORDS), nodes=12) if draft is None else draft
-    found = audit_model(llm, PROMPTS, draft=drafter, verify=verify, plan=plan, **options)
+    found = ModelAuditor(llm, PROMPTS, plan, progress).audit(drafter, verify=verify)
     assert not llm.engine.busy
     assert llm.engine.target.free_slots == 33  # nothing stays behind
     return found

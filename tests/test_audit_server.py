@@ -294,7 +294,7 @@ def test_what_a_server_cuts_by_default_is_switched_off_where_it_allows_that() ->
     audit(toy, samples=20)
     assert {"top_k": -1, "min_p": 0.0}.items() <= toy.seen[-1].items()
     found = audit(Toy(knows_extras=False), samples=20)
-    assert any("refuses to be told top_k" in sentence for sentence in found.finding.evidence)
+    assert any("refuses top_k and min_p" in sentence for sentence in found.finding.evidence)
 
 
 def test_tokens_spelt_otherwise_than_the_text_are_compared_one_at_a_time() -> None:

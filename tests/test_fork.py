@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from branchwise.audit.longest import RootedFork
-from branchwise.audit.policies import ScriptedDice, grown_trees
+from branchwise.audit.policies import ScriptedSampler, grown_trees
 from branchwise.backends.base import Scored
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState as Text
@@ -81,7 +81,7 @@ def test_a_greedy_fork_begins_with_the_most_probable_tokens() -> None:
 
 
 def test_no_draw_is_made_twice_in_a_deep_fork() -> None:
-    tree = grown("fork-lossy:2x4", random_rule(4, 5), ScriptedDice([]))  # which refuse a number that they know
+    tree = grown("fork-lossy:2x4", random_rule(4, 5), ScriptedSampler([]))  # which refuse a number that they know
     assert tree.depth == 4
 
 

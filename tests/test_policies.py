@@ -20,7 +20,7 @@ from torch import Tensor
 
 from branchwise.audit.exact import TOLERANCE, emitted, lp_optimum
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.audit.policies import ScriptedDice, arrivals, grown_trees
+from branchwise.audit.policies import ScriptedSampler, arrivals, grown_trees
 from branchwise.core.batch import TreeBatch
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES, build_policy
@@ -301,7 +301,7 @@ def test_the_enumerator_refuses_what_it_cannot_follow() -> None:
     with pytest.raises(NotImplementedError, match="too many outcomes"):
         grown_trees(Waiting(), PLAIN.draft_probs, Budget(9, 2))
     with pytest.raises(AssertionError, match="asked twice for pick 3"):
-        ScriptedDice([]).picks(PLAIN.draft_probs(()), [3, 3])
+        ScriptedSampler([]).picks(PLAIN.draft_probs(()), [3, 3])
 
 
 # Stochastic beam search

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.audit.policies import ScriptedDice
+from branchwise.audit.policies import ScriptedSampler
 from branchwise.core.rng import SeededChance, key_of, mix, race, race_on, signed, wait_of
 from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
@@ -312,7 +312,7 @@ def test_the_audit_follows_few_tokens_as_it_follows_rows(spec: str) -> None:
     def weights(probs: Callable[[tuple[int, ...]], Tensor | SparseProbs]) -> dict[tuple[int, ...], float]:
         scripts, found = [list[int]()], dict[tuple[int, ...], float]()
         while scripts:
-            sampler = ScriptedDice(scripts.pop())
+            sampler = ScriptedSampler(scripts.pop())
             tree = grown_from(TREES.build(spec), probs, sampler)
             scripts += sampler.others
             drawn = (*tree.tokens.tolist(), *tree.parents, *tree.leaves)

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from branchwise import tune
-from branchwise.backends.base import Scored
+from branchwise.backends.base import Execution, Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli.tune import tune as command
 from branchwise.core.batch import TreeBatch
@@ -378,12 +378,15 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
         lambda patch: patch.setattr("branchwise.tune.cache._source", lambda: "changed"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
-        lambda patch: patch.setattr(TimedTarget, "compile", True, raising=False),
     ):
         with monkeypatch.context() as patch:
             change(patch)
             assert not timed(TimedTarget(line)).remembered
     assert timed(TimedTarget(line)).remembered
+    for other in ({"execution": Execution(compile=True)}, {"fingerprint": "another"}, {"dtype": torch.bfloat16}):
+        changed = TimedTarget(line)
+        changed.info = replace(changed.info, **other)
+        assert not timed(changed).remembered
 
 
 def test_two_models_of_one_name_are_told_apart_by_their_shape() -> None:

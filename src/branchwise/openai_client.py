@@ -87,7 +87,7 @@ class Client:
         """The JSON value of an answer: GET without a payload, else POST. A busy server is asked again."""
         for pause in (*PAUSES, None):
             try:
-                reply = self._http.send(self._request(path, payload))
+                reply = self._http.request("GET" if payload is None else "POST", self.url + path, json=payload)
             except httpx.TimeoutException:
                 raise self._timeout(path) from None
             except httpx.RequestError as error:
@@ -104,23 +104,18 @@ class Client:
 
     def stream(self, path: str, payload: Mapping[str, Any]) -> Iterator[Any]:
         """The JSON values of a streamed answer as they arrive. A server that does not stream sends one."""
+        begun = False
         try:
-            reply = self._http.send(self._request(path, payload), stream=True)
+            with self._http.stream("POST", self.url + path, json=payload) as reply:
+                if reply.is_error:
+                    reply.read()
+                    raise self._refusal(path, reply)
+                begun = True
+                yield from self._events(reply, path)
         except httpx.TimeoutException:
             raise self._timeout(path) from None
         except httpx.RequestError as error:
-            raise self._unreachable(error) from None
-        try:
-            if reply.is_error:
-                reply.read()
-                raise self._refusal(path, reply)
-            yield from self._events(reply, path)
-        except httpx.TimeoutException:
-            raise self._timeout(path) from None
-        except httpx.RequestError:
-            raise self.broken() from None
-        finally:
-            reply.close()
+            raise (self.broken() if begun else self._unreachable(error)) from None
 
     def page(self, path: str) -> str | None:
         """The text at a path, or None if there is none."""
@@ -137,9 +132,6 @@ class Client:
         return UsageError(
             f"The server at {self.url} returned a completion in a form that OpenAI's protocol does not have."
         )
-
-    def _request(self, path: str, payload: Mapping[str, Any] | None) -> httpx.Request:
-        return self._http.build_request("GET" if payload is None else "POST", self.url + path, json=payload)
 
     def _events(self, reply: httpx.Response, path: str) -> Iterator[Any]:
         bare, streaming = b"", False

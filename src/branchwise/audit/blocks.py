@@ -30,8 +30,8 @@ Block = tuple[Token, ...]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 NextProbs = Callable[[Block], Floats | Mapping[str, float] | None]
-"""What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, where the rest of
-the mass belongs to any other token. None where nothing follows or where it is not known."""
+"""What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, the rest of the
+mass belonging to any other token. None if nothing follows or if it is not known."""
 
 EXPECTED = 5.0
 """the fewest counts that a cell should expect, so that the statistic has nearly the distribution that its table says"""
@@ -139,7 +139,7 @@ class BlockTest:
     distance: float
     """between frequencies and probabilities, over the cells"""
     expected_distance: float
-    """what chance alone would put there"""
+    """the distance that chance alone explains"""
 
     @property
     def p_value(self) -> float:
@@ -221,8 +221,7 @@ def _pool(observed: Floats, probs: Floats, samples: int) -> tuple[Floats, Floats
 class BlockTests:
     """The tests of all contexts, judged as one family by Holm's procedure.
 
-    With more than one context there is one test more, of all contexts together: it finds a bias that is too small in
-    each of them and points everywhere.
+    With several contexts a further test joins them all: it finds a bias that is too small in each of them.
     """
 
     contexts: tuple[BlockTest, ...]

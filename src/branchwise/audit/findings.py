@@ -75,10 +75,10 @@ def judge(
     """The finding of an audit.
 
     `proofs` are differences found by other means than the tests, `doubts` reasons why nothing can be decided, `gaps`
-    what was left untested, `notes` what a reader should know. `activity` is None where nobody counted. UNDECIDED is
-    said where there is a doubt; and, where no difference was found, where there is a gap, where the tests could not
-    have found a distance of `limit`, where a p-value is suspicious without being decisive, and where nothing was
-    accepted or nothing rejected, since then the rule was not put to the test.
+    what was not tested, `notes` further information; `activity` is None if it was not counted. The finding is UNDECIDED
+    if there is a doubt. If no difference was found, it is also UNDECIDED if there is a gap, if the tests could not have
+    found a distance of `limit`, if a p-value is suspicious without being decisive, and if nothing was accepted or
+    nothing rejected, since then the rule was not tested.
     """
     failed = [
         _accuse(test, adjusted)

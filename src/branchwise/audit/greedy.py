@@ -1,7 +1,7 @@
 """Greedy texts with and without speculation, compared token by token.
 
 In float32 they must be equal up to numerical ties. In bfloat16 a pass over a tree rounds differently from a pass over
-one token, so differences there are near-ties: they are reported and decide nothing.
+one token, so differences in bfloat16 are near-ties: they are reported and decide nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from branchwise.llm import LLM
 from branchwise.verify import VERIFIERS
 
 TIE = 1e-3
-"""logits closer than this are equal as far as float32 can tell"""
+"""logits closer than this are equal within the precision of float32"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def own_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
 
 
 def in_bfloat16(llm: LLM, slots: int) -> LLM:
-    """A copy in bfloat16 as it would have been loaded: weights are rounded, tables of positions are not."""
+    """A copy as if loaded in bfloat16: weights are rounded, position tables are not."""
     model = copy.deepcopy(llm.model)
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -1,8 +1,7 @@
 """How far the lossy rule is from the target's distribution: every fork that can be drafted, every coin.
 
-A step of the rule ends at an accepted node, and the next one begins with the distribution that is wanted there. So that
-is what follows the emitted tokens here, and the target's own distributions follow that. With one branch the distance is
-0.
+A step of the rule ends at an accepted node, and the next step begins with the distribution that the rule wants after
+it. So that distribution follows the emitted tokens here, and then the target's own. With one branch the distance is 0.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def emitted_by_forks(instance: Instance, width: int, *, known: bool = True, lazy
         wanted /= row_sum(wanted)[:, None]
         for level in range(1, depth + 1):
             here = emitted == level
-            # What follows a token that was not drafted is the target's distribution: nothing was tested there.
+            # What follows a token that was not drafted is the target's distribution: nothing was tested.
             row = torch.where(drafted[here, None], wanted[here], probs[level][codes[here]])
             begun[level].index_add_(0, codes[here], row * weights[here, None])
         efficiency += float((weights * emitted).sum())

@@ -1,9 +1,8 @@
-"""The audit of a loaded model: what its engine writes against what the model says.
+"""The audit of a loaded model: blocks that its engine samples against their probabilities under the model.
 
-Blocks are sampled through the production engine, every one with a seed of its own. Their exact probabilities come from
-the model's own forward pass over plain text, which shares nothing with the scoring of trees. Greedy texts are compared
-with plain decoding token by token: in float32 they must be equal up to numerical ties; in bfloat16 a tree rounds
-otherwise than a single token, so differences there are near-ties to be shown and decide nothing.
+Blocks are sampled through the production engine, each with its own seed. Their exact probabilities come from the
+model's own forward pass over plain text, which shares no code with the scoring of trees. Greedy texts are compared with
+plain decoding (`greedy`).
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from branchwise.engine import Generation, Request
 from branchwise.engine.stats import Stats
 from branchwise.errors import ModelError, UsageError, first_line
 from branchwise.llm import LLM
-from branchwise.progress import Progress
+from branchwise.progress import Progress, silent
 
 AHEAD = 64
-"""Texts are allowed this much more than a block, so that trees grow as deep as in real use; the rest is cut off."""
+"""Texts may be this much longer than a block, so that trees grow as deep as in real use; the rest is cut off."""
 
 ROUGH_TIE = 0.05
-"""the same for lower precision, where the order of sums shows"""
+"""the same for lower precision"""
 
 MOST_ROUNDED = 8
-"""texts side by side on the copy in bfloat16"""
+"""texts in one batch on the copy in bfloat16"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much an audit does and what it is held to."""
+    """How much an audit samples, and its error rates."""
 
     samples: int = 1000
     """blocks for each prompt"""
@@ -64,7 +63,7 @@ class Plan:
     false_alarm: float = 1e-3
     """how often a correct decoder may be found NOT LOSSLESS, all tests together"""
     limit: float = 0.1
-    """the distance that must have been detectable before LOSSLESS is said"""
+    """the distance that must be detectable for a finding LOSSLESS"""
     seed: int | None = None
     raw: bool = False
     """take prompts as they are, without the chat template"""
@@ -122,11 +121,9 @@ class ModelAudit:
 
 
 class ModelAuditor:
-    """Audits drafters and verifiers on one loaded model. What does not depend on them is computed once."""
+    """Audits drafters and verifiers on one loaded model; what does not depend on them is computed once."""
 
-    def __init__(
-        self, llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress = silent) -> None:
         if not prompts:
             raise UsageError("There are no prompts to audit with.")
         if llm.engine.target.free_slots < 2:
@@ -135,7 +132,7 @@ class ModelAuditor:
         self.prompts = list(prompts)
         self.plan = plan or Plan()
         self.seed = secrets.randbits(32) if self.plan.seed is None else self.plan.seed
-        self._progress = progress or (lambda what, done, of: None)
+        self._progress = progress
         self._tokens = [llm.encode(prompt, raw=self.plan.raw) for prompt in self.prompts]
         longest, room = max(map(len, self._tokens)), llm.engine.target.context - self.plan.length
         if longest > room:
@@ -145,7 +142,7 @@ class ModelAuditor:
         self._rounded: LLM | None = None
 
     def audit(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> ModelAudit:
-        """Ask whether this drafter with this verifier keeps the distribution. Ctrl-C ends it with what was gathered."""
+        """Test whether this drafter with this verifier keeps the distribution. Ctrl-C ends it with what was sampled."""
         llm = self.llm.with_drafter(draft, tree, verify)
         gathered: list[BlockTest] = []
         stats = Stats()
@@ -190,13 +187,13 @@ class ModelAuditor:
         )
 
     def _sample(self, llm: LLM, number: int, what: str, gathered: list[BlockTest], stats: Stats) -> None:
-        """Sample the blocks of one prompt and test them; also those that were ready before Ctrl-C."""
+        """Sample the blocks of one prompt and test them; after Ctrl-C those that were ready."""
         partition = self._partition(number)
         generations: list[Generation] = []
         try:
             self._run(llm, number, what, generations)
         finally:
-            # In the order of their seeds up to the first that is missing: whoever finishes early drew other tokens.
+            # In the order of their seeds up to the first that is missing: texts that end early have other tokens.
             ready = list(takewhile(self._ready, generations))
             for generation in ready:
                 _add(stats, generation.stats)
@@ -206,7 +203,7 @@ class ModelAuditor:
             )
 
     def _run(self, llm: LLM, number: int, what: str, generations: list[Generation]) -> None:
-        """Write the texts of one prompt side by side; the prompt is read once and copied for each of them."""
+        """Write the texts of one prompt in a batch; the prompt is prefilled once and its cache rows are copied."""
         engine, plan = llm.engine, self.plan
         seeds = random.Random(f"{self.seed} {number}")
         source = SequenceState(list(self._tokens[number]))
@@ -265,7 +262,7 @@ class ModelAuditor:
         return Greedy(dtype, len(plain), sum(map(len, plain)), tuple(differences))
 
     def _compare_rounded(self, draft: str | Drafter, tree: str | None, verify: str, notes: list[str]) -> Greedy | None:
-        """The same in bfloat16. It decides nothing, so a copy that does not fit into memory must not cost the rest."""
+        """The same in bfloat16. It decides nothing, so a copy that does not fit into memory is only noted."""
         try:
             self._rounded = self._rounded or in_bfloat16(self.llm, slots=min(len(self.prompts), MOST_ROUNDED))
             return self._compare(self._rounded, draft, tree, verify)
@@ -280,22 +277,8 @@ class ModelAuditor:
         return [completion.token_ids for completion in completions]
 
 
-def audit_model(
-    llm: LLM,
-    prompts: Sequence[str],
-    *,
-    draft: str | Drafter,
-    tree: str | None = None,
-    verify: str = "match",
-    plan: Plan | None = None,
-    progress: Progress | None = None,
-) -> ModelAudit:
-    """Ask of one drafter and one verifier on a loaded model whether they keep its distribution."""
-    return ModelAuditor(llm, prompts, plan, progress).audit(draft, tree, verify)
-
-
 class OwnProbs:
-    """What follows a prompt and the first tokens of an answer, by the model's own forward pass."""
+    """The distribution after a prompt and the first tokens of an answer, by the model's own forward pass."""
 
     def __init__(self, llm: LLM, prompt: list[int], sampling: SamplingParams) -> None:
         self.llm = llm
@@ -304,7 +287,7 @@ class OwnProbs:
         self.tie = TIE if dtype_of(llm) == "float32" else ROUGH_TIE
 
     def __call__(self, prefix: Block) -> Floats | None:
-        """(vocabulary,), or None after the end of a text and where a cut runs between two equal tokens."""
+        """(vocabulary,), or None after the end of a text and if a cut falls between two equal tokens."""
         if prefix and prefix[-1] in self.llm.stop_tokens:
             return None
         tokens = [*self.prompt, *map(int, prefix)]
@@ -317,10 +300,7 @@ class OwnProbs:
         return found
 
     def _rounding_decides(self, logits: torch.Tensor, context: list[Context], kept: torch.Tensor) -> bool:
-        """Whether a cut keeps one of two near-equal tokens, or one that a last digit would drop.
-
-        The engine may round the other way, and both are right.
-        """
+        """Whether rounding decides which tokens a cut keeps; the engine may then round the other way."""
         if kept.all():
             return False
         row = adjust(logits, [self.sampling], context)[0]
@@ -335,7 +315,7 @@ class OwnProbs:
 
 
 def _add(total: Stats, stats: Stats) -> None:
-    """Count the steps of one text among those of all."""
+    """Add the statistics of one text."""
     total.steps += stats.steps
     total.drafted_tokens += stats.drafted_tokens
     total.accepted_tokens += stats.accepted_tokens

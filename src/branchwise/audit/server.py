@@ -1,8 +1,8 @@
 """The audit of a server: blocks that it samples against the probabilities that a reference server states.
 
 Both are asked through `/v1/completions` with logprobs, which OpenAI, vLLM, SGLang, llama.cpp and others serve. The
-audited one writes many short texts; the reference, the same model without speculation, is asked for one token at a
-time and says how probable it and its rivals are. Tokens are compared as the strings that logprobs report.
+audited server writes many short texts; the reference, the same model without speculation, writes one token at a time
+and states its probability and those of its alternatives. Tokens are compared as the strings that logprobs report.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ class StatedProbs:
 
 
 def distinct(token: str) -> bool:
-    """Whether its string tells a token apart.
+    """Whether its string identifies a token.
 
-    Not so for parts of a character, nor for special tokens, which one server reports at the end of a text and another
-    leaves out. They belong to "any other token".
+    Strings of parts of a character do not, nor those of special tokens, which some servers report at the end of a text
+    and others omit. They count as "any other token".
     """
     return not ("\ufffd" in token or token.startswith("bytes:") or _SPECIAL.fullmatch(token))
 
@@ -316,7 +316,7 @@ def _notes(sampler: Asker, stater: Asker, gathered: Sequence[Gathered], activity
     if names[0] != names[1]:
         notes.append(f"The servers name their models differently: {names[0]} and {names[1]}.")
     if "top_k" not in sampler.forms.best:
-        notes.append("The server refuses to be told top_k and min_p; cuts of its own would show as a difference.")
+        notes.append("The server refuses top_k and min_p; if it truncates by default, that shows as a difference.")
     if activity is None:
         notes.append("Whether the server speculated is not known: it shows no spec_decode counters at /metrics.")
     varied = [entry for entry in gathered if len(entry.blocks) >= 20]

@@ -22,7 +22,7 @@ def spec_bench_lines(records: Sequence[Record]) -> list[str]:
 
     `wall_time` of an answer is its share of the clock of its batch. Records hold how many steps accepted so many
     tokens, but not in which order: `accept_lengths` has every length as often as it occurred, the longest first, which
-    is all that Spec-Bench's mean needs. It is empty where a contestant does not tell.
+    is all that Spec-Bench's mean needs. It is empty if the contestant does not report them.
     """
     _check(records)
     times = {id(record): spent for record, spent in zip(records, shares(records), strict=True)}
@@ -53,7 +53,7 @@ def spec_bench_lines(records: Sequence[Record]) -> list[str]:
 
 
 def accept_lengths(record: Record) -> list[int]:
-    """Tokens of every step, the target's own one included, the longest first; empty where the record does not tell.
+    """Tokens of every step, the target's own one included, the longest first; empty if the record does not say.
 
     Of the steps that accepted a node at depth d, those that accepted none at d + 1 accepted d tokens.
     """
@@ -68,7 +68,7 @@ def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
     """What `vllm bench serve --save-result` would write, in its words.
 
     A draft of vLLM is a step that had one, so steps without a draft do not lower its acceptance length, and its rates
-    per position are shares of all drafts. Rates are percentages there. Times of single tokens are not in records.
+    per position are shares of all drafts. Its rates are percentages. Records hold no times of single tokens.
     """
     _check(records)
     first, duration = records[0], sum(shares(records))
@@ -93,11 +93,11 @@ def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
-    told = [r for r in records if r.drafted_per_depth and r.drafted is not None and r.accepted is not None]
-    drafted, accepted = sum(r.drafted or 0 for r in told), sum(r.accepted or 0 for r in told)
+    known = [r for r in records if r.drafted_per_depth and r.drafted is not None and r.accepted is not None]
+    drafted, accepted = sum(r.drafted or 0 for r in known), sum(r.accepted or 0 for r in known)
     if not drafted:  # vLLM leaves the keys out too
         return {}
-    drafts = sum_per_depth(told, "drafted_per_depth")[0]
+    drafts = sum_per_depth(known, "drafted_per_depth")[0]
     return {
         "spec_decode_acceptance_rate": 100 * accepted / drafted,
         "spec_decode_acceptance_length": 1 + accepted / drafts,
@@ -105,7 +105,7 @@ def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": accepted,
         "spec_decode_per_position_acceptance_rates": [
-            taken / drafts for taken in sum_per_depth(told, "accepted_per_depth")
+            taken / drafts for taken in sum_per_depth(known, "accepted_per_depth")
         ],
     }
 

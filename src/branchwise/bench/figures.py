@@ -1,7 +1,7 @@
 """The figures of a report: what each shows, a sentence that says it in numbers, and its pixels, light and dark.
 
 A figure is 3.8 inches wide, about as wide as a phone, so that its text stays readable. The colours of Okabe and Ito
-can be told apart by colour-blind people; the shapes of marks repeat them.
+can be distinguished by colour-blind people; the shapes of marks repeat them.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def cold_against_warm(records: Sequence[Record]) -> Figure | Missing:
 
 def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
     title = "Acceptance by depth"
-    told = [row for row in rows if row.category == ALL and row.acceptance_per_depth]
-    if not told:
+    known = [row for row in rows if row.category == ALL and row.acceptance_per_depth]
+    if not known:
         return Missing(title, "No contestant says at which depth its drafts were accepted.")
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for row in told:
+        for row in known:
             depths = range(1, 1 + len(row.acceptance_per_depth))
             shares = [100 * share for share in row.acceptance_per_depth]
             axes.plot(depths, shares, markersize=4, linewidth=1.4, **_look(row.contestant, _names(rows), theme))
@@ -137,8 +137,8 @@ def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
     return Figure(
         "acceptance-by-depth",
         title,
-        _sentence(map(ends, told)),
-        "Of the steps whose draft reached a depth, the share that accepted a token there.",
+        _sentence(map(ends, known)),
+        "Of the steps whose draft reached a depth, the share that accepted a token at it.",
         2.4,
         paint,
     )
@@ -146,16 +146,16 @@ def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
 
 def tokens_against_nodes(rows: Sequence[Row]) -> Figure | Missing:
     title = "Tokens per step against nodes scored"
-    told = [
+    known = [
         (row, row.nodes_per_step, row.block_efficiency)
         for row in rows
         if row.nodes_per_step is not None and row.block_efficiency is not None
     ]
-    if not any(nodes != 1 for _, nodes, _ in told):
+    if not any(nodes != 1 for _, nodes, _ in known):
         return Missing(title, "No contestant says how many nodes it drafted.")
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for row, nodes, efficiency in told:
+        for row, nodes, efficiency in known:
             look = _look(row.contestant, _names(rows), theme)
             whole = row.category == ALL
             look |= {"label": look["label"] if whole else None, "markersize": 8 if whole else 4, "linestyle": "none"}
@@ -169,7 +169,7 @@ def tokens_against_nodes(rows: Sequence[Row]) -> Figure | Missing:
         title,
         _sentence(
             f"{row.contestant} writes {efficiency:.2f} tokens per step and scores {nodes:.1f} nodes"
-            for row, nodes, efficiency in told
+            for row, nodes, efficiency in known
             if row.category == ALL
         ),
         "Large marks are over all prompts, small ones are single categories. Higher is more text per pass, further "
@@ -207,14 +207,14 @@ def time_by_phase(rows: Sequence[Row]) -> Figure | Missing:
 
 def accuracy_by_category(rows: Sequence[Row]) -> Figure | Missing:
     title = "Accuracy by category"
-    told = [row for row in rows if row.accuracy is not None]
-    if not told:
+    known = [row for row in rows if row.accuracy is not None]
+    if not known:
         return Missing(title, "No item of these records has a checker.")
-    values = {(row.contestant, row.category): Ratio(100 * (row.accuracy or 0), None, None, 1) for row in told}
+    values = {(row.contestant, row.category): Ratio(100 * (row.accuracy or 0), None, None, 1) for row in known}
     return Figure(
         "accuracy",
         title,
-        _sentence(f"{row.contestant} answers {row.accuracy:.1%} right" for row in told if row.category == ALL),
+        _sentence(f"{row.contestant} answers {row.accuracy:.1%} right" for row in known if row.category == ALL),
         "The share of right answers among those that could be checked. Lossless methods answer as plain decoding does.",
         *_dots(values, _names(rows), "right answers, %", reference=None),
     )
@@ -259,7 +259,7 @@ def _dots(
     own = [name for name in names if any(key[0] == name for key in values)]
     places = list(dict.fromkeys(place for _, place in values))
     if len(places) == 2 and ALL in places:
-        places = [ALL]  # a single category is all there is
+        places = [ALL]  # the only category is the same as all
     band = len(own) + 0.6
 
     def paint(axes: Axes, theme: Theme) -> None:

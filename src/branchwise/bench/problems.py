@@ -32,9 +32,9 @@ from branchwise.registry import nearest
 
 TASKS = ("gsm8k", "gsm8k-like", "aime-like", "game24", "commonsense-like", "logic-like")
 MOST_PROBLEMS = 500
-"""of a task: as many as the paper asks, and every template has as many different ones to give"""
+"""per task, as in the paper; every template can make as many different ones"""
 SHOWN = {(1, 2, 3, 4), (2, 5, 7, 8), (2, 6, 7, 12), (2, 9, 10, 12), (3, 3, 3, 8), (3, 5, 7, 9), (4, 4, 6, 8)}
-"""hands of 24 that the worked examples of the styles solve; they are never asked"""
+"""hands that the worked examples solve; they are never asked"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Problem:
 
 
 def problems(task: str, count: int, seed: int = 0, gsm8k: Path | None = None) -> list[Problem]:
-    """Different problems of a task; the first of many are those of few. `gsm8k` is needed for that task alone."""
+    """Different problems of a task; a larger count only adds problems. Only the task gsm8k needs a file."""
     if not 1 <= count <= MOST_PROBLEMS:
         raise UsageError(f"The problems of a task must be from 1 to {MOST_PROBLEMS}, not {count}.")
     random = Random(f"{seed}/{task}")  # a text, so that tasks do not share their draws
@@ -147,7 +147,7 @@ def _games(count: int, random: Random) -> list[Problem]:
 
 
 def _solution(numbers: tuple[int, ...]) -> str | None:
-    """An expression of the numbers that is 24. Only the last operation is sought; its sides are known by heart."""
+    """An expression of the numbers that is 24: a search for its last operation, whose sides have cached values."""
     for chosen, others in _splits(numbers):
         known = _reachable(others)
         for x, left in _reachable(chosen).items():
@@ -164,7 +164,7 @@ def _solution(numbers: tuple[int, ...]) -> str | None:
 
 @cache
 def _reachable(numbers: tuple[int, ...]) -> dict[Fraction, str]:
-    """Every value that an expression of all the numbers can have, with one that has it."""
+    """Every value of an expression of all the numbers, with one such expression."""
     if len(numbers) == 1:
         return {Fraction(numbers[0]): str(numbers[0])}
     found: dict[Fraction, str] = {}
@@ -209,16 +209,16 @@ def _order(random: Random) -> Problem:
         [("taller", "shorter", "tallest"), ("older", "younger", "oldest"), ("faster", "slower", "fastest")]
     )
     people = random.sample(_PEOPLE, 5)
-    told = [
+    stated = [
         f"{x} is {more} than {y}." if random.random() < 0.5 else f"{y} is {less} than {x}."
         for x, y in itertools.pairwise(people)
     ]
-    random.shuffle(told)
+    random.shuffle(stated)
     place = random.randrange(5)
     right = people.pop(place)
     rank = ("", "second ", "third ", "fourth ", "fifth ")[place]
     wrong = random.sample(people, 3)
-    return _choice("logic-like", f"{' '.join(told)} Who is the {rank}{most} of the five?", right, wrong, random)
+    return _choice("logic-like", f"{' '.join(stated)} Who is the {rank}{most} of the five?", right, wrong, random)
 
 
 _SAYINGS = ("All {} are {}.", "No {} are {}.", "Some {} are {}.", "Some {} are not {}.")
@@ -230,20 +230,20 @@ Saying = tuple[int, int, int]
 def _syllogism(random: Random) -> Problem:
     premises, follows, does_not = random.choice(_syllogisms())
     classes = random.sample(_CLASSES, 3)
-    told, right, *wrong = (
+    stated, right, *wrong = (
         [_SAYINGS[kind].format(classes[x], classes[y]) for kind, x, y in sayings]
         for sayings in (premises, [random.choice(follows)], random.sample(does_not, 3))
     )
-    return _choice("logic-like", f"{' '.join(told)} Which of these must be true?", right[0], wrong[0], random)
+    return _choice("logic-like", f"{' '.join(stated)} Which of these must be true?", right[0], wrong[0], random)
 
 
 @cache
 def _syllogisms() -> list[tuple[list[Saying], list[Saying], list[Saying]]]:
     """Pairs of premises, what follows from them about the outer classes, and what does not.
 
-    Found by looking at every world: a world says of each of the eight mixtures of three classes whether there are any.
-    What follows does so even where a class is empty; what does not fails even where none is, so that no reading of
-    "all" makes two options right.
+    Found by enumerating worlds: a world says for each of the eight combinations of three classes whether it occurs.
+    What follows does so even if a class is empty; what does not fails even if no class is, so that no reading of "all"
+    makes two options right.
     """
     worlds = [[mixture for mixture in range(8) if world >> mixture & 1] for world in range(256)]
     full = [world for world in worlds if all(any(mixture >> x & 1 for mixture in world) for x in range(3))]

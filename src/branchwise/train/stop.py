@@ -1,14 +1,14 @@
-"""Training a stop: at which nodes does the target accept what is drawn next?
+"""Trains a stop rule: after which nodes does the target accept the next drafted token?
 
-Lu et al. (arXiv 2409.10644): draft ten nodes below the root, note what the drafter sees at each, and learn from it what
-the target will make of the token that is drawn there. Two labels:
+Lu et al. (arXiv 2409.10644): draft ten nodes below the root, note the drafter's features at each, and learn from them
+whether the target accepts the token that is drawn after the node. Two labels:
 
     soft   clamp(p / q, 0, 1) of the drawn token. We take its mean over all tokens, sum of min(p, q): learning from many
            drawn tokens would find the same, with more noise.
     hard   whether both models have the same most probable token.
 
-A sample is a node below the root, and so is what a stop is asked about. Texts that are held out decide which epoch is
-kept: nodes of one text are too alike to test each other.
+A sample is a node below the root, as in use. Held-out texts decide which epoch is kept, since nodes of one text are too
+similar to test each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from branchwise.verify.match import Match
 
 WIDTH = 10
 LEAST = 50
-"""so few samples teach nothing"""
+"""samples; fewer teach nothing"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +93,7 @@ class Fan(TreePolicy):
 
 
 class Judge(Match):
-    """`match`, which on its way compares the distributions that a fan found with those of the target.
-
-    It is where both are at hand: the distributions here are warped as the text wants them.
-    """
+    """`match`, which also compares the distributions of a fan with those of the target, warped as the text asks."""
 
     def __init__(self, fan: Fan) -> None:
         super().__init__()
@@ -109,8 +106,8 @@ class Judge(Match):
         nodes = torch.arange(1, max(batch.nodes, 2), device=batch.device).clamp_max(batch.nodes - 1)
         p = probs.at(nodes.expand(len(batch), -1))
         self.samples = {
-            row: (self._seen(there).cpu(), labels(self.fan.kind, p[row, : len(there.probs)], there.probs).cpu())
-            for row, there in found.items()
+            row: (self._seen(nodes).cpu(), labels(self.fan.kind, p[row, : len(nodes.probs)], nodes.probs).cpu())
+            for row, nodes in found.items()
         }
         return super().__call__(batch, probs, chance)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from dataclasses import asdict, replace
@@ -22,11 +21,13 @@ VERSION = 1
 
 
 def key_of(target: Target, model: str | None, batch: int, context: int, nodes: tuple[int, ...], repeat: int) -> Key:
+    info = target.info
     return Key(
-        model=model or str(getattr(target, "name", type(target).__name__)),
-        compiled=bool(getattr(target, "compile", False)),
-        architecture=_architecture(target),
-        dtype=str(getattr(target, "dtype", "unknown")).removeprefix("torch."),
+        model=model or info.name,
+        fingerprint=info.fingerprint,
+        weight_bytes=info.weight_bytes,
+        compiled=info.execution.compile,
+        dtype=str(info.dtype).removeprefix("torch."),
         precision=torch.get_float32_matmul_precision(),
         device=device_name(target.device),
         threads=torch.get_num_threads(),
@@ -37,15 +38,6 @@ def key_of(target: Target, model: str | None, batch: int, context: int, nodes: t
         versions=versions(),
         source=_source(),
     )
-
-
-def _architecture(target: Target) -> str:
-    config = getattr(getattr(target, "model", None), "config", None)
-    stated = config.to_dict() if config is not None else {}
-    for name in ("_name_or_path", "transformers_version"):  # where it came from
-        stated.pop(name, None)
-    whole = [type(target).__qualname__, target.vocabulary, stated]
-    return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _source() -> str:

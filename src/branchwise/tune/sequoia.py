@@ -4,9 +4,9 @@ Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding
 the i-th child of an accepted node is accepted equally often wherever it stands:
 
     rate    a_i, how often the i-th child is accepted where those before it were rejected
-    share   a_i (1 - a_1) … (1 - a_{i-1}), how often it is the one that is accepted; shares sum to at most 1
+    share   a_i (1 - a_1) … (1 - a_{i-1}), how often it is the accepted child; shares sum to at most 1
     worth   of a shape: the tokens that a step is expected to emit, 1 + the sum over its nodes of the product of the
-            shares on the way there
+            shares on its path
 
 The rates are counted on real text with `rrs`, which tries siblings one after the other, as the model above does.
 """
@@ -46,20 +46,12 @@ class Shape:
 
 
 def shares(rates: Sequence[float]) -> list[float]:
-    """How often each child is the one that is accepted."""
+    """How often each child is the accepted one."""
     found, left = [], 1.0
     for rate in rates:
         found.append(left * rate)
         left *= 1 - rate
     return found
-
-
-def best_shape(rates: Sequence[float], nodes: int, depth: int) -> Shape:
-    """The shape of the greatest worth with at most `nodes` nodes below its root, at most so deep.
-
-    No node has more children than there are rates. Nodes that are worth nothing are left out.
-    """
-    return Shapes(rates, nodes, depth).best(nodes, depth)
 
 
 class Shapes:
@@ -94,7 +86,10 @@ class Shapes:
         return float(self._worth[depth][:, nodes + 1].max())
 
     def best(self, nodes: int, depth: int) -> Shape:
-        """The best shape of at most so many nodes below the root."""
+        """The shape of the greatest worth with at most so many nodes below the root, at most so deep.
+
+        No node has more children than there are rates. Nodes that are worth nothing are left out.
+        """
         parents, subtrees = [-1], [(nodes + 1, depth)]
         for node, subtree in enumerate(subtrees):  # which grows on the way
             children = self._children(*subtree)
