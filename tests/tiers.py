@@ -93,6 +93,8 @@ SLOW: dict[str, str] = {
     "test_cli.py::test_chat_keeps_the_conversation_and_survives_a_mistake": NONE,
     "test_cli.py::test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation": NONE,
     "test_cli.py::test_a_reader_that_goes_away_ends_the_writing": NONE,
+    "test_bench_commands.py::test_a_mistake_is_one_sentence_before_anything_is_loaded": "words[059]-.*",
+    "test_bench_commands.py::test_a_run_that_was_killed_goes_on": NONE,
     "test_bench_peers.py::test_a_longer_prompt_and_a_larger_batch_get_the_room_that_they_need": NONE,
     "test_bench_peers.py::test_a_seed_writes_the_same_again": NONE,
     "test_bench_run.py::test_a_run_killed_at_any_write_goes_on_without_loss_or_doubling": "inside a line",
