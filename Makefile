@@ -11,12 +11,19 @@ OLDEST := $(VENV)/transformers-5.17.0
 
 .PHONY: setup demo test test-all check bench clean
 
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
 setup: $(VENV)/ready
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# The package alone, as a user installs it: all that the demo needs.
+$(VENV)/plain: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Branchwise needs Python 3.11 or newer.")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/ready: $(VENV)/plain
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 # The oldest transformers that is served, beside the pinned one: same environment, another copy of one package.
@@ -24,7 +31,7 @@ $(OLDEST)/ready: $(VENV)/ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) transformers==5.17.0
 	touch $@
 
-demo: setup
+demo: $(VENV)/plain
 	$(VENV)/bin/branchwise demo
 
 check: setup

@@ -31,7 +31,7 @@ import torch
 from measure import interval, progress, provenance
 
 import branchwise
-from branchwise.bench.own import EDITING, FREE
+from branchwise.bench.prompts import EDITING, FREE
 from branchwise.cli import app
 from branchwise.core.sampling import SamplingParams
 from branchwise.engine import Engine, Generation, Request

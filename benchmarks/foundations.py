@@ -23,7 +23,7 @@ import torch
 from measure import interval, progress, provenance, timed
 
 import branchwise
-from branchwise.bench.own import EDITING, FREE
+from branchwise.bench.prompts import EDITING, FREE
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree

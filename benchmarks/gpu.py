@@ -26,13 +26,13 @@ import torch
 from measure import interval, progress, provenance
 
 from branchwise.backends.transformers.probe import context_limit
+from branchwise.backends.transformers.runner import bytes_read
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
-from branchwise.draft.model.draft_model import bytes_read
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, Generation, Request
 from branchwise.methods import PRESETS
@@ -238,8 +238,8 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
             seconds, ended = time.perf_counter() - ended, time.perf_counter()
             phases = {phase: spent - before.get(phase, 0.0) for phase, spent in text.stats.seconds.items()}
             nodes = 1 + text.stats.drafted_tokens - drafted
-            room = getattr(engine.drafter, "room", None) or PadShape()
-            rows = target.room(1, max(room.nodes, nodes))[1]
+            room = engine.drafter.needs.pad_shape or PadShape()
+            rows = target.bucket(1, max(room.nodes, nodes))[1]
             if text.stats.steps > 1:  # the first one also writes the prompt
                 about = {"method": name, "step": text.stats.steps, "nodes": nodes, "rows": rows}
                 yield {"kind": "step", **about, "seconds": seconds, **phases}
@@ -288,7 +288,7 @@ def lookups(target: TransformersTarget, rounds: int) -> Iterator[dict[str, Any]]
     """A tree of Token Recycling looked up in a table on the device, and nothing else."""
     drafter = build_drafter(*STEPS["token-recycling"][:2])
     assert isinstance(drafter, Recycle)
-    drafter.bind(target)
+    drafter.bind(target.info)
     for turn in range(-3, rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()

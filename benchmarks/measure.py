@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from branchwise.bench.provenance import PACKAGE, source_digest
-from branchwise.bench.provenance import provenance as about
+from branchwise.provenance import PACKAGE, source_digest
+from branchwise.provenance import provenance as about
 
 
 def timed(device: torch.device, call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

@@ -13,17 +13,23 @@ has them and as deep as the heap, with the same nodes to spend: tokens a step sa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from measure import interval, progress, provenance
+from torch import Tensor
 
 import branchwise
-from branchwise.bench.own import EDITING, FREE
+from branchwise.bench.prompts import EDITING, FREE
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
 from branchwise.engine import Engine, Request
@@ -120,9 +126,18 @@ def clocked(drafter: Drafter, verb: str) -> list[float]:
 
 
 def held(drafter: Drafter) -> int:
-    """Bytes that a memory, or all of a fusion, holds."""
-    members: list[Any] = getattr(drafter, "members", [drafter])
-    return sum(getattr(member, "memory_bytes", 0) for member in members)
+    """Bytes that a drafter holds: all data that can be reached from it, except its target. A mapped file counts."""
+    met, waiting, total = {id(drafter.target)}, [vars(drafter)], 0  # type: ignore[attr-defined]
+    while waiting:
+        one = waiting.pop()
+        array = isinstance(one, Tensor | np.ndarray)
+        key = torch.as_tensor(one).data_ptr() if array else id(one)  # an array may be a view of a tensor
+        if key in met or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        met.add(key)
+        total += one.nbytes if array else sys.getsizeof(one)
+        waiting += [] if array else gc.get_referents(one)
+    return total
 
 
 def summarise(records: list[dict[str, Any]]) -> None:

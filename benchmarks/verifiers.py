@@ -110,10 +110,7 @@ def measure(
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Every verifier on every batch of drafts, in turn."""
-    world = {
-        Draw.PATHS: TREES.build("paths:4x6"),
-        Draw.WITHOUT_REPLACEMENT: TREES.build("rsd-c:4,1,1,1,1,1"),
-    }
+    world = {Draw.PATHS: TREES.build("paths:4x6"), Draw.WITHOUT_REPLACEMENT: TREES.build("rsd-c:4,1,1,1,1,1")}
     records = []
     for number in range(-1, arguments.drafts):
         drafts = {
@@ -157,13 +154,13 @@ def placed(verifier: Verifier, batch: TreeBatch, probs: WarpedProbs) -> tuple[Tr
     """The same batch of trees and distributions, with logits and q where the graph reads them."""
     assert isinstance(verifier, CapturedVerifier)
     assert batch.q is not None
-    places = verifier.places(batch, probs)
-    q = places.q[:, : batch.q.shape[1]]
+    inputs = verifier._graphs[next(reversed(verifier._graphs))].inputs  # of the graph that was replayed last
+    q = inputs.q[:, : batch.q.shape[1]]
     q.copy_(batch.q[:, : q.shape[1]])
-    places.logits.copy_(probs.logits)
+    inputs.logits.copy_(probs.logits)
     same = copy.copy(batch)
     same.__dict__["q"] = q
-    return same, probs.over(places.logits, same)
+    return same, probs.over(inputs.logits, same)
 
 
 def draft(

@@ -6,16 +6,18 @@
 
 A change that is meant to change no text changes no line of `data/golden.json`. There are two targets: the toy with
 exact tiny distributions, on which the target itself with noise stands in for a draft model, and SmolLM2 in float32,
-whose draft model is its own first layers. Every entry is three prompts decoded one by one and as one batch.
+whose draft model is its own first layers. Every entry has texts decoded alone, and three prompts decoded as a batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,14 +69,16 @@ def verifiers(draft: str) -> Iterator[Method]:
                 yield Method(f"{name} on {tree}", draft, tree, name)
 
 
-def texts(target: Target, method: Method, prompts: list[tuple[int, ...]], length: int) -> dict[str, list[list[int]]]:
-    """Entry -> the texts of all prompts, for every temperature, one by one and as a batch."""
+def texts(
+    target: Target, method: Method, prompts: list[tuple[int, ...]], length: int, alone: int
+) -> dict[str, list[list[int]]]:
+    """Entry -> texts, for every temperature: of the first prompts one by one, and of all as a batch."""
     written = {}
     for temperature in TEMPERATURES:
         sampling = SamplingParams(temperature=temperature, seed=SEED)
         requests = [Request(prompt, sampling, max_new_tokens=length) for prompt in prompts]
-        alone = [text for request in requests for text in run(target, method, [request])]
-        written |= {f"T={temperature:g} alone": alone, f"T={temperature:g} batch": run(target, method, requests)}
+        single = [text for request in requests[:alone] for text in run(target, method, [request])]
+        written |= {f"T={temperature:g} alone": single, f"T={temperature:g} batch": run(target, method, requests)}
     return written
 
 
@@ -98,16 +102,17 @@ def toy(folder: Path, every: int = 1) -> dict[str, Any]:
         return replace(method, draft=draft.format("(" if "fused" in draft else ":") + (")" if "fused" in draft else ""))
 
     methods = [*map(standing_in, PRESETS.values()), *verifiers("disturbed:sigma=1")]
-    return {m.name: texts(ToyTarget(TOY_VOCABULARY), m, TOY_PROMPTS, TOY_LENGTH) for m in methods[::every]}
+    return {m.name: texts(ToyTarget(TOY_VOCABULARY), m, TOY_PROMPTS, TOY_LENGTH, 3) for m in methods[::every]}
 
 
-def real(folder: Path) -> dict[str, Any]:
+def real(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """The share (i, n) is every n-th method from the i-th on: several processes divide the work."""
     llm = load("smollm2", draft="none", dtype="float32", device="cpu", max_batch=3)
     target, prompts = llm.engine.target, [tuple(llm.encode(prompt)) for prompt in REAL_PROMPTS]
     draft = first_layers(llm, 2)  # held here: models that are loaded are known only as long as somebody uses them
     Weights._loaded[draft.name, torch.float32, "cpu"] = draft
     trim.table_of = lambda target: folder / "counts.safetensors"  # type: ignore[assignment]
-    trim.save_counts(target, torch.arange(target.vocabulary, 0, -1), {})
+    trim.save_counts(target.info, torch.arange(target.vocabulary, 0, -1), {})
     index = folder / "real-index"
     about = About("smollm2", fingerprint(llm.tokenizer), target.vocabulary, (), ())
     with Writer(index, about, shard=1 << 10) as writer:
@@ -116,10 +121,10 @@ def real(folder: Path) -> dict[str, Any]:
             writer.end_document()
         writer.finish(["prompts"])
     found = {}
-    for method in [*PRESETS.values(), *verifiers("model")]:
+    for method in [*PRESETS.values(), *verifiers("model")][share[0] :: share[1]]:
         wanted = {"draft_model": draft.name} if "model" in method.blanks else {}
         wanted |= {"index": str(index)} if "retrieval" in method.blanks else {}
-        found[method.name] = texts(target, method.drafting_with(**wanted), prompts, REAL_LENGTH)
+        found[method.name] = texts(target, method.drafting_with(**wanted), prompts, REAL_LENGTH, 1)
         print(f"smollm2 {method.name}", file=sys.stderr)
     return found
 
@@ -132,13 +137,27 @@ def first_layers(llm: LLM, count: int) -> Weights:
     return Weights("own/first-layers", model, llm.tokenizer)
 
 
-PARTS = {"toy": toy, "smollm2": real}
+PARTS = ("toy", "smollm2")
 
 
-def written(parts: list[str]) -> dict[str, Any]:
+def written(parts: Sequence[str], jobs: int = 1) -> dict[str, Any]:
+    """The texts of these parts, those of SmolLM2 by so many processes."""
+    tasks = [(part, (job, jobs)) for part in parts for job in range(jobs if part == "smollm2" else 1)]
+    found: dict[str, Any] = {part: {} for part in parts}
+    if len(tasks) == 1:
+        return {tasks[0][0]: _write(tasks[0])}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for (part, _), texts in zip(tasks, pool.map(_write, tasks), strict=True):
+            found[part] |= texts
+    order = [method.name for method in (*PRESETS.values(), *verifiers("model"))]
+    return {part: {name: found[part][name] for name in order if name in found[part]} for part in parts}
+
+
+def _write(task: tuple[str, tuple[int, int]]) -> dict[str, Any]:
     warnings.simplefilter("ignore", LossyWarning)
+    part, share = task
     with TemporaryDirectory() as folder:
-        return {part: PARTS[part](Path(folder)) for part in parts}
+        return toy(Path(folder)) if part == "toy" else real(Path(folder), share)
 
 
 def differences(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
@@ -157,9 +176,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the texts of SmolLM2")
     arguments = parser.parse_args()
     parts = arguments.only or list(PARTS)
-    found = written(parts)
+    found = written(parts, arguments.jobs)
     if arguments.write:
         whole = {"command": "python -m tests.golden --write", **(json.loads(FILE.read_text()) if FILE.exists() else {})}
         text = json.dumps(whole | found, indent=1)

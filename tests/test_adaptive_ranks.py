@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,17 +34,17 @@ class Machine:
 
     def __init__(self, slope: float) -> None:
         self.slope = slope
-        self.seen: list[int] = []
-        self.knows = True
+        self.recorded: list[int] = []
+        self.knows_plain = True
 
-    def has_seen(self, rows: int) -> bool:
+    def knows(self, rows: int) -> bool:
         return True
 
     def costs(self, wanted: list[int]) -> list[float]:
         return [1 + self.slope * rows for rows in wanted]
 
-    def saw(self, rows: int, seconds: float) -> None:
-        self.seen.append(rows)
+    def record(self, rows: int, seconds: float) -> None:
+        self.recorded.append(rows)
 
 
 def on(machine: Machine, monkeypatch: pytest.MonkeyPatch, policy: AdaptiveRanks) -> AdaptiveRanks:
@@ -53,7 +54,7 @@ def on(machine: Machine, monkeypatch: pytest.MonkeyPatch, policy: AdaptiveRanks)
 
 def step(policy: AdaptiveRanks, deep: int, budget: Budget = AMPLE) -> int:
     """One step in which the first-born are accepted so many levels down; how many nodes were drafted."""
-    policy.begin(1, None)
+    policy.begin_batch(1, None)
     shape = policy.within(budget)
     policy.drafted()
     tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
@@ -100,12 +101,12 @@ def test_every_size_is_tried_at_the_beginning_and_once_in_a_while_a_plain_step_i
     target, policy = ToyTarget(7), AdaptiveRanks()
     drafted = []
     for _ in range(2 * STALE):
-        policy.begin(1, target)
+        policy.begin_batch(1, target.info)
         shape = policy.within(AMPLE)
         tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
         drafted.append(len(tree) - 1)
         policy.drafted()
-        policy._ended = time.perf_counter() - (1 + len(tree) / 1000)  # as long as if the pass had taken so long
+        policy._laid_at = time.perf_counter() - (1 + len(tree) / 1000)  # as long as if the pass had taken so long
         path = tuple(shape.path(len(tree) - 1))  # the deepest node of the largest tree is always right
         policy.update([SequenceState([0])], [tree], scored(tree), [Verdict(path, 0)])
     few = 1 + FEW
@@ -117,13 +118,13 @@ def test_every_size_is_tried_at_the_beginning_and_once_in_a_while_a_plain_step_i
 def test_a_clock_waits_until_all_is_recorded() -> None:
     clock, told = PassCostModel(settling=4), PassCostModel()
     for _ in range(4):
-        clock.saw(1, 50.0)
-        assert not clock.knows
+        clock.record(1, 50.0)
+        assert not clock.knows_plain
     for one in (clock, told):
         for _ in range(6):
             for rows, seconds in ((1, 1.0), (8, 1.5)):
-                one.saw(rows, seconds)
-    assert clock.knows
+                one.record(rows, seconds)
+    assert clock.knows_plain
     assert clock.costs([8])[0] > told.costs([8])[0] * 0.8
 
 
@@ -160,42 +161,47 @@ class There(ToyTarget):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__(vocabulary)
-        self.device = torch.device("meta")
+        self.info = replace(self.info, device=torch.device("meta"))
 
 
 @pytest.mark.parametrize("tree", [None, "paths:2x3", "topk:5"])
 def test_on_a_device_the_table_drafts_alone_unless_a_tree_is_asked_for(tree: str | None) -> None:
     drafter = build_drafter("memories", tree)
     assert isinstance(drafter, DefaultDrafter)
-    drafter.bind(There(50))
+    drafter.bind(There(50).info)
     assert (drafter._alone is not None) is (tree is None)
     assert isinstance(drafter.members[0].tree, AdaptiveRanks) is (tree is None)
-    assert drafter.room is None or drafter.room.nodes == (81 if tree is None else drafter.room.nodes)
+    shape = drafter.needs.pad_shape
+    if tree == "topk:5":
+        assert shape is None
+    else:
+        assert shape is not None
+        assert shape.nodes == (81 if tree is None else 7)
 
 
 def test_back_on_a_host_the_clock_of_the_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, host, there = DefaultDrafter(), ToyTarget(11), There(11)
-    drafter.bind(there)
-    drafter.members[0].tree.begin(1, there)
-    clock = drafter.members[0].tree._clock
+    drafter.bind(there.info)
+    drafter.members[0].tree.begin_batch(1, there.info)
+    clock = drafter.members[0].tree._costs
     drafter.members[0]._table = None  # what holds nothing cannot be carried over
     engine = Engine(host, drafter, VERIFIERS.build("match"))
     engine.submit(Request((1, 2), max_new_tokens=20))
     while engine.busy:
         engine.step()
-    assert not clock._seen
+    assert not clock._counts
 
 
 def test_a_step_counts_with_its_own_size_where_the_next_one_is_foreseen_before(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(1e-6)
     policy = on(machine, monkeypatch, AdaptiveRanks())
-    policy.begin(1, None)
+    policy.begin_batch(1, None)
     shape = policy.within(AMPLE)
     policy.drafted()
     tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
     policy._wanted = 7  # for the next step
     policy.update([SequenceState([0])], [tree], scored(tree), [Verdict((0,), 0)])
-    assert machine.seen == [len(shape)]
+    assert machine.recorded == [len(shape)]
 
 
 def test_pacing_begins_where_trees_on_a_host_stay_smaller_than_asked_for() -> None:

@@ -26,7 +26,7 @@ def cost_model_of(times: dict[int, float], turns: int = 600) -> PassCostModel:
     clock, rng = PassCostModel(), random.Random(0)
     for _ in range(turns):
         for rows in rng.sample(list(times), len(times)):
-            clock.saw(rows, times[rows])
+            clock.record(rows, times[rows])
     return clock
 
 
@@ -40,14 +40,14 @@ def test_costs_are_those_of_the_passes_that_were_seen() -> None:
 
 def test_the_first_pass_of_a_size_is_not_counted() -> None:
     clock = PassCostModel()
-    clock.saw(1, 100.0)
-    assert not clock.knows
+    clock.record(1, 100.0)
+    assert not clock.knows_plain
     for rows in (1, 5, 5):
-        clock.saw(rows, 1.0)
-    assert clock.knows
+        clock.record(rows, 1.0)
+    assert clock.knows_plain
     other = PassCostModel()
     for rows, seconds in ((1, 1.0), (1, 1.0), (5, 100.0), (5, 1.0)):
-        other.saw(rows, seconds)
+        other.record(rows, seconds)
     assert other.costs([5]) == clock.costs([5])
 
 
@@ -65,27 +65,27 @@ def test_a_machine_that_gets_slower_is_not_taken_for_a_size_that_costs_more() ->
     clock = cost_model_of({1: 1.0, 9: 1.2})
     for step in range(200):
         slower = 1 + step / 100
-        clock.saw(1 if step % 20 == 0 else 9, slower * (1.0 if step % 20 == 0 else 1.2))
+        clock.record(1 if step % 20 == 0 else 9, slower * (1.0 if step % 20 == 0 else 1.2))
     assert clock.costs([9])[0] == pytest.approx(1.2, rel=0.08)
 
 
 def test_an_outlier_moves_little_and_a_change_is_learnt() -> None:
     clock = cost_model_of({1: 1.0, 9: 1.2})
-    clock.saw(9, 60.0)
+    clock.record(9, 60.0)
     assert clock.costs([9])[0] == pytest.approx(1.2, rel=0.03)
     for _ in range(300):
-        clock.saw(1, 1.0)
-        clock.saw(9, 2.0)
+        clock.record(1, 1.0)
+        clock.record(9, 2.0)
     assert clock.costs([9])[0] == pytest.approx(2.0, rel=0.03)
 
 
 def test_a_plain_step_is_asked_for_once_in_a_while() -> None:
     clock = cost_model_of({1: 1.0})
     for _ in range(STALE - 1):
-        clock.saw(2, 1.0)
-        assert clock.knows
-    clock.saw(2, 1.0)
-    assert not clock.knows
+        clock.record(2, 1.0)
+        assert clock.knows_plain
+    clock.record(2, 1.0)
+    assert not clock.knows_plain
 
 
 def test_nothing_known_is_a_guess() -> None:
@@ -97,9 +97,9 @@ def test_nothing_known_is_a_guess() -> None:
 def sized(times: dict[int, float], chances: list[float], nodes: int = 64) -> int:
     """How many nodes are laid where every pass costs so much, and a chain of tokens has these chances."""
     policy = AdaptiveSize(nodes)
-    policy._clock = cost_model_of(times)
+    policy._costs = cost_model_of(times)
     table = {token: {token + 1: chance} for token, chance in enumerate(chances)}
-    return len(policy.lay(0, 0, Given(table).after, Budget(128, 99))) - 1
+    return len(policy.lay(0, 0, Given(table).candidates, Budget(128, 99))) - 1
 
 
 def test_nodes_that_cost_nothing_are_all_drafted() -> None:
@@ -128,9 +128,9 @@ def test_a_cliff_is_not_stepped_over() -> None:
 def wide(chance: float, tile: float) -> int:
     """How many nodes are laid where 63 tokens have this chance each, and every 16 rows cost so much of a pass."""
     policy = AdaptiveSize(width=64)
-    policy._clock = cost_model_of({1 + size: 1 + tile * (size // 16) for size in SIZES if size < 64})
+    policy._costs = cost_model_of({1 + size: 1 + tile * (size // 16) for size in SIZES if size < 64})
     table = {0: dict.fromkeys(range(1, 64), chance)}
-    return len(policy.lay(0, 0, Given(table).after, Budget(128, 99))) - 1
+    return len(policy.lay(0, 0, Given(table).candidates, Budget(128, 99))) - 1
 
 
 @pytest.mark.parametrize("chance", [0.015, 0.01, 0.0025])
@@ -148,7 +148,7 @@ def test_what_is_hardly_better_than_plain_decoding_is_not_drafted() -> None:
 
 def test_an_own_plain_step_is_clocked_before_anything_is_drafted() -> None:
     policy = AdaptiveSize()
-    assert len(policy.lay(0, 0, Given({0: {1: 1.0}}).after, Budget(9, 9))) == 1
+    assert len(policy.lay(0, 0, Given({0: {1: 1.0}}).candidates, Budget(9, 9))) == 1
 
 
 def test_what_passes_cost_is_known_to_all_who_draft_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,15 +159,15 @@ def test_what_passes_cost_is_known_to_all_who_draft_for_a_target(monkeypatch: py
     sequence = SequenceState([0])
     for step in range(150):
         drafter = Given(table, AdaptiveSize(2))
-        drafter.bind(target)
+        drafter.bind(target.info)
         [tree] = drafter.draft([sequence], [Budget(9, 9)])
         assert len(tree) == (1 if step < 2 else 3), "two plain steps: one warms up, one counts"
         now[0] += 1.0 if len(tree) == 1 else 1.5
         drafter.update([sequence], Scored(TreeBatch([tree]).tokens), [None])  # type: ignore[list-item]
-    [clock] = pace._cost_models[target].values()
+    [clock] = pace._cost_models[target.info].values()
     assert clock.costs([1, 3])[1] > 1.05, "one difference was seen, and believed a little"
     other = Given(table, AdaptiveSize(2))
-    other.bind(target)
+    other.bind(target.info)
     assert [len(tree) for tree in other.draft([sequence, SequenceState([1])], [Budget(9, 9)] * 2)] == [1, 1]
 
 
@@ -175,7 +175,7 @@ def test_a_tree_that_ran_out_is_booked_as_the_size_it_was_meant_to_be(monkeypatc
     policy = AdaptiveSize()
     tree = DraftTree.chain([0] * 7)
     policy.update([SequenceState([0])], [tree], Scored(TreeBatch([tree]).tokens), [])
-    assert list(policy._clock._seen) == [8]
+    assert list(policy._costs._counts) == [8]
 
 
 def test_the_text_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

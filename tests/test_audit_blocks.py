@@ -13,23 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchwise.audit.blocks import (
-    EXPECTED,
-    SUSPICIOUS,
-    Activity,
-    Block,
-    BlockTest,
-    BlockTests,
-    Finding,
-    Floats,
-    Partition,
-    Word,
-    _pool,
-    check_demands,
-    g_test,
-    judge,
-    shorten,
-)
+from branchwise.audit.blocks import EXPECTED, Block, BlockTest, BlockTests, Floats, Partition, _pool, g_test
+from branchwise.audit.findings import SUSPICIOUS, Activity, Finding, Word, check_demands, judge, shorten
 from branchwise.errors import UsageError
 
 ACTIVE = Activity(drafted=100, accepted=40)

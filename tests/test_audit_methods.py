@@ -142,7 +142,7 @@ class Generous(Token):
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         nodes = torch.arange(batch.nodes).expand(len(batch.tokens), -1)
-        return Verdicts(nodes, chance.pick(probs.rows(nodes[:, -1]), 0))
+        return Verdicts(nodes, chance.pick(probs.at(nodes[:, -1]), 0))
 
 
 def test_a_policy_that_peeks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from branchwise.audit.blocks import Word
-from branchwise.audit.model import ModelAudit, ModelAuditor, OwnProbs, Plan, audit_model
+from branchwise.audit.findings import Word
+from branchwise.audit.model import ModelAudit, ModelAuditor, OwnProbs, Plan
 from branchwise.backends.base import Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli.audit import app, read_prompts, split_names
@@ -35,6 +35,7 @@ from branchwise.draft.base import Budget
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UnknownName, UsageError
 from branchwise.llm import LLM
+from branchwise.progress import Progress, silent
 from branchwise.testing import RandomDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from branchwise.verify.match import Match
@@ -86,7 +87,7 @@ class Sharpened(Match):
     def _draw(probs: TargetProbs, node: Tensor, chance: Chance, depth: int) -> Tensor:
         if probs.greedy:
             return probs.best(node)
-        return chance.token(probs.rows(node) ** 1.3, depth)
+        return chance.token(probs.at(node) ** 1.3, depth)
 
 
 class SecondBest(Match):
@@ -97,7 +98,7 @@ class SecondBest(Match):
     @staticmethod
     def _draw(probs: TargetProbs, node: Tensor, chance: Chance, depth: int) -> Tensor:
         if not probs.greedy:
-            return chance.token(probs.rows(node), depth)
+            return chance.token(probs.at(node), depth)
         logits = probs.logits[torch.arange(len(node)), node]  # type: ignore[attr-defined]
         return logits.topk(2, dim=-1).indices[:, 1] if depth else logits.argmax(dim=-1)
 
@@ -112,14 +113,14 @@ class ReplacesFromTheTarget:
         if probs.greedy:
             return Match()(batch, probs, chance)
         root = torch.zeros(len(batch), dtype=torch.long)
-        p = probs.rows(root)
+        p = probs.at(root)
         q = torch.stack([tree.q[0] for tree in batch.trees if tree.q is not None])
         token = batch.tokens[:, 1]
         odds = (p.gather(1, token[:, None]) / q.gather(1, token[:, None])).clamp(max=1)
         accepted = chance.first(odds, 0) == 0
         paths = torch.where(accepted[:, None], torch.tensor([[0, 1]]), torch.tensor([[0, -1]]))
         after = torch.where(accepted, 1, 0)
-        return Verdicts(paths, chance.pick(probs.rows(after)))
+        return Verdicts(paths, chance.pick(probs.at(after)))
 
 
 class Guess:
@@ -149,9 +150,11 @@ class Guess:
         pass
 
 
-def audit(llm: LLM, draft: Any = None, verify: str = "match", plan: Plan = PLAN, **options: Any) -> ModelAudit:
+def audit(
+    llm: LLM, draft: Any = None, verify: str = "match", plan: Plan = PLAN, progress: Progress = silent
+) -> ModelAudit:
     drafter = RandomDrafter(len(WORDS), nodes=12) if draft is None else draft
-    found = audit_model(llm, PROMPTS, draft=drafter, verify=verify, plan=plan, **options)
+    found = ModelAuditor(llm, PROMPTS, plan, progress).audit(drafter, verify=verify)
     assert not llm.engine.busy
     assert llm.engine.target.free_slots == 33  # nothing stays behind
     return found
@@ -243,7 +246,7 @@ def test_a_greedy_text_that_leaves_plain_decoding_is_a_proof(llm: LLM) -> None:
 
 def test_numerical_ties_and_bfloat16_decide_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     VERIFIERS.register("second-best", SecondBest)
-    monkeypatch.setattr("branchwise.audit.model.TIE", float("inf"))
+    monkeypatch.setattr("branchwise.audit.greedy.TIE", float("inf"))
     found = audit(llm, verify="second-best", plan=replace(QUICK, near_ties=True))
     assert found.finding.word is Word.LOSSLESS, found.finding.evidence
     assert found.greedy is not None
@@ -260,7 +263,7 @@ def test_a_copy_that_does_not_fit_into_memory_costs_nothing_else(llm: LLM, monke
     def full(*args: Any, **kwargs: Any) -> LLM:
         raise torch.OutOfMemoryError("out of memory\nTry less.")
 
-    monkeypatch.setattr("branchwise.audit.model._in_bfloat16", full)
+    monkeypatch.setattr("branchwise.audit.model.in_bfloat16", full)
     found = audit(llm, plan=replace(QUICK, near_ties=True))
     assert found.finding.word is Word.LOSSLESS
     assert found.near_ties is None

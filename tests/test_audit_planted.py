@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from branchwise.audit.blocks import Word
+from branchwise.audit.findings import Word
 from branchwise.audit.instances import ExactProbs
-from branchwise.audit.model import Plan, audit_model
+from branchwise.audit.model import ModelAuditor, Plan
 from branchwise.cli import app as whole
 from branchwise.cli.audit import app
 from branchwise.core.batch import TreeBatch
@@ -48,7 +48,7 @@ def test_the_audit_of_a_model_finds_it(llm: LLM) -> None:  # noqa: F811
     runpy.run_path(str(PLUGIN))
     plan = Plan(samples=800, length=2, seed=6, greedy_tokens=8, near_ties=False)
     words = {
-        rule: audit_model(llm, PROMPTS, draft=build_drafter("disturbed:2.0", "paths:1x2"), verify=rule, plan=plan)
+        rule: ModelAuditor(llm, PROMPTS, plan).audit(build_drafter("disturbed:2.0", "paths:1x2"), verify=rule)
         for rule in ("token", "careless")
     }
     assert words["token"].finding.word is Word.LOSSLESS, words["token"].finding.evidence

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from branchwise.audit import server as module
-from branchwise.audit.blocks import Word
+from branchwise import openai_client
+from branchwise.audit.findings import Word
 from branchwise.audit.server import Answer, Asker, Server, ServerAudit, StatedProbs, audit_server, distinct
 from branchwise.cli.audit import app
 from branchwise.errors import UsageError
@@ -205,7 +205,7 @@ def serving(toy: Toy) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(openai_client, "PAUSES", (0.01, 0.01))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -294,7 +294,7 @@ def test_what_a_server_cuts_by_default_is_switched_off_where_it_allows_that() ->
     audit(toy, samples=20)
     assert {"top_k": -1, "min_p": 0.0}.items() <= toy.seen[-1].items()
     found = audit(Toy(knows_extras=False), samples=20)
-    assert any("refuses to be told top_k" in sentence for sentence in found.finding.evidence)
+    assert any("refuses top_k and min_p" in sentence for sentence in found.finding.evidence)
 
 
 def test_tokens_spelt_otherwise_than_the_text_are_compared_one_at_a_time() -> None:
@@ -455,7 +455,7 @@ def test_a_refused_connection_is_one_sentence() -> None:
 
 
 def test_a_server_that_hangs_up_is_one_sentence() -> None:
-    refuse(r"No server answers at .*closed connection", Toy(hang_up))
+    refuse(r"No server answers at .*Server disconnected without sending a response\.", Toy(hang_up))
 
 
 def hang_up(last: str, rng: random.Random) -> str:

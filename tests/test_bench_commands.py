@@ -199,9 +199,7 @@ def drafted_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproc
     return folder, done
 
 
-def test_draft_passes_and_their_cost_are_recorded(
-    drafted_run: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_draft_passes_and_their_cost_are_recorded(drafted_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = drafted_run
     records = {record.contestant: record for record in read(folder / "run.jsonl")}
     assert set(records) == {"plain", "block", "improved-mcsd-lossy"}

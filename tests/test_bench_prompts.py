@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from branchwise.bench.prompts import MT_BENCH, SUITES, find_suite, load_items, read_items
+from branchwise.bench.prompts import MT_BENCH, SUITES, find_suite, load_items, own_items, read_items
+from branchwise.bench.run import digest
 from branchwise.cli import app
 from branchwise.errors import UnknownName, UsageError
 
@@ -355,3 +356,8 @@ def test_dialogues_of_both_sets_stay_apart(tmp_path: Path) -> None:
     write(tmp_path / "spec_bench.jsonl", DIALOGUE, DIALOGUE | {"question_id": 8, "category": "rag"})
     items = load_items(suites=["spec-bench", "mt-bench"], folder=tmp_path)
     assert [item.id for item in items] == ["spec-bench/7", "spec-bench/8", "mt-bench/7"]
+
+
+def test_the_prompts_of_the_package_never_change() -> None:
+    assert digest(own_items()) == "c95d20c2dfaca4ed"
+    assert [item.category for item in own_items(1)] == ["free writing", "editing"]

@@ -12,14 +12,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import markupsafe
 import numpy as np
 import pytest
 
-from branchwise.bench.figures import DARK, LIGHT, Figure, Missing, draw, figures
+from branchwise.bench.figures import Figure, Missing, draw, figures
 from branchwise.bench.records import Difference, Record
 from branchwise.bench.report import commands_of, write_report
 from branchwise.bench.summary import cells, in_order, shown_ratio, summarise
 from branchwise.errors import UsageError
+from branchwise.plots import DARK, LIGHT
 from tests.test_bench_metrics import record
 
 pytest.importorskip("matplotlib")
@@ -159,7 +161,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_records_hold_stays_text(hostile: Path) -> None:
     page = hostile.read_text()
     assert "<script" not in page
-    assert html.escape(HOSTILE) in page
+    assert markupsafe.escape(HOSTILE) in page
     assert Reader(page).tables[0][2][0] == HOSTILE
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.items import Item
 from branchwise.bench.ours import Ours
+from branchwise.bench.prompts import Item
 from branchwise.bench.records import Ledger, Record, read
 from branchwise.bench.run import Contest, Play, Rules, digest, fitting, plan
 from branchwise.draft.base import Budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from branchwise.bench.answers import LetterIs, letter_in, makes_24, number_in
 from branchwise.bench.problems import _PLACES, _USES, MOST_PROBLEMS, SHOWN, TASKS, Problem, _solution, problems
+from branchwise.bench.run import digest as items_digest
 from branchwise.bench.styles import _SHOTS, STYLES, prompt, style_items
 from branchwise.errors import UnknownName, UsageError
 
@@ -232,3 +234,23 @@ def test_what_cannot_be_asked_is_refused(gsm8k: Path, tmp_path: Path) -> None:
         style_items(["cot"], 1, gsm8k=other)
     with pytest.raises(UsageError, match="needs a file"):
         problems("gsm8k", 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "digest"),
+    [
+        ("gsm8k-like", "eb4b8596013c7916"),
+        ("aime-like", "2a94dba618c7a25e"),
+        ("game24", "27d54ba3e6509573"),
+        ("commonsense-like", "dc9ee821d8341bff"),
+        ("logic-like", "c60de510b27aa591"),
+    ],
+)
+def test_the_problems_of_a_seed_never_change(task: str, digest: str) -> None:
+    """Records name problems by seed and number, so an edit of templates or facts would change what they mean."""
+    asked = [(problem.question, problem.gold, repr(problem.check)) for problem in problems(task, MOST_PROBLEMS, seed=7)]
+    assert hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16] == digest
+
+
+def test_the_prompts_of_all_styles_never_change() -> None:
+    assert items_digest(style_items(STYLES, 20)) == "c15845f43340e873"

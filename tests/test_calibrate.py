@@ -11,14 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 from branchwise.backends.transformers.target import TransformersTarget
-from branchwise.bench.items import Item
+from branchwise.bench.prompts import Item
 from branchwise.cli import app
-from branchwise.cli.calibrate import BATCH, count_tokens, coverage
 from branchwise.draft import build_drafter
 from branchwise.draft.model.trim import frequent_tokens, read_counts
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
+from branchwise.train.vocab import BATCH, count_tokens, coverage
 from branchwise.verify import VERIFIERS
 from tests.test_audit_model import tiny_model, tokenizer
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from branchwise.cli import COMMANDS, imported
+
 BRANCHWISE = [sys.executable, "-m", "branchwise"]
 
 
@@ -118,13 +120,49 @@ def test_models_lists_aliases_and_the_cache() -> None:
     assert found["aliases"][0]["name"] == "smollm2"
 
 
-def test_help_is_fast_because_it_imports_nothing_heavy() -> None:
+def loaded_by(*arguments: str) -> set[str]:
+    """The modules that a process has loaded after `branchwise` ran with these arguments."""
     code = (
-        "import sys; from typer.testing import CliRunner; from branchwise.cli import app;"
-        "r = CliRunner().invoke(app, ['generate', '--help']); assert r.exit_code == 0, r.output;"
-        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+        "import sys, branchwise.cli\n"
+        "try: branchwise.cli.app(sys.argv[1:])\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+    return set(done.stderr.split())
+
+
+HEAVY = {"torch", "transformers", "numpy", "scipy", "matplotlib", "rich"}
+
+
+def test_help_lists_the_commands_without_importing_any() -> None:
+    loaded = loaded_by("--help")
+    assert not loaded & HEAVY
+    assert {name for name in loaded if name.startswith("branchwise")} == {
+        "branchwise",
+        "branchwise.cli",
+        "branchwise.cli.console",
+        "branchwise.cli.options",
+        "branchwise.errors",
+    }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
+    assert not loaded_by(name, "--help") & HEAVY
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, (_, line) in COMMANDS.items()])
+def test_a_command_says_of_itself_what_the_list_says_of_it(name: str, line: str) -> None:
+    assert imported(name).help.startswith(line)
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    done = run("generat")
+    assert done.returncode == 2
+    assert "No such command 'generat'. Did you mean 'generate'?" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_version() -> None:
@@ -249,10 +287,13 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation() -> None:
     assert "Traceback" not in errors
 
 
-def writing() -> subprocess.Popen[str]:
-    """A process that has begun to write a long story."""
+STORY = ("generate", "Write a very long story.", "-n", "2000")
+
+
+def writing(*arguments: str) -> subprocess.Popen[str]:
+    """A process that has begun to write."""
     process = subprocess.Popen(
-        [sys.executable, "-c", MINDS_CTRL_C, *BRANCHWISE, "generate", "Write a very long story.", "-n", "2000"],
+        [sys.executable, "-c", MINDS_CTRL_C, *BRANCHWISE, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -262,8 +303,9 @@ def writing() -> subprocess.Popen[str]:
     return process
 
 
-def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
-    with writing() as process:
+@pytest.mark.parametrize("arguments", [STORY, ("demo",)], ids=["generate", "demo"])
+def test_ctrl_c_ends_an_answer_without_a_traceback(arguments: tuple[str, ...]) -> None:
+    with writing(*arguments) as process:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -271,7 +313,7 @@ def test_ctrl_c_ends_an_answer_without_a_traceback() -> None:
 
 
 def test_a_reader_that_goes_away_ends_the_writing() -> None:
-    with writing() as process:
+    with writing(*STORY) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

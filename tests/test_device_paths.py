@@ -4,38 +4,33 @@ distribution."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import Execution
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.recycle.device_paths import DevicePaths, draw
+from branchwise.draft.recycle.device_paths import MOST_PATHS, DevicePaths
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
+from tests import device_twins
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
+from tests.device_twins import OnDevice, draw_paths
 from tests.test_attention import Compiled, compiled_by
 from tests.test_lookup import assert_first_tokens_have_the_law
 
 SPECS = ["chain:1", "chain:6", "paths:4x6", "paths:3x2", "paths:5x4@2", "paths:2x3@1"]
 VOCABULARY = 700
 """three blocks of a race"""
-
-
-class There(Recycle):
-    """As on a device: learns from all nodes, and draws where the table lies."""
-
-    def bind(self, target: Target) -> None:
-        super().bind(target)
-        self.on_device = True
 
 
 def table_of(seed: int, width: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
@@ -52,11 +47,11 @@ def table_of(seed: int, width: int, vocabulary: int = VOCABULARY) -> dict[str, T
     return {"tokens": tokens.int(), "masses": masses}
 
 
-def both(spec: str, width: int) -> tuple[Recycle, There]:
+def both(spec: str, width: int) -> tuple[Recycle, OnDevice]:
     """The same growth on the host and as on a device."""
-    here, there = (kind(k=width, tree=build_policy(spec)) for kind in (Recycle, There))
+    here, there = (kind(k=width, tree=build_policy(spec)) for kind in (Recycle, OnDevice))
     for drafter in (here, there):
-        drafter.bind(ToyTarget(VOCABULARY))
+        drafter.bind(ToyTarget(VOCABULARY).info)
     return here, there
 
 
@@ -116,7 +111,7 @@ def test_the_same_token_may_lead_every_path() -> None:
 def test_the_kernel_draws_the_same(count: int, length: int, common: int) -> None:
     """Padding of a block included: three and five paths, three successors."""
     pytest.importorskip("triton", reason="needs Triton's interpreter")
-    from branchwise.draft.recycle.paths_kernel import draw_paths_kernel
+    from branchwise.draft.recycle import paths_kernel
 
     rng, drafted = random.Random(count), 0
     for turn, width in enumerate([1, 3, 8]):
@@ -125,7 +120,7 @@ def test_the_kernel_draws_the_same(count: int, length: int, common: int) -> None
             [[text.root, text.rng_seed, len(text.tokens) - 1, text.sampling.temperature == 0] for text in texts(rng, 6)]
         )
         found = []
-        for way in (draw, draw_paths_kernel):
+        for way in (draw_paths, paths_kernel.draw_paths):
             q = torch.full((6, count * (length - 1) + 1, VOCABULARY), 7.0)  # what an earlier step left
             rows = way(table["tokens"], table["masses"], told, q, count=count, length=length, common=common)
             found.append((rows, q))
@@ -136,7 +131,7 @@ def test_the_kernel_draws_the_same(count: int, length: int, common: int) -> None
 
 
 def test_no_more_is_drawn_than_a_pass_may_score() -> None:
-    drawing = DevicePaths(Paths("4x60"), *table_of(0, 3).values(), ToyTarget(VOCABULARY, max_nodes=33))
+    drawing = DevicePaths(Paths("4x60"), *table_of(0, 3).values(), ToyTarget(VOCABULARY, max_nodes=33).info, draw_paths)
     assert drawing._q.shape[1:] == (29, VOCABULARY)
     text = SequenceState([next(token for token in range(9) if table_of(0, 3)["masses"][token, 0] > 0)])
     [tree] = drawing([text], [Budget(33, 99)])
@@ -144,10 +139,10 @@ def test_no_more_is_drawn_than_a_pass_may_score() -> None:
 
 
 def test_another_target_may_score_more() -> None:
-    drafter = There(tree=build_policy("chain:20"))
+    drafter = OnDevice(tree=build_policy("chain:20"))
     text = SequenceState([4], SamplingParams(1.0, seed=2))
     for nodes in (8, 32):
-        drafter.bind(ToyTarget(VOCABULARY, max_nodes=nodes))
+        drafter.bind(ToyTarget(VOCABULARY, max_nodes=nodes).info)
         drafter.table.masses[:, 0] = 1
         [tree] = drafter.draft([text], [Budget(nodes, 99)])
         assert tree.depth == min(nodes - 1, 20)
@@ -157,16 +152,23 @@ def test_another_target_may_score_more() -> None:
     ("spec", "there"),
     [
         *((spec, True) for spec in ("chain:4", "paths:3x3", "paths:3x3@1", "ranks:recycling-80")),
-        *((spec, False) for spec in ("chain:4,stop=confidence:0.4", "topk:8", "rsd-c:2,2")),
+        *(
+            (spec, False)
+            for spec in ("chain:4,stop=confidence:0.4", "topk:8", "rsd-c:2,2", f"paths:{MOST_PATHS + 1}x2")
+        ),
     ],
 )
-def test_paths_are_drawn_where_the_target_is(spec: str, there: bool) -> None:
-    target = ToyTarget(VOCABULARY)
-    target.device = torch.device("meta")  # some device
+@pytest.mark.parametrize("kernels", [True, False])
+def test_paths_are_drawn_where_the_target_is_if_there_are_kernels(
+    spec: str, there: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("branchwise.draft.recycle.drafter.have_kernels", lambda device: kernels)
+    monkeypatch.setattr(Recycle, "_kernels", device_twins)
     drafter = Recycle(tree=build_policy(spec))
-    drafter.bind(target)
-    assert drafter.on_device == there
-    assert drafter.table.tokens.device.type == ("meta" if there else "cpu")
+    some = torch.device("meta")
+    drafter.bind(replace(ToyTarget(VOCABULARY).info, device=some, execution=Execution(kernels=True)))
+    assert drafter.on_device == (there and kernels)
+    assert drafter.table.tokens.device.type == ("meta" if there and kernels else "cpu")
 
 
 # Texts
@@ -174,14 +176,14 @@ def test_paths_are_drawn_where_the_target_is(spec: str, there: bool) -> None:
 
 @pytest.mark.parametrize("spec", ["chain:4", "paths:3x3"])
 def test_the_text_is_that_of_plain_decoding(spec: str) -> None:
-    assert_writes_like_plain_decoding(lambda _: There(tree=build_policy(spec)), VERIFIERS.build("match"))
+    assert_writes_like_plain_decoding(lambda _: OnDevice(tree=build_policy(spec)), VERIFIERS.build("match"))
 
 
 @pytest.mark.parametrize(
     ("spec", "verify"), [("chain:3", "block"), ("paths:2x2", "cascade"), ("paths:3x2@1", "traversal")]
 )
 def test_the_first_tokens_have_the_targets_law(spec: str, verify: str) -> None:
-    assert_first_tokens_have_the_law(There(tree=build_policy(spec)), verify)
+    assert_first_tokens_have_the_law(OnDevice(tree=build_policy(spec)), verify)
 
 
 # The interpreter takes much that the compiler does not.
@@ -193,10 +195,10 @@ def test_the_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
 
 
 def compile_all() -> None:
-    from branchwise.draft.recycle.drafter import paths_kernel as drawn_kernel
+    from branchwise.draft.recycle import paths_kernel
 
-    drawn_kernel._draw = Compiled(drawn_kernel._draw)
+    paths_kernel._draw = Compiled(paths_kernel._draw)
     for count, common, width in ((1, 0, 8), (4, 1, 5)):
-        table, told = torch.zeros(50, width, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int64)
+        table, numbers = torch.zeros(50, width, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int64)
         q = torch.zeros(2, 19, 50)
-        drawn_kernel.draw_paths_kernel(table, table.half(), told, q, count=count, length=6, common=common)
+        paths_kernel.draw_paths(table, table.half(), numbers, q, count=count, length=6, common=common)

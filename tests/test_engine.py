@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from branchwise.backends.base import Scored
+from branchwise.backends.base import Chunk, Prefill, Scored
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.text import TextStream
@@ -21,7 +20,7 @@ from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
-from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
+from branchwise.testing import ContrarianDrafter, PipelinedToy, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 
 VOCABULARY = 12
@@ -233,14 +232,14 @@ def test_a_prompt_that_cannot_be_opened_does_not_block_the_others(monkeypatch: p
     running = engine("none", target)
     bad = running.submit(Request((1,), max_new_tokens=2))
     good = running.submit(Request((2,), max_new_tokens=2))
-    open_ = target.open
+    reserve = target.reserve
 
-    def failing(sequence: SequenceState, tell: int = 0) -> Tensor:
+    def failing(sequence: SequenceState) -> None:
         if sequence is bad.sequence:
             raise MemoryError
-        return open_(sequence, tell)
+        reserve(sequence)
 
-    monkeypatch.setattr(target, "open", failing)
+    monkeypatch.setattr(target, "reserve", failing)
     with pytest.raises(MemoryError):
         running.step()
     finish(running)
@@ -486,19 +485,18 @@ def test_what_is_said_while_the_next_step_runs_is_the_same(ends: str, stop: tupl
     said = []
     stops = frozenset(write(engine(), max_new_tokens=9).token_ids[8:] if ends == "token" else ())
     for later in (False, True):
-        running = engine("ngram:max=3,min=1")
-        running.speaks_later = later
+        running = engine("ngram:max=3,min=1", PipelinedToy(VOCABULARY) if later else None)
         request = Request((1, 2, 3), max_new_tokens=20, stop_tokens=stops)
         generation = running.submit(request, stream := TextStream(letters, stop))
         running.step()
-        assert bool(generation.unsaid) == (later and not stop)  # a stop string is looked for at once
-        assert len(generation.pieces) + len(generation.unsaid) == len(generation.token_ids)
+        assert bool(generation.pending) == (later and not stop)  # a stop string is looked for at once
+        assert len(generation.pieces) + len(generation.pending) == len(generation.token_ids)
         for _ in range(5):
             running.step()
         if ends == "cancel":
             running.cancel(generation)
         finish(running)
-        assert not generation.unsaid
+        assert not generation.pending
         assert [piece.token for piece in generation.pieces] == generation.token_ids
         assert "".join(piece.text for piece in generation.pieces) == stream.text
         said.append((generation.pieces, stream.text, generation.finish_reason))
@@ -522,16 +520,16 @@ def test_a_drafter_on_a_device_learns_while_the_verdicts_are_still_there() -> No
     calls: list[tuple[str, list[list[int]]]] = []
 
     class Heeding(RandomDrafter):
-        def update_on_device(self, scored: Scored, found: Verdicts) -> None:
-            assert len(scored.logits) == len(found.paths)
-            calls.append(("heed", [[node for node in path if node >= 0] for path in found.paths.tolist()]))
+        def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+            assert len(scored.logits) == len(verdicts.paths)
+            calls.append(("device", [[node for node in path if node >= 0] for path in verdicts.paths.tolist()]))
 
         def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-            calls.append(("observe", [list(verdict.path) for verdict in verdicts]))
+            calls.append(("host", [list(verdict.path) for verdict in verdicts]))
 
-    write(engine(Heeding(VOCABULARY, seed=5)), max_new_tokens=6)
-    assert [name for name, _ in calls[:2]] == ["heed", "observe"]
-    assert calls[::2] == [("heed", paths) for _, paths in calls[1::2]]
+    write(engine(Heeding(VOCABULARY, seed=5), PipelinedToy(VOCABULARY)), max_new_tokens=6)
+    assert [name for name, _ in calls[:2]] == ["device", "host"]
+    assert calls[::2] == [("device", paths) for _, paths in calls[1::2]]
 
 
 @pytest.mark.parametrize("verifier", ["block", "match"])
@@ -581,15 +579,15 @@ def test_the_seed_and_not_the_global_generator_decides() -> None:
 class Cramped(ToyTarget):
     """A device whose memory ends with the second text of a pass, or with a prompt of more than six tokens."""
 
-    def open(self, sequence: SequenceState, tell: int = 0) -> Tensor:
-        if len(sequence.tokens) > 6:
+    def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]:
+        if any(len(chunk.tokens) > 5 for chunk in chunks):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().open(sequence, tell)
+        return super().prefill(chunks)
 
-    def score(self, sequences, batch, taps=()):  # type: ignore[no-untyped-def]
+    def score(self, sequences, batch):  # type: ignore[no-untyped-def]
         if len(sequences) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().score(sequences, batch, taps)
+        return super().score(sequences, batch)
 
 
 def test_texts_without_memory_end_with_an_error_and_the_others_go_on() -> None:

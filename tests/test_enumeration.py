@@ -270,8 +270,3 @@ def test_odds_above_a_promised_bound_are_refused(row: int) -> None:
 def test_hopes_are_one_coin_at_a_time() -> None:
     with pytest.raises(AssertionError, match="one coin at a time"):
         law_of(lambda rows, chance: [chance.hopes(even(rows, 2), 0)])
-
-
-def test_no_verifier_draws_an_order() -> None:
-    with pytest.raises(NotImplementedError):
-        law_of(lambda rows, chance: [chance.order(even(rows, 2), 2, 0)])

@@ -40,7 +40,7 @@ PLAIN = INSTANCES[1]
 def along(batch: TreeBatch, probs: TargetProbs) -> tuple[OnePath, Tensor, Tensor, Tensor]:
     """The first path, its rows of p and q (batch, n, vocabulary), and p/q at its tokens (batch, n)."""
     path = OnePath.below(batch, batch.paths[:, 0])
-    p, q = probs.rows(path.nodes), batch.q_rows(path.nodes[:, :-1])
+    p, q = probs.at(path.nodes), batch.q_rows(path.nodes[:, :-1])
     tokens = path.tokens[..., None]
     return path, p, q, (p[:, :-1].gather(2, tokens) / q.gather(2, tokens))[..., 0]
 
@@ -182,7 +182,7 @@ class Nothing:
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         root = torch.zeros(len(batch), dtype=torch.long)
-        row = probs.rows(root)
+        row = probs.at(root)
         paths = torch.full((len(batch), batch.depth + 1), -1)
         paths[:, 0] = 0
         return Verdicts(paths, chance.pick(row * (1 - self.shift) + self.shift / row.shape[1]))

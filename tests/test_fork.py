@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.longest import InflightPass
-from branchwise.audit.policies import ScriptedDice, grown_trees
+from branchwise.audit.longest import RootedFork
+from branchwise.audit.policies import ScriptedSampler, grown_trees
 from branchwise.backends.base import Scored
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState as Text
@@ -53,7 +53,7 @@ def test_first_tokens_are_drawn_without_replacement_and_chains_from_the_draft(kn
         return random_rule(3, 5, spread=1.0)(prefix).double()
 
     probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    trees = grown_trees(InflightPass(2, 2, probs if known else None), rule, Budget(99, 9))
+    trees = grown_trees(RootedFork(2, 2, probs if known else None), rule, Budget(99, 9))
     expected = {
         (s, t, x, y): mass * float(rule((s,))[x] * rule((t,))[y])
         for mass, (s, t) in without_replacement((probs if known else rule(())).numpy(), 2)
@@ -81,7 +81,7 @@ def test_a_greedy_fork_begins_with_the_most_probable_tokens() -> None:
 
 
 def test_no_draw_is_made_twice_in_a_deep_fork() -> None:
-    tree = grown("fork-lossy:2x4", random_rule(4, 5), ScriptedDice([]))  # which refuse a number that they know
+    tree = grown("fork-lossy:2x4", random_rule(4, 5), ScriptedSampler([]))  # which refuse a number that they know
     assert tree.depth == 4
 
 
@@ -129,7 +129,7 @@ def next_tree(verdict: Verdict, logits: Tensor, sampling: SamplingParams) -> Dra
     policy, text = Fork("2x1"), Text([1, 3], sampling)
     policy.update([text], [TREE], Scored(logits[None]), [verdict])
     text.tokens += [*TREE.tokens[list(verdict.path[1:])].tolist(), verdict.token]
-    growing = policy.plant(text, Budget(9, 9), SeededSampler(1, 2))
+    growing = policy.grow_for(text, Budget(9, 9), SeededSampler(1, 2))
     return grow_with(growing, lambda tree, nodes: NodeProbs(torch.full((1, 4), 0.25)))
 
 
@@ -170,7 +170,7 @@ def test_a_law_is_not_used_for_a_text_that_went_on_without_it_and_is_forgotten_w
     policy.update([text], [TREE], Scored(LOGITS[None]), [Verdict((0,), 1)])
     assert len(policy._known) == 1
     text.tokens += [1, 2]
-    growing = policy.plant(text, Budget(1, 0), SeededSampler(1, 2))
+    growing = policy.grow_for(text, Budget(1, 0), SeededSampler(1, 2))
     with pytest.raises(StopIteration) as end:
         next(growing)
     assert not end.value.value.trusted

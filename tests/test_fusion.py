@@ -11,17 +11,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from branchwise.backends.base import Scored
+from branchwise.backends.base import Needs, Prefill, Scored
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS, build_drafter, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
-from branchwise.draft.lookup.fusion import EDGES, Fusion, Junction, Record, split_members
+from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreePolicy
+from branchwise.draft.lookup.base import LookupDrafter
+from branchwise.draft.lookup.fusion import EDGES, Calibration, FusedCursor, Fusion, split_members
 from branchwise.draft.model.member import DraftModelMember
-from branchwise.draft.policies.best import best_first
+from branchwise.draft.policies.topk import best_first
+from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.testing import ToyTarget
@@ -45,7 +46,7 @@ def fused(*given: Table, tree: str = "topk:64,depth=3,width=64") -> Fusion:
     kinds = (First, Second, Third)
     fusion = Fusion("ngram", build_policy(tree))
     fusion.members = [kind(table) for kind, table in zip(kinds, given, strict=False)]
-    fusion.records = [Record() for _ in given]
+    fusion.records = [Calibration() for _ in given]
     return fusion
 
 
@@ -84,7 +85,7 @@ def test_where_one_stops_another_goes_on() -> None:
 
 def test_who_knows_the_way_behind_a_token_that_another_proposed_goes_on() -> None:
     class Anywhere(First):
-        def step(self, place: Cursor, token: int) -> Cursor:
+        def advance(self, cursor: Cursor, token: int) -> Cursor:
             return token
 
     fusion = fused({0: {1: 0.5}}, {0: {1: 0.4}, 1: {2: 0.5}})
@@ -118,13 +119,13 @@ def test_a_token_is_worth_the_most_favourable_word_on_it(
     best = {token: max(heard, key=lambda word: word[0]) for token, heard in words.items()}
     total = max(1.0, sum(belief for belief, _ in best.values()))
     expected = sorted(best.items(), key=lambda item: -item[1][0])
-    found = fusion.after(Junction((0, 0)))
+    found = fusion.candidates(FusedCursor((0, 0)))
     assert [(word.token, word.source) for word in found] == [(token, name) for token, (_, name) in expected]
     assert [word.mass for word in found] == pytest.approx([belief / total for _, (belief, _) in expected])
 
 
 def slow_tree(
-    known: Sequence[Table], records: Sequence[Record], nodes: int, depth: int
+    known: Sequence[Table], records: Sequence[Calibration], nodes: int, depth: int
 ) -> list[tuple[tuple[int, ...], str, float]]:
     """The rule of a fusion and of the heap word by word: (path, source, how probable), in the order of joining."""
 
@@ -171,7 +172,7 @@ def test_the_tree_is_that_of_the_rule_word_by_word(
     fusion = fused(*known)
     for number, mass, agreed, came in seen:
         fusion.records[number % len(known)].count(mass, agreed, came)
-    tree, reach = best_first(0, fusion.find(SequenceState([0])), fusion.after, nodes=nodes, depth=depth)
+    tree, reach = best_first(0, fusion.locate(SequenceState([0])), fusion.candidates, nodes=nodes, depth=depth)
     expected = slow_tree(known, fusion.records, nodes, depth)
     assert [tuple(tree.path(node)) for node in range(1, len(tree))] == [path for path, _, _ in expected]
     assert [tree.sources[node] for node in range(1, len(tree))] == [source for _, source, _ in expected]
@@ -180,7 +181,7 @@ def test_the_tree_is_that_of_the_rule_word_by_word(
 
 def test_masses_of_several_are_together_at_most_one() -> None:
     fusion = fused({0: {1: 0.9}}, {0: {2: 0.9}}, {0: {3: 0.6}})
-    found = fusion.after(Junction((0, 0, 0)))
+    found = fusion.candidates(FusedCursor((0, 0, 0)))
     assert sum(one.mass for one in found) == pytest.approx(1)
     assert [one.token for one in found] == [1, 2, 3]
 
@@ -188,15 +189,15 @@ def test_masses_of_several_are_together_at_most_one() -> None:
 # Trust
 
 
-def believed(record: Record, mass: float, *, agreed: bool) -> float:
+def believed(record: Calibration, mass: float, *, agreed: bool) -> float:
     """What a token is worth that a memory gives this mass."""
     heard: dict[int, float] = {}
-    record.speak("someone", [Candidate(7, mass, None)], {7} if agreed else (), heard, {})
+    record.apply("someone", [Candidate(7, mass, None)], {7} if agreed else (), heard, {})
     return heard[7]
 
 
 def test_a_record_believes_a_memory_until_it_has_seen_otherwise() -> None:
-    record = Record()
+    record = Calibration()
     assert believed(record, 0.65, agreed=False) == pytest.approx(0.65)
     for _ in range(100):
         record.count(0.65, False, came=False)
@@ -210,7 +211,7 @@ def test_a_record_believes_a_memory_until_it_has_seen_otherwise() -> None:
 
 @pytest.mark.parametrize("mass", [1e-9, *EDGES, 0.999, 1.0])
 def test_every_mass_has_a_cell(mass: float) -> None:
-    record = Record()
+    record = Calibration()
     record.count(mass, True, came=True)
     assert believed(record, mass, agreed=True) > mass or mass == 1.0
 
@@ -243,7 +244,7 @@ def test_trust_is_kept_and_comes_back() -> None:
         fusion.records[1].count(0.5, False, came=True)
     other = fused({0: {1: 0.5}}, {0: {2: 0.5}})
     other.restore(fusion.save())
-    assert [one.token for one in other.after(Junction((0, 0)))] == [2, 1]
+    assert [one.token for one in other.candidates(FusedCursor((0, 0)))] == [2, 1]
     assert believed(other.records[1], 0.5, agreed=False) == pytest.approx(
         believed(fusion.records[1], 0.5, agreed=False)
     )
@@ -269,30 +270,33 @@ def test_records_that_cannot_be_are_refused(records: dict[str, torch.Tensor]) ->
 
 
 def test_members_learn_and_end_with_the_fusion() -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
 
     class Learner(Given):
         name = "learner"
-        wants_prefill = 2
 
-        def begin(self, sequence: SequenceState, logits: torch.Tensor) -> None:
-            told.append(("begin", len(logits)))
+        @property
+        def needs(self) -> Needs:
+            return Needs(prefill_logits=2, hidden_layers=("embedding",), topk=5)
+
+        def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+            calls.append(("start", len(prefill.logits), list(prefill.hidden)))
 
         def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
             assert len(self._drafted) == len(sequences)
-            told.append("learn")
+            calls.append("learn")
 
-        def close(self, sequence: SequenceState) -> None:
-            told.append("close")
+        def finish(self, sequence: SequenceState) -> None:
+            calls.append("finish")
 
     fusion = fused({0: {1: 0.5}})
     fusion.members.append(Learner({}))
-    fusion.records.append(Record())
-    fusion.wants_prefill = 2
+    fusion.records.append(Calibration())
+    assert fusion.needs == Needs(prefill_logits=2, hidden_layers=("embedding",), topk=5)
     engine = Engine(ToyTarget(4), fusion, VERIFIERS.build("match"))
     engine.submit(Request((0, 1, 2, 3), max_new_tokens=1))
     engine.step()
-    assert told == [("begin", 2), "learn", "close"]
+    assert calls == [("start", 2, ["embedding"]), "learn", "finish"]
 
 
 def test_stats_and_pieces_say_who_earned_each_token() -> None:
@@ -357,29 +361,18 @@ def test_options_reach_the_member() -> None:
 # A draft model among memories
 
 
-class Model:
+class Model(TreeDrafter):
     """What a draft model is to `DraftModelMember`: it grows a tree from distributions."""
 
     name, cost = "model", 0.25
 
     def __init__(self, probs: torch.Tensor, tree: TreePolicy) -> None:
-        from branchwise.draft.builder import NodeProbs
-        from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+        super().__init__(tree)
+        self.probs = probs
 
-        class Source(TreeDrafter):
-            name = "model"
-
-            def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
-                self.passes += 1
-                return [NodeProbs(probs.expand(len(request.nodes), -1)) for request in requests]
-
-            def close(self, sequence: SequenceState) -> None:
-                pass
-
-        self.source = Source(tree)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
+    def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
+        self.passes += 1
+        return [NodeProbs(self.probs.expand(len(request.nodes), -1)) for request in requests]
 
 
 def with_model(probs: list[float], table: Table, tree: str, monkeypatch: pytest.MonkeyPatch) -> Fusion:
@@ -390,8 +383,8 @@ def with_model(probs: list[float], table: Table, tree: str, monkeypatch: pytest.
     monkeypatch.setattr(DRAFTERS, "_entries", {**DRAFTERS._entries, "model": Stub, "first": First})
     fusion = Fusion("model", build_policy(tree))
     fusion.members.append(First(table))
-    fusion.records.append(Record())
-    fusion.bind(ToyTarget(4))
+    fusion.records.append(Calibration())
+    fusion.bind(ToyTarget(4).info)
     return fusion
 
 
@@ -436,6 +429,6 @@ def test_a_fusion_with_a_model_writes_what_plain_decoding_writes(monkeypatch: py
 
 
 def test_a_place_that_is_lost_says_nothing() -> None:
-    assert fused({0: {1: 0.5}}).after(None) == ()
-    assert list(fused({0: {1: 0.5}}).after(Junction((None,)))) == []
+    assert fused({0: {1: 0.5}}).candidates(None) == ()
+    assert list(fused({0: {1: 0.5}}).candidates(FusedCursor((None,)))) == []
     assert Candidate(1, 0.5, None).source == ""

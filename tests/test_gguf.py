@@ -211,9 +211,9 @@ def test_one_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
     assert "one of 3 parts" in refusal(tmp_path / "x.gguf")
 
 
-def test_missing_extra_prints_the_install_line(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_prints_the_install_line(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert 'gguf and accelerate. Install with: pip install "branchwise[gguf]"' in refusal(tiny[0])
+    assert 'gguf and accelerate. Install with "pip install gguf accelerate"' in refusal(tiny[0])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def test_texts_are_the_recorded_ones(part: str) -> None:
     known = json.loads(FILE.read_text())
     if part not in known:
         pytest.skip(f"no texts of {part} are recorded")
-    assert differences(written([part]), known) == []
+    assert differences(written([part], jobs=os.cpu_count() or 1), known) == []
 
 
 def test_a_fourth_of_the_texts_of_the_toy_are_the_recorded_ones(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_pass_by_kernels_scores_trees_as_the_model_does(family: str, there: bo
         paths = [tuple(tree.topology.path(len(tree) - 1)) for tree in trees]
         if there:
             scored = target.score(sequences, TreeBatch(trees))
-            target.update_on_device(scored, Verdicts(padded(paths), torch.full((len(paths),), 7)))
+            target.commit_on_device(scored, Verdicts(padded(paths), torch.full((len(paths),), 7)))
         target.commit(sequences, [Verdict(path, 7) for path in paths])
         for sequence, tree, path in zip(sequences, trees, paths, strict=True):
             sequence.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
@@ -81,8 +81,8 @@ def test_trees_without_a_text_change_nothing_for_the_others() -> None:
     tree = DraftTree(torch.tensor([7, 1, 2, 3]), (-1, 0, 0, 1))
     alone = target.score(texts[:1], TreeBatch([tree])).logits[0, :4].clone()
     others = [tensor[:, 1:].clone() for tensor in target.store._tensors.values()]
-    batch, nodes = target.room(1, 5)
-    tree_batch = TreeBatch([tree] * 3, room=PadShape(nodes=nodes))
+    batch, nodes = target.bucket(1, 5)
+    tree_batch = TreeBatch([tree] * 3, pad_shape=PadShape(nodes=nodes))
     assert (batch, nodes) == (1, 8)
     together = target.score(texts[:1], tree_batch).logits
     assert together.shape[:2] == (3, 8)
@@ -161,7 +161,7 @@ def test_a_sheet_forgets_what_it_was_told_before() -> None:
     assert inputs.lengths.tolist() == inputs.starts.tolist() == [7, 0]
     assert inputs.tokens.tolist() == [[9, 8, 0, 0], [0, 0, 0, 0]]
     assert inputs.positions[0, :2].tolist() == [7, 8]
-    assert inputs.seen[..., 0].tolist() == [[1, 3, 0, 0], [0, 0, 0, 0]]
+    assert inputs.ancestor_bits[..., 0].tolist() == [[1, 3, 0, 0], [0, 0, 0, 0]]
 
 
 def test_tokens_of_a_device_are_copied_there_and_roots_are_told_from_the_host() -> None:
@@ -170,30 +170,30 @@ def test_tokens_of_a_device_are_copied_there_and_roots_are_told_from_the_host() 
     layout = lay_out((chain_topology(3), chain_topology(2)), 4)
     for turn in (1, 2):
         drafted = torch.tensor([[99, 2, 3], [99, 4, 0]]) * turn
-        inputs.fill([0, 1], [5, 6 * turn], drafted, layout.depths, layout.seen, roots=[7, 8], layout=layout)
+        inputs.fill([0, 1], [5, 6 * turn], drafted, layout.depths, layout.ancestor_bits, roots=[7, 8], layout=layout)
         assert inputs.tokens.tolist() == [[7, 2 * turn, 3 * turn, 0], [8, 4 * turn, 0, 0]]
         assert inputs.positions[:, :3].tolist() == [[5, 6, 7], [6 * turn, 6 * turn + 1, 6 * turn]]
-        assert inputs.seen[..., 0].tolist() == [[1, 3, 7, 0], [1, 3, 0, 0]]
+        assert inputs.ancestor_bits[..., 0].tolist() == [[1, 3, 7, 0], [1, 3, 0, 0]]
     other = lay_out((chain_topology(1), chain_topology(1)), 4)
-    inputs.fill([0], [5], np.array([[7, 0, 0, 0]] * 2), other.depths, other.seen, layout=other)
-    assert inputs.seen[..., 0].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    inputs.fill([0], [5], np.array([[7, 0, 0, 0]] * 2), other.depths, other.ancestor_bits, layout=other)
+    assert inputs.ancestor_bits[..., 0].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
     assert inputs.depths.count_nonzero() == 0
 
 
 def test_a_sheet_that_was_interrupted_is_told_anew() -> None:
     inputs, tokens = PassInputs(Size(1, 4, 1), torch.device("cpu")), np.array([[1, 2, 3, 4]])
     a, b = (lay_out((shape,), 4) for shape in (topology((-1, 0, 0, 0)), chain_topology(4)))
-    inputs.fill([0], [5], tokens, a.depths, a.seen, layout=a)
+    inputs.fill([0], [5], tokens, a.depths, a.ancestor_bits, layout=a)
     with pytest.raises(ValueError, match="broadcast"):
         inputs.fill([0], [5], tokens, b.depths, np.zeros((1, 9, 9), np.int32), layout=b)
-    inputs.fill([0], [5], tokens, a.depths, a.seen, layout=a)
+    inputs.fill([0], [5], tokens, a.depths, a.ancestor_bits, layout=a)
     assert inputs.depths.tolist() == a.depths.tolist()
 
 
 def test_moves_name_only_the_texts_of_this_step() -> None:
     moves = Moves(2, 4, torch.device("cpu"))
-    moves.tell([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
-    slots, lengths, paths = moves.tell([1], [9], [(0, 2)])
+    moves.pack([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
+    slots, lengths, paths = moves.pack([1], [9], [(0, 2)])
     assert (slots.tolist(), lengths.tolist()) == ([1, -1], [9, -1])
     assert paths.tolist() == [[0, 2, -1, -1], [-1] * 4]
 
@@ -254,7 +254,7 @@ def test_without_a_walk_match_says_the_same(temperature: float) -> None:
     for case in range(60):
         trees = [foretelling(rng) for _ in range(3)]
         texts = [SequenceState([1] * (4 + row), SamplingParams(temperature, seed=case + row)) for row in range(3)]
-        batch = TreeBatch(trees, room=PadShape(nodes=rng.choice([0, 48])))
+        batch = TreeBatch(trees, pad_shape=PadShape(nodes=rng.choice([0, 48])))
         logits = torch.randn(3, batch.nodes, 6, generator=torch.Generator().manual_seed(case)) * 2
         probs = WarpedProbs(logits - torch.arange(6), batch, texts)
         found = []

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 
 from branchwise.audit.enumeration import Enumerator, outcomes
 from branchwise.audit.instances import Drafts, ExactProbs, Instance
-from branchwise.audit.longest import InflightPass, emitted_by_forks, lossy_distance
+from branchwise.audit.longest import RootedFork, emitted_by_forks, lossy_distance
 from branchwise.cli import app
-from branchwise.core.batch import TreeBatch
+from branchwise.core.batch import TABLES, TreeBatch
 from branchwise.core.rng import SeededChance
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.cuda.verify_graph import Places, as_program, numbers_of, packed, trace
+from branchwise.cuda.verify_graph import GraphInputs, Numbers, as_program, trace
 from branchwise.draft import TREES
 from branchwise.errors import UsageError
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
@@ -129,7 +129,7 @@ def slow_truth(tree: DraftTree, p: list[list[float]]) -> dict[Verdict, float]:
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_every_verdict_is_that_of_the_slow_truth(width: int, known: bool, lazy: bool) -> None:
     instance = Instance.random(3, 2, 2, 1.5, (7,))
-    drafts = Drafts.grown(InflightPass(width, 2, torch.from_numpy(instance.p[0][0]) if known else None), instance)
+    drafts = Drafts.grown(RootedFork(width, 2, torch.from_numpy(instance.p[0][0]) if known else None), instance)
     found: list[dict[Verdict, float]] = [defaultdict(float) for _ in drafts.trees]
 
     def verify(rows: Tensor, chance: Enumerator) -> Verdicts:
@@ -267,19 +267,19 @@ def test_traced_on_one_batch_it_serves_every_batch_of_the_same_shapes() -> None:
     # Catches Python that looks at values, which forks are trusted among them.
     sampled = [SequenceState([0], SamplingParams(temperature=1.0, seed=row)) for row in range(4)]
 
-    def places(trees: list[DraftTree], logits: Tensor) -> Places:
+    def inputs(trees: list[DraftTree], logits: Tensor) -> GraphInputs:
         batch = TreeBatch(trees)
         assert batch.q is not None
-        return Places(packed(numbers_of(batch, chance)), logits, batch.q)
+        return GraphInputs(Numbers(batch, chance, TABLES, torch.device("cpu")).there, logits, batch.q)
 
     chance = SeededChance(torch.arange(4), torch.arange(4) + 2)
     first, _, logits = batch_of(0, same_shape=True)
     probs = WarpedProbs(logits, TreeBatch(first), sampled)
     probs.lazy = False
-    traced = trace(as_program(Longest(), TreeBatch(first), probs), places(first, logits))
+    traced = trace(as_program(Longest(), TreeBatch(first), probs), inputs(first, logits))
     for seed in range(8):
         trees, _, logits = batch_of(seed, same_shape=True)
-        found = Verdicts.written(traced(*places(trees, logits))).read()
+        found = Verdicts.written(traced(*inputs(trees, logits))).read()
         assert found == verdicts(trees, sampled, logits, list(range(4)), True)
 
 

@@ -22,9 +22,9 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft import DRAFTERS, build_drafter, build_policy
 from branchwise.draft.base import Budget, Drafter
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
-from branchwise.draft.policies.best import best_first
+from branchwise.draft.builder import Candidate, Cursor, TreePolicy
+from branchwise.draft.lookup.base import LookupDrafter
+from branchwise.draft.policies.topk import best_first
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
@@ -37,7 +37,7 @@ Table = dict[int, dict[int, float]]
 
 
 class Given(LookupDrafter):
-    """A memory that was told what may follow each token."""
+    """A lookup drafter with a given table of what may follow each token."""
 
     name = "given"
 
@@ -45,11 +45,11 @@ class Given(LookupDrafter):
         super().__init__(tree or build_policy("topk:9"))
         self.table = table
 
-    def find(self, sequence: SequenceState) -> Cursor:
+    def locate(self, sequence: SequenceState) -> Cursor:
         return sequence.root
 
-    def after(self, place: Cursor) -> Sequence[Candidate]:
-        return sorted((Candidate(t, m, t) for t, m in self.table.get(place, {}).items()), key=lambda one: -one.mass)
+    def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
+        return sorted((Candidate(t, m, t) for t, m in self.table.get(cursor, {}).items()), key=lambda one: -one.mass)
 
 
 @st.composite
@@ -79,7 +79,7 @@ def every_path(table: Table, root: int, depth: int) -> dict[tuple[int, ...], flo
 
 @given(tables(), st.integers(0, 12), st.integers(0, 3))
 def test_the_best_nodes_are_found_in_order(table: Table, nodes: int, depth: int) -> None:
-    tree, reach = best_first(0, 0, Given(table).after, nodes=nodes, depth=depth)
+    tree, reach = best_first(0, 0, Given(table).candidates, nodes=nodes, depth=depth)
     paths = every_path(table, 0, depth)
     assert len(tree) - 1 == min(nodes, len(paths))
     assert reach[1:] == pytest.approx(sorted(paths.values(), reverse=True)[: len(tree) - 1])
@@ -93,12 +93,12 @@ def test_siblings_that_wait_for_their_turn_come_as_if_all_were_in_the_heap(
     table: Table, nodes: int, depth: int, width: int, least: float
 ) -> None:
     """Many masses are equal here: of equal paths the one comes first that could be thought of first."""
-    after = Given(table).after
+    candidates = Given(table).candidates
     waiting: list[tuple[float, int, tuple[int, ...]]] = []
     drafted: list[tuple[int, ...]] = []
     path, reach, number = (), 1.0, 0
     while len(drafted) < nodes:
-        for found in after(path[-1] if path else 0)[: width if len(path) < depth else 0]:
+        for found in candidates(path[-1] if path else 0)[: width if len(path) < depth else 0]:
             if reach * found.mass >= least:
                 waiting.append((-reach * found.mass, number, (*path, found.token)))
             number += 1
@@ -108,13 +108,13 @@ def test_siblings_that_wait_for_their_turn_come_as_if_all_were_in_the_heap(
         value, _, path = waiting.pop(0)
         reach = -value
         drafted.append(path)
-    tree, _ = best_first(0, 0, after, nodes=nodes, depth=depth, width=width, least=least)
+    tree, _ = best_first(0, 0, candidates, nodes=nodes, depth=depth, width=width, least=least)
     assert [tuple(tree.path(node)) for node in range(1, len(tree))] == drafted
 
 
 def test_what_is_too_improbable_is_not_thought_of() -> None:
     table = {0: {1: 0.6, 2: 0.3}, 1: {0: 0.5}, 2: {0: 0.5}}
-    tree, reach = best_first(0, 0, Given(table).after, nodes=9, depth=2, least=0.2)
+    tree, reach = best_first(0, 0, Given(table).candidates, nodes=9, depth=2, least=0.2)
     assert [tree.path(node) for node in range(1, len(tree))] == [[1], [2], [1, 0]]
     assert reach == pytest.approx([1.0, 0.6, 0.3, 0.3])
 
@@ -136,7 +136,7 @@ def test_a_tree_over_a_memory_keeps_to_its_budget_and_its_width() -> None:
 def test_trees_are_drawn_from_what_is_remembered() -> None:
     table = {0: {1: 0.3, 2: 0.1}, 1: {2: 0.5}, 2: {1: 0.2, 0: 0.2}}
     drafter = Given(table, build_policy("paths:2x2"))
-    drafter.bind(ToyTarget(4))
+    drafter.bind(ToyTarget(4).info)
     drawn: Counter[int] = Counter()
     for seed in range(600):
         [tree] = drafter.draft([SequenceState([3, 0], SamplingParams(1.0, seed=seed))], [Budget(9, 9)])
@@ -155,7 +155,7 @@ def test_trees_are_drawn_from_what_is_remembered() -> None:
 
 def test_where_nothing_is_known_the_law_before_is_drawn_from() -> None:
     drafter = Given({0: {1: 0.5}}, build_policy("chain:3"))
-    drafter.bind(ToyTarget(3))
+    drafter.bind(ToyTarget(3).info)
     [tree] = drafter.draft([SequenceState([0], SamplingParams(1.0, seed=1))], [Budget(9, 9)])
     assert tree.tokens.tolist() == [0, 1, 1, 1]
     assert tree.q is not None
@@ -275,17 +275,17 @@ def test_a_text_alone_has_the_draws_of_its_seed() -> None:
 
 def test_a_memory_of_one_model_is_not_used_for_another() -> None:
     drafter: Any = build_drafter("trigram")
-    drafter.bind(ToyTarget(4))
-    drafter.bind(ToyTarget(4))
+    drafter.bind(ToyTarget(4).info)
+    drafter.bind(ToyTarget(4).info)
     with pytest.raises(UsageError, match="has learned for a model with 4 tokens, and this one has 5"):
-        drafter.bind(ToyTarget(5))
+        drafter.bind(ToyTarget(5).info)
 
 
 def test_places_of_a_text_that_ended_are_forgotten() -> None:
     for spec in SPECS[:-1]:
         drafter: Any = build_drafter(spec, "topk:4")
-        drafter.bind(ToyTarget(4))
+        drafter.bind(ToyTarget(4).info)
         sequence = SequenceState([0, 1, 0, 1])
         drafter.draft([sequence], [Budget(5, 2)])
-        drafter.close(sequence)
-        assert not drafter._places
+        drafter.finish(sequence)
+        assert not drafter._cursors

@@ -249,8 +249,8 @@ def test_a_walk_reads_no_rows_once_every_tree_is_done() -> None:
     batch = TreeBatch([DraftTree.chain([2, wrong, 0, 0, 0]), DraftTree.chain([2, other, 1])])
     probs = score(sequences, batch)
     asked: list[list[int]] = []
-    rows = probs.rows
-    probs.rows = lambda nodes: asked.append(nodes.tolist()) or rows(nodes)  # type: ignore[func-returns-value,method-assign]
+    rows = probs.at
+    probs.at = lambda nodes: asked.append(nodes.tolist()) or rows(nodes)  # type: ignore[func-returns-value,method-assign]
     Match()(batch, probs, chance_for(sequences))
     assert asked == [[0, 0]]
 

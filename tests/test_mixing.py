@@ -201,7 +201,7 @@ def test_what_is_recorded_is_the_mixture_that_was_drawn_from() -> None:
     plain, mixing = build_drafter("disturbed:1", "chain:1"), build_drafter("disturbed:1,recall=0.5", "chain:1")
     rows = logits(2)
     for drafter in (plain, mixing):
-        drafter.bind(target)  # type: ignore[attr-defined]
+        drafter.bind(target.info)
     budget = Engine(target, plain, VERIFIERS.build("block")).most
     mixing.draft([text], [budget])
     mixing.update([text], Scored(rows[None]), [Verdict((0,), 1)])

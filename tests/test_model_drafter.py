@@ -12,14 +12,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from branchwise.backends.transformers.runner import bytes_read
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft import build_drafter
-from branchwise.draft.base import Budget
+from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy, drawable
-from branchwise.draft.model.draft_model import Weights, bytes_read
+from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import FOR_GREEDY, ModelDrafter, sound
 from branchwise.draft.model.trim import frequent_tokens, save_counts, table_of
 from branchwise.draft.model.vocabulary import common, spellings
@@ -59,7 +60,7 @@ def weights(seed: int = 1) -> Weights:
     return Weights("tiny draft", tiny(seed, layers=1), None)
 
 
-class Wild:
+class Wild(TreePolicy):
     """Expands drawn nodes in any order, some late, some never: what no policy of ours does, and any may."""
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -97,8 +98,8 @@ class Checked(ModelDrafter):
         return torch.softmax(logits / (request.sequence.sampling.temperature or FOR_GREEDY), dim=-1)
 
 
-def run(drafter: object, verify: str, sampling: SamplingParams, length: int = 24) -> list[list[int]]:
-    engine = Engine(target(), drafter, VERIFIERS.build(verify))  # type: ignore[arg-type]
+def run(drafter: Drafter, verify: str, sampling: SamplingParams, length: int = 24) -> list[list[int]]:
+    engine = Engine(target(), drafter, VERIFIERS.build(verify))
     generations = [engine.submit(Request(prompt, sampling, max_new_tokens=length)) for prompt in PROMPTS]
     while engine.busy:
         engine.step()
@@ -231,7 +232,7 @@ def test_cost_is_what_a_pass_reads_of_the_draft_over_what_it_reads_of_the_target
 
 def test_hidden_states_are_what_the_head_saw_where_a_policy_wants_them() -> None:
     class Curious(Branching):
-        wants_hidden = True
+        needs_hidden = True
         found: NodeProbs
 
         def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -314,7 +315,7 @@ def test_its_own_temperature_and_cut_are_the_law_that_is_recorded() -> None:
     drafter = ModelDrafter(weights(), temperature=0.5, top_k=3, tree=Branching(2))
     engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
     generation = engine.submit(Request(PROMPTS[0], SamplingParams(temperature=1.5, seed=2)))
-    engine._admit()
+    engine.scheduler.admit()
     [tree] = drafter.draft([generation.sequence], [Budget(9, 3)])
     with torch.inference_mode():
         logits = drafter.weights.model(torch.tensor([PROMPTS[0]])).logits[0, -1]
@@ -328,7 +329,7 @@ def test_by_default_it_is_warped_as_the_text_is() -> None:
     engine = Engine(target(), drafter, VERIFIERS.build("rrs"))
     sampling = SamplingParams(temperature=0.7, top_k=4, top_p=0.9, min_p=0.02, logit_bias={3: float("-inf")}, seed=2)
     generation = engine.submit(Request(PROMPTS[0], sampling))
-    engine._admit()
+    engine.scheduler.admit()
     [tree] = drafter.draft([generation.sequence], [Budget(9, 3)])
     assert tree.q is not None
     assert 1 <= int((tree.q[0] > 0).sum()) <= 4
@@ -345,14 +346,14 @@ def test_a_trimmed_head_is_the_full_head_renormalised(tmp_path: object, monkeypa
     trimmed = ModelDrafter(shared, trim=9, tree=Branching(3, 2))
     full = ModelDrafter(shared, tree=Branching(3, 2))
     goal = target()
-    save_counts(goal, counts, {})
-    kept = frequent_tokens(goal, 9)
+    save_counts(goal.info, counts, {})
+    kept = frequent_tokens(goal.info, 9)
     assert kept.tolist() == sorted(counts.argsort(descending=True, stable=True)[:9].tolist())
     found = []
     for drafter in (trimmed, full):
         engine = Engine(goal, drafter, VERIFIERS.build("rrs"))
         generation = engine.submit(Request(PROMPTS[0], SamplingParams(temperature=1.0, seed=2)))
-        engine._admit()
+        engine.scheduler.admit()
         [tree] = drafter.draft([generation.sequence], [Budget(32, 3)])
         found.append(tree)
         engine.cancel(generation)
@@ -370,7 +371,7 @@ def test_a_trimmed_head_is_the_full_head_renormalised(tmp_path: object, monkeypa
 
 def test_a_trimmed_draft_stays_lossless(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
-    save_counts(target(), torch.arange(VOCABULARY), {})
+    save_counts(target().info, torch.arange(VOCABULARY), {})
     drafter = ModelDrafter(weights(), trim=6, tree=Paths("2x3"))
     sampling = SamplingParams(temperature=0.9, seed=3)
     assert run(drafter, "match", sampling) == run(build_drafter("none"), "match", sampling)
@@ -382,16 +383,16 @@ def test_counts_that_are_missing_damaged_or_of_another_target_are_a_sentence(
     monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
     goal = target()
     with pytest.raises(ModelError, match="branchwise calibrate vocab"):
-        frequent_tokens(goal, 4)
-    path = save_counts(goal, torch.zeros(VOCABULARY), {})
+        frequent_tokens(goal.info, 4)
+    path = save_counts(goal.info, torch.zeros(VOCABULARY), {})
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(ModelError, match="cannot be read"):
-        frequent_tokens(goal, 4)
-    save_counts(goal, torch.zeros(VOCABULARY - 1), {})
+    with pytest.raises(ModelError, match=r"is damaged .*; count tokens with: branchwise calibrate vocab"):
+        frequent_tokens(goal.info, 4)
+    save_counts(goal.info, torch.zeros(VOCABULARY - 1), {})
     with pytest.raises(ModelError, match="not of this target"):
-        frequent_tokens(goal, 4)
-    assert table_of(target(seed=0)) == path
-    assert table_of(TransformersTarget(tiny(0, layers=3), slots=1)) != path
+        frequent_tokens(goal.info, 4)
+    assert table_of(target(seed=0).info) == path
+    assert table_of(TransformersTarget(tiny(0, layers=3), slots=1).info) != path
 
 
 # Two tokenizers

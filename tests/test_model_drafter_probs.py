@@ -106,7 +106,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def pair(variant: str, tree: TreePolicy) -> tuple[TransformersTarget, Watched]:
     ours, theirs = byte_level(WORDS), byte_level(OTHERS if variant == "another tokenizer" else WORDS)
     target = TransformersTarget(large(), slots=SLOTS + 1, tokenizer=ours)
-    save_counts(target, torch.tensor([0, 9, 0, 9, 0, 0, 9, 9]), {})
+    save_counts(target.info, torch.tensor([0, 9, 0, 9, 0, 0, 9, 9]), {})
     drafter = Watched(Weights("tiny", small(len(theirs)), theirs), tree=tree, **VARIANTS[variant])
     drafter.recall = Counted(0.5) if variant == "recalling" else None
     return target, drafter

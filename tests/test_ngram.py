@@ -15,8 +15,8 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.lookup.ngram import PLACES, Index, NGram
-from branchwise.draft.lookup.ppm import WIDTH, share
-from branchwise.draft.none import Nothing
+from branchwise.draft.lookup.ppm import WIDTH, ppm_backoff
+from branchwise.draft.none import NoDrafter
 from branchwise.draft.policies.chain import Chain
 from branchwise.draft.policies.topk import TopK
 from branchwise.verify import VERIFIERS
@@ -144,7 +144,7 @@ def test_a_draft_is_fixed() -> None:
 
 
 def test_drafting_nothing_is_a_root_for_every_sequence() -> None:
-    drafted: list[DraftTree] = Nothing().draft([SequenceState([1, 2]), SequenceState([3])], [AMPLE] * 2)
+    drafted: list[DraftTree] = NoDrafter().draft([SequenceState([1, 2]), SequenceState([3])], [AMPLE] * 2)
     assert [tree.tokens.tolist() for tree in drafted] == [[2], [3]]
 
 
@@ -163,7 +163,7 @@ def believed_by_hand(tokens: list[int], end: list[int], low: int, high: int) -> 
         counts: dict[int, int] = {}
         for place in reversed(behind):
             counts[tokens[place]] = counts.get(tokens[place], 0) + 1
-        left = share(believed, left, list(counts.items()), size)
+        left = ppm_backoff(believed, left, list(counts.items()), size)
     return believed
 
 
@@ -173,23 +173,23 @@ def test_beliefs_are_those_of_all_n_grams_from_the_longest_on(
 ) -> None:
     low, high = bounds
     drafter = NGram(max=high, min=low)
-    place, end = drafter.find(SequenceState(list(tokens))), list(tokens)
+    place, end = drafter.locate(SequenceState(list(tokens))), list(tokens)
     for turn in [*turns, 0]:
-        found = drafter.after(place)
+        found = drafter.candidates(place)
         assert {one.token: one.mass for one in found} == pytest.approx(believed_by_hand(tokens, end, low, high))
         masses = [one.mass for one in found]
         assert masses == sorted(masses, reverse=True)
         assert sum(masses) <= 1
-        assert drafter.after(place) == found
+        assert drafter.candidates(place) == found
         if not found:
             break
         chosen = found[turn % len(found)]
-        place, end = chosen.place, [*end, chosen.token]
+        place, end = chosen.cursor, [*end, chosen.token]
 
 
 def after(tokens: list[int], **options: int) -> dict[int, float]:
     drafter = NGram(**options)
-    return {one.token: one.mass for one in drafter.after(drafter.find(SequenceState(list(tokens))))}
+    return {one.token: one.mass for one in drafter.candidates(drafter.locate(SequenceState(list(tokens))))}
 
 
 def test_more_counts_and_longer_n_grams_are_believed_more() -> None:
@@ -230,12 +230,12 @@ def test_a_chain_is_copied_and_other_trees_are_grown_as_they_say() -> None:
 def test_memory_is_of_the_texts_that_are_open() -> None:
     drafter, sequence = NGram(tree=TopK(4)), SequenceState([1, 2, 3] * 50)
     drafter.draft([sequence], [AMPLE])
-    some = drafter.memory_bytes
+    assert list(drafter._indexes) == [sequence]
     sequence.tokens += range(150)
     drafter.draft([sequence], [AMPLE])
-    assert 150 * 50 < drafter.memory_bytes - some < 150 * 2000
-    drafter.close(sequence)
-    assert drafter.memory_bytes == 0
+    assert len(drafter._indexes[sequence].tokens) == 300
+    drafter.finish(sequence)
+    assert not drafter._indexes
     assert len(drafter.draft([sequence], [AMPLE])[0]) == 1
     assert len(drafter.draft([SequenceState([1, 2, 3, 1, 2])], [AMPLE])[0]) > 1
 

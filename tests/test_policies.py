@@ -20,7 +20,7 @@ from torch import Tensor
 
 from branchwise.audit.exact import TOLERANCE, emitted, lp_optimum
 from branchwise.audit.instances import Drafts, Instance
-from branchwise.audit.policies import ScriptedDice, arrivals, grown_trees
+from branchwise.audit.policies import ScriptedSampler, arrivals, grown_trees
 from branchwise.core.batch import TreeBatch
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES, build_policy
@@ -125,7 +125,7 @@ def test_a_leaf_drawn_from_what_is_left_changes_nothing_on_average(rule: slow_tr
 # Policies that peek
 
 
-class Choosy:
+class Choosy(TreePolicy):
     """`rsd-c:2,1` that draws an unlikely token again: it looks at the token that it admits."""
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -144,7 +144,7 @@ class Choosy:
         return tree.finish(self.draw)
 
 
-class Reranked:
+class Reranked(TreePolicy):
     """Draws two children of every node, then keeps the two of a level that are most probable."""
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -164,7 +164,7 @@ class Reranked:
         return tree.finish(self.draw)
 
 
-class Sorted:
+class Sorted(TreePolicy):
     """Draws as it should, and then puts the most probable sibling first."""
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -178,7 +178,7 @@ class Sorted:
         return tree.finish(self.draw)
 
 
-class UntilTwo:
+class UntilTwo(TreePolicy):
     """Draws paths of one token until two of them differ, four at the most, and calls them independent."""
 
     draw = Draw.PATHS
@@ -268,7 +268,7 @@ def test_the_order_of_arrivals_is_that_of_all_leaves_drawn_without_replacement()
 
 
 def test_a_policy_without_chance_has_one_tree() -> None:
-    class Best:
+    class Best(TreePolicy):
         draw = Draw.FIXED
 
         def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -290,7 +290,7 @@ def test_what_a_policy_learns_from_one_tree_does_not_reach_the_next() -> None:
 
 
 def test_the_enumerator_refuses_what_it_cannot_follow() -> None:
-    class Waiting:
+    class Waiting(TreePolicy):
         draw = Draw.WITHOUT_REPLACEMENT
 
         def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -301,7 +301,7 @@ def test_the_enumerator_refuses_what_it_cannot_follow() -> None:
     with pytest.raises(NotImplementedError, match="too many outcomes"):
         grown_trees(Waiting(), PLAIN.draft_probs, Budget(9, 2))
     with pytest.raises(AssertionError, match="asked twice for pick 3"):
-        ScriptedDice([]).picks(PLAIN.draft_probs(()), [3, 3])
+        ScriptedSampler([]).picks(PLAIN.draft_probs(()), [3, 3])
 
 
 # Stochastic beam search
@@ -582,17 +582,17 @@ def test_an_urn_that_was_opened_gives_what_one_gives_that_is_drawn_from_turn_by_
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
-def test_the_room_for_a_beam_holds_whatever_it_draws(width: int, length: int, seed: int) -> None:
+def test_the_pad_shape_of_a_beam_holds_whatever_it_draws(width: int, length: int, seed: int) -> None:
     policy = build_policy(f"rsd-s:{width}x{length}")
     tree = grown(f"rsd-s:{width}x{length}", random_rule(9, seed), SeededSampler(seed, 1), Budget(99, 9))
-    room = policy.room  # type: ignore[attr-defined]
-    batch = TreeBatch([tree], room=room)
-    assert batch.nodes == room.nodes
+    shape = policy.pad_shape
+    batch = TreeBatch([tree], pad_shape=shape)
+    assert batch.nodes == shape.nodes
     assert batch.q is not None
-    assert max(batch.q.shape[1], room.inner) == room.inner
-    assert batch.children.shape[2] == room.children
-    assert batch.levels.shape[2] == room.width
-    assert batch.forks.shape[1] == room.forks
+    assert max(batch.q.shape[1], shape.inner) == shape.inner
+    assert batch.children.shape[2] == shape.children
+    assert batch.levels.shape[2] == shape.width
+    assert batch.forks.shape[1] == shape.forks
 
 
 # Specs

@@ -17,15 +17,9 @@ from transformers.masking_utils import (
 )
 
 from branchwise.backends.transformers.attention import Window
+from branchwise.backends.transformers.check import EXACT, MOST_ROUNDED, ROUNDED, check_against_own_forward, own_rounding
 from branchwise.backends.transformers.kv_cache import batch_ancestors
-from branchwise.backends.transformers.probe import (
-    EXACT,
-    MOST_ROUNDED,
-    ROUNDED,
-    Probe,
-    check_against_own_forward,
-    own_rounding,
-)
+from branchwise.backends.transformers.probe import Probe
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import TreeBatch
 from branchwise.errors import UnsupportedModel

@@ -20,10 +20,9 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft import TREES, build_drafter
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder
-from branchwise.draft.lookup.base import Candidate
-from branchwise.draft.policies.puct import WIDTH, Visited, chosen
-from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.builder import Candidate, TreeBuilder
+from branchwise.draft.policies.puct import WIDTH, SearchNode, select
+from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import GreedySampler, SeededSampler
 from branchwise.errors import UsageError
 from branchwise.verify import VERIFIERS
@@ -106,13 +105,7 @@ def slow_tree(memory: Memory, root: int, nodes: int, simulations: int, length: i
     return tree[1:]
 
 
-@given(
-    st.integers(0, 200),
-    st.integers(1, 30),
-    st.integers(1, 60),
-    st.integers(1, 5),
-    st.booleans(),
-)
+@given(st.integers(0, 200), st.integers(1, 30), st.integers(1, 60), st.integers(1, 5), st.booleans())
 def test_the_tree_is_that_of_the_rule_written_out(
     seed: int, nodes: int, simulations: int, length: int, ties: bool
 ) -> None:
@@ -131,14 +124,14 @@ def test_the_papers_size_is_the_same_too() -> None:
 
 @pytest.mark.parametrize("visits", [1, 5, 150])
 def test_the_weight_of_masses_is_the_papers_to_the_last_digit(visits: int) -> None:
-    node, earning, promising = (Visited(None, None) for _ in range(3))
+    node, earning, promising = (SearchNode(None, None) for _ in range(3))
     node.visits, node.children = visits, [earning, promising]
     promising.bonus = 1.0
     weight = (32 + math.log((visits + 8 + 1) / 8)) * math.sqrt(visits)
     earning.mean = weight * (1 + 1e-9)
-    assert chosen(node) is earning
+    assert select(node) is earning
     earning.mean = weight * (1 - 1e-9)
-    assert chosen(node) is promising
+    assert select(node) is promising
 
 
 def test_what_leads_to_surer_tokens_is_visited_more() -> None:
@@ -211,7 +204,7 @@ def test_over_laws_the_tree_is_the_same_and_no_law_is_asked_for_twice() -> None:
         tree = grown("puct:12,simulations=25,length=3", rule, GreedySampler(), root=seed, asked=asked)
 
         def after(path: Path, rule=rule) -> list[Candidate]:  # type: ignore[no-untyped-def]
-            [likely] = Likeliest.of(GreedySampler(), rule(path)[None], WIDTH).alone()
+            [likely] = TopKRequest.of(GreedySampler(), rule(path)[None], WIDTH).alone()
             return [Candidate(token, math.exp(value), (*path, token)) for token, value in likely]
 
         layout = TREES.build("puct:12,simulations=25,length=3").lay(seed, (), after, AMPLE).finish(Draw.FIXED)

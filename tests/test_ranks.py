@@ -17,10 +17,10 @@ from branchwise.core.topology import Topology, topology
 from branchwise.core.tree import Draw
 from branchwise.draft import TREES
 from branchwise.draft.base import Budget
-from branchwise.draft.lookup.base import Candidate
+from branchwise.draft.builder import Candidate
 from branchwise.draft.policies.ranks import LEVELS, Ranks, find_ranked, promising
 from branchwise.draft.policies.template import SHAPES, write_template
-from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import GreedySampler
 from branchwise.errors import UnknownName, UsageError
 from branchwise.verify import VERIFIERS
@@ -43,7 +43,7 @@ def layout(policy: Ranks, rule: Rule, budget: Budget, successors: int = 99) -> l
     """The paths of a tree over a memory that has distributions by heart, and stands at the tokens since the root."""
 
     def after(place: Ranked) -> list[Candidate]:
-        [likely] = Likeliest.of(GreedySampler(), rule(place)[None], successors).alone()
+        [likely] = TopKRequest.of(GreedySampler(), rule(place)[None], successors).alone()
         return [Candidate(token, math.exp(value), (*place, token)) for token, value in likely]
 
     return paths_of(policy.lay(0, (), after, budget).finish(Draw.FIXED))

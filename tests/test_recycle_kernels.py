@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from branchwise.backends.base import Execution, Prefill
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import Topology, chain_topology, topology
-from branchwise.draft.policies.ranks import Ranks, slots, ways
-from branchwise.draft.recycle import drafter as recycle
-from branchwise.draft.recycle.adjacency import HALF_DOWN
-from branchwise.draft.recycle.drafter import ACCEPTED, MOST_BY_KERNELS, PADDING, REJECTED, Recycle
+from branchwise.draft.policies.ranks import Ranks, ways
+from branchwise.draft.policies.topk import TopK
+from branchwise.draft.recycle.adjacency import ACCEPTED, HALF_DOWN, PADDING, REJECTED
+from branchwise.draft.recycle.drafter import MOST_WIDTH, Recycle
 from branchwise.testing import ToyTarget
+from tests import device_twins
+from tests.device_twins import OnDevice
 from tests.test_attention import Compiled, compiled_by, interpreted
 from tests.test_recycle import AMPLE, VOCABULARY, Slow, assert_holds, bound, noise, scene, teach
 
@@ -146,7 +149,7 @@ def assert_learns_like_the_plain_one(case: Case, dtype: torch.dtype, device: str
         told = lesson(case, step, dtype, device)
         inputs, before = (told.tokens, told.logits, told.marks), (tokens.clone(), masses.clone())
         plain = tokens.clone(), masses.clone()
-        recycle.learn_marked(*plain, *inputs, rate=case.rate)
+        device_twins.learn_marked(*plain, *inputs, rate=case.rate)
         kernels.learn_marked(tokens, masses, *inputs, rate=case.rate, tiles=case.tiles())
         assert_averaged(before, (tokens, masses), told.last(), case.rate)
         torch.testing.assert_close(masses, plain[1], rtol=2**-10, atol=2**-24)
@@ -317,11 +320,10 @@ def assert_walks_like_the_plain_one(shape: Topology, width: int, device: str = "
     table = torch.randint(0, 60, (60, width), dtype=torch.int32, generator=generator).to(device)
     table[::7] = 0  # nothing is known after these
     roots = torch.tensor([3, 59, 0, 14], dtype=torch.int32).to(device)
-    levels = [torch.tensor(level).to(device) for level in slots(shape, width)]
     there = torch.tensor(ways(shape), dtype=torch.int32).to(device)
     found = kernels.walk(table, there, roots)
     assert found.dtype == torch.int64
-    assert torch.equal(found, recycle.walk(table, *levels, roots))
+    assert torch.equal(found, device_twins.walk(table, there, roots))
     among_others = torch.stack([roots + 1, roots], dim=1).long()[:, 1]  # as in the rows of verdicts
     assert torch.equal(found, kernels.walk(table, there, among_others))
 
@@ -337,25 +339,26 @@ def test_a_tree_is_that_of_the_plain_look_up(name: str, width: int) -> None:
 # The drafter
 
 
-class ByKernels(Recycle):
+class ByKernels(OnDevice):
     """As on a device that has kernels, with a table on the host."""
 
-    def bind(self, target: Any) -> None:
-        super().bind(target)
-        assert self._bound_to is not None
-        self.on_device = self.by_kernels = True
-        self._move_to(*self._bound_to)
+    @property
+    def _kernels(self) -> Any:
+        return kernels
 
 
 @interpreted
 def test_a_drafter_learns_and_drafts_by_kernels_what_a_dictionary_holds() -> None:
     """Caught here: a drafter that learns by one version and looks up by another, or that learns a prompt by neither."""
-    drafter, plain, slow = ByKernels(k=3, tree=Ranks("fork")), bound(k=3, tree=Ranks("fork")), Slow(3, 0.5)
-    drafter.bind(ToyTarget(VOCABULARY, slots=4))
-    plain.on_device = True
+    drafter, plain, slow = (
+        ByKernels(k=3, tree=Ranks("fork")),
+        bound(k=3, tree=Ranks("fork"), kind=OnDevice),
+        Slow(3, 0.5),
+    )
+    drafter.bind(ToyTarget(VOCABULARY, slots=4).info)
     start = noise(4, VOCABULARY, seed=9)
     for one in (drafter, plain):
-        one.begin(SequenceState([1, 2, 5, 8, 0]), start)
+        one.start(SequenceState([1, 2, 5, 8, 0]), Prefill(start))
     for token, probs in zip((1, 2, 5, 8), start, strict=True):
         slow.learn(token, probs)
     for seed in range(2):
@@ -379,26 +382,24 @@ def test_a_drafter_learns_and_drafts_by_kernels_what_a_dictionary_holds() -> Non
     assert drafter._lookup._function is kernels.walk
 
 
-def test_kernels_are_taken_where_there_are_some_and_then_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_on_the_device_if_there_are_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("branchwise.draft.recycle.drafter.have_kernels", lambda device: device.type == "meta")
+    monkeypatch.setattr(Recycle, "_kernels", device_twins)
 
-    def taken(device: str = "meta", k: int = 8, tree: Any = None, **options: bool) -> tuple[bool, bool]:
-        target = ToyTarget(40)
-        target.device = torch.device(device)
-        for name, value in {"compile": True, **options}.items():
-            setattr(target, name, value)
+    def taken(device: str = "meta", k: int = 8, tree: Any = None, **options: bool) -> bool:
+        execution = Execution(**{"kernels": True, "graphs": True, "compile": True, **options})
         drafter = Recycle(k=k, tree=tree or Ranks())
-        drafter.bind(target)
-        return drafter.by_kernels, drafter._learning._compile
+        drafter.bind(replace(ToyTarget(40).info, device=torch.device(device), execution=execution))
+        assert drafter.table.tokens.device.type == (device if drafter.on_device else "cpu")
+        return drafter.on_device
 
-    if kernels is not None:
-        assert taken() == (True, False)
-        assert taken(kernels=True) == (True, False)
-        assert taken(k=MOST_BY_KERNELS) == (True, False)
-    assert taken(k=MOST_BY_KERNELS + 1) == (False, True)
-    assert taken(kernels=False) == (False, True)
-    assert taken("cpu") == (False, True)
-    assert taken(tree=recycle.TopK(8)) == (False, True)
+    assert taken()
+    assert taken(kernels=True)
+    assert taken(k=MOST_WIDTH)
+    assert not taken(k=MOST_WIDTH + 1)
+    assert not taken(kernels=False)
+    assert not taken("cpu")
+    assert not taken(tree=TopK(8))
 
 
 # The interpreter takes much that the compiler does not.

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from branchwise.core.rng import BLOCK, GAMMA, SeededChance, mix, race, race_among, signed, to_uniform
+from branchwise.core.rng import GAMMA, SeededChance, mix, race, race_on, signed, to_uniform
+from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
+from tests.device_twins import race_among
 from tests.strategies import probs
 
 FALSE_ALARM = 1e-4
@@ -108,7 +110,6 @@ def test_a_draw_is_the_same_alone_and_in_a_batch(keys: list[tuple[int, int]], dr
         lambda c, n: c.token(probs[:n], 3),
         lambda c, n: toss(c, half[:n], draw),
         lambda c, n: c.pick(probs[:n], draw),
-        lambda c, n: c.order(probs[:n], 5, draw),
     ):
         assert torch.equal(ask(together, len(keys)), torch.cat([ask(one, 1) for one in alone]))
 
@@ -122,12 +123,7 @@ def key_by_hand(seed: int, position: int, purpose: str, draw: int) -> int:
     return split_mix((key + number * 0x9E3779B97F4A7C15) % 2**64) if purpose == "coin" else key
 
 
-@given(
-    int64s,
-    st.integers(0, 1 << 40),
-    st.sampled_from(["token", "coin", "pick", "order"]),
-    st.integers(0, 1 << 30),
-)
+@given(int64s, st.integers(0, 1 << 40), st.sampled_from(["token", "coin", "pick"]), st.integers(0, 1 << 30))
 def test_keys_are_made_as_written(seed: int, position: int, purpose: str, draw: int) -> None:
     draw %= 200 if purpose == "coin" else 1 << 31
     assert noise([seed], [position], purpose, draw)[0] == (key_by_hand(seed, position, purpose, draw) >> 11) / 2**53
@@ -140,7 +136,6 @@ def test_every_kind_of_decision_has_its_own_noise() -> None:
         "token": chance(seeds, roots - 1).token(even, 0) == 0,  # the position that the others have as their root
         "coin": toss(ask, torch.full((MANY,), 0.5), 0),
         "pick": ask.pick(even, 0) == 0,
-        "order": ask.order(even, 1, 0)[:, 0] == 0,
     }
     for one, other in itertools.combinations(heads.values(), 2):
         assert stats.binomtest(int((one == other).sum()), MANY).pvalue > FALSE_ALARM
@@ -169,20 +164,19 @@ def test_a_noise_of_zero_accepts_nothing_impossible() -> None:
 
 def test_what_a_seed_draws_stays_what_it_was() -> None:
     # A change of these numbers changes what every seed writes; it belongs in the log.
-    keys = [("token", 0), ("coin", 0), ("coin", 1), ("pick", 0), ("order", 0)]
+    keys = [("token", 0), ("coin", 0), ("coin", 1), ("pick", 0)]
     assert [noise([7], [11], purpose, draw)[0] for purpose, draw in keys] == [
         6.25009338330873e-05,
         0.9373531410048274,
         0.03782120929549715,
         0.2234541776196941,
-        0.05698566550687967,
     ]
 
 
 def test_every_part_of_the_key_changes_the_draw() -> None:
-    keys = itertools.product(range(12), range(12), ["token", "coin", "pick", "order"], range(12))
+    keys = itertools.product(range(12), range(12), ["token", "coin", "pick"], range(12))
     seen = {noise([seed], [root], purpose, draw)[0] for seed, root, purpose, draw in keys}
-    assert len(seen) == 12 * 12 * 4 * 12
+    assert len(seen) == 12 * 12 * 3 * 12
 
 
 def test_counting_up_seeds_does_not_repeat_the_draws_of_another_seed() -> None:
@@ -208,7 +202,6 @@ def test_other_draws_belong_to_the_step() -> None:
     for draw in range(3):
         assert not torch.equal(toss(here, half, draw), toss(there, half, draw))
         assert not torch.equal(here.pick(probs, draw), there.pick(probs, draw))
-        assert not torch.equal(here.order(probs, 2, draw), there.order(probs, 2, draw))
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**62, 2**63, 2**64 + 5, -(2**70)])
@@ -277,7 +270,7 @@ def independent(a: np.ndarray, b: np.ndarray, bins: int = 12) -> bool:
 
 def test_the_noise_of_an_order_is_independent_between_tokens() -> None:
     # Flat distributions over two and three tokens: all orders are equally likely.
-    first = chance(torch.arange(MANY), torch.zeros(MANY, dtype=torch.long)).order(flat(MANY, 3), 3, 0)
+    first = race_on(flat(MANY, 3), mix(torch.arange(MANY)), 3)
     _, counts = first.unique(dim=0, return_counts=True)
     assert len(counts) == 6
     assert stats.chisquare(counts.numpy()).pvalue > FALSE_ALARM
@@ -460,8 +453,7 @@ def order_probability(probs: list[float], order: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("probs", [[0.4, 0.3, 0.2, 0.1], [0.85, 0.05, 0.05, 0.05], [0.5, 0.0, 0.25, 0.25]])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_an_order_has_the_law_of_drawing_without_replacement(probs: list[float], k: int) -> None:
-    draws = chance(torch.arange(MANY), torch.full((MANY,), 21))
-    drawn = draws.order(torch.tensor(probs).expand(MANY, -1), k, draw=4)
+    drawn = race_on(torch.tensor(probs).expand(MANY, -1), mix(torch.arange(MANY) + 21 * MANY), k)
     possible = list(itertools.permutations([token for token, mass in enumerate(probs) if mass], k))
     expected = {order: order_probability(probs, order) for order in possible}
     counts = dict.fromkeys(possible, 0)
@@ -471,9 +463,9 @@ def test_an_order_has_the_law_of_drawing_without_replacement(probs: list[float],
     assert stats.chisquare(list(counts.values()), goals / goals.sum() * MANY).pvalue > FALSE_ALARM
 
 
-@given(probs(), st.integers(1, 16), st.integers(0, 50))
-def test_an_order_names_every_token_at_most_once_and_none_without_mass(p: Tensor, k: int, seed: int) -> None:
-    row = chance([seed], [0]).order(p[None], k, 0)[0].tolist()
+@given(probs(), st.integers(1, 16), int64s)
+def test_an_order_names_every_token_at_most_once_and_none_without_mass(p: Tensor, k: int, key: int) -> None:
+    row = race_on(p[None], torch.tensor([key]), k)[0].tolist()
     possible = int((p > 0).sum())
     named = row[: min(k, possible)]
     assert len(row) == k
@@ -482,28 +474,28 @@ def test_an_order_names_every_token_at_most_once_and_none_without_mass(p: Tensor
     assert row[len(named) :] == [-1] * (k - len(named))
 
 
-@given(probs(), int64s, st.integers(0, 1 << 40), st.integers(0, 9))
-def test_an_order_is_a_race_for_every_place_among_those_left(row: Tensor, seed: int, root: int, draw: int) -> None:
-    key = key_by_hand(seed, root, "order", draw)
+@given(probs(), int64s)
+def test_an_order_is_a_race_for_every_place_among_those_left(row: Tensor, key: int) -> None:
     left, expected = row.tolist(), []
     for place in range(int((row > 0).sum())):
         expected.append(race_by_hand(left, split_mix((key + place) % 2**64)))
         left[expected[-1]] = 0.0
-    assert chance([seed], [root]).order(row[None], len(expected), draw)[0].tolist() == expected
+    assert race_on(row[None], torch.tensor([key]), len(expected))[0].tolist() == expected
 
 
 def test_an_order_leaves_its_law_as_it_was() -> None:
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
     before = probs.clone()
-    chance([3], [3]).order(probs, 4, 0)
+    race_on(probs, torch.tensor([3]), 4)
     assert torch.equal(probs, before)
 
 
 def test_an_order_over_several_blocks_names_every_token_once() -> None:
     probs = flat(1, 2 * BLOCK + 3)
-    assert sorted(chance([3], [3]).order(probs, probs.shape[1], 0)[0].tolist()) == list(range(probs.shape[1]))
+    assert sorted(race_on(probs, torch.tensor([3]), probs.shape[1])[0].tolist()) == list(range(probs.shape[1]))
 
 
 def test_an_order_need_not_be_of_a_normalised_law() -> None:
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    assert torch.equal(chance([3], [3]).order(probs, 4, 0), chance([3], [3]).order(17 * probs, 4, 0))
+    key = torch.tensor([3])
+    assert torch.equal(race_on(probs, key, 4), race_on(17 * probs, key, 4))

@@ -8,6 +8,7 @@ than rows are, so with other seeds a photo finish could end otherwise, about onc
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -17,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from branchwise.audit.policies import ScriptedDice
-from branchwise.core.rng import BLOCK, SeededChance, key_of, race, signed, wait_of
+from branchwise.audit.policies import ScriptedSampler
+from branchwise.core.rng import SeededChance, key_of, mix, race, race_on, signed, wait_of
+from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -31,7 +33,7 @@ from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
 from branchwise.draft.no_replacement import Opening
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import (
     DeviceSampler,
     DraftSampler,
@@ -52,8 +54,10 @@ SIZES = (5, BLOCK, BLOCK + 1, 4 * BLOCK, 5 * BLOCK + 77)
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
-def chance_of(seed: int, root: int) -> SeededChance:
-    return SeededChance(torch.tensor([seed]), torch.tensor([root]), role="draft")
+def keys_of(seed: int, root: int, purpose: str, draw: int) -> Tensor:
+    """(1,): the key of a draw, made by the tensors of a verifier's chance."""
+    chance = SeededChance(torch.tensor([seed]), torch.tensor([root]), role="draft")
+    return chance._keys(purpose, chance.roots, draw)
 
 
 def rows_of(count: int, vocabulary: int, seed: int) -> Tensor:
@@ -97,12 +101,13 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(int64s, st.integers(0, 1 << 40), st.sampled_from(["pick", "order", "wait"]), st.integers(0, (1 << 31) - 1))
 def test_keys_are_those_of_the_seeded_chance(seed: int, root: int, purpose: str, draw: int) -> None:
-    assert signed(key_of("draft", purpose, seed, root, draw)) == int(chance_of(seed, root).keys(purpose, draw))
+    assert signed(key_of("draft", purpose, seed, root, draw)) == int(keys_of(seed, root, purpose, draw))
 
 
 @given(int64s, st.integers(0, 1 << 40), st.integers(0, (1 << 31) - 1))
 def test_waits_are_those_of_the_seeded_chance(seed: int, root: int, draw: int) -> None:
-    waited = float(chance_of(seed, root).waits(draw))
+    bits = int(mix(keys_of(seed, root, "wait", draw))) % 2**64 >> 12
+    waited = -math.log((bits + 0.5) / 2**52)
     assert wait_of(key_of("draft", "wait", seed, root, draw)) == pytest.approx(waited, rel=1e-14)
     assert SeededSampler(seed, root).wait(draw) == pytest.approx(waited, rel=1e-14)
 
@@ -112,13 +117,11 @@ def test_waits_are_those_of_the_seeded_chance(seed: int, root: int, draw: int) -
 
 def one_by_one(probs: Tensor, draws: list[tuple[int, int]], seed: int, root: int) -> list[int]:
     """The draws of a level as they always were: a race for every node."""
-    chance = chance_of(seed, root)
-    return [int(race(probs[row][None], chance.keys("pick", draw))) for row, draw in draws]
+    return [int(race(probs[row][None], keys_of(seed, root, "pick", draw))) for row, draw in draws]
 
 
 def check_levels(sampler: SeededSampler, seed: int, root: int) -> None:
     """Levels of all sizes, large ones before small ones too: places keep what lay there."""
-    chance = chance_of(seed, root)
     for vocabulary in SIZES:
         for count in (3, 1, 4, 2, 7):
             probs = rows_of(count, vocabulary, seed)
@@ -126,7 +129,11 @@ def check_levels(sampler: SeededSampler, seed: int, root: int) -> None:
             assert sampler.picks_from(probs, draws) == one_by_one(probs, draws, seed, root)
             sizes, numbers = [1 + row % 3 for row in range(count)], list(range(40, 40 + count))
             alone = [
-                [token for token in chance.order(p[None], size, draw)[0].tolist() if token >= 0]
+                [
+                    token
+                    for token in race_on(p[None], keys_of(seed, root, "order", draw), size)[0].tolist()
+                    if token >= 0
+                ]
                 for p, size, draw in zip(probs, sizes, numbers, strict=True)
             ]
             assert sampler.orders(probs, sizes, numbers) == alone
@@ -260,7 +267,7 @@ def test_every_path_is_the_one_that_its_own_draws_make(common: int) -> None:
             tokens: tuple[int, ...] = ()
             for level in range(length):
                 number = level * count + (path if level >= common else 0)
-                tokens += (int(race(rule(4)(tokens)[None], chance_of(seed, 4).keys("pick", number))),)
+                tokens += (int(race(rule(4)(tokens)[None], keys_of(seed, 4, "pick", number))),)
             expected.append(tokens)
         drawn = [tuple(tokens_to(tree, node)) for node in range(len(tree))]
         assert [drawn[leaf] for leaf in tree.leaves] == (expected if common == 0 else [])
@@ -305,7 +312,7 @@ def test_the_audit_follows_few_tokens_as_it_follows_rows(spec: str) -> None:
     def weights(probs: Callable[[tuple[int, ...]], Tensor | SparseProbs]) -> dict[tuple[int, ...], float]:
         scripts, found = [list[int]()], dict[tuple[int, ...], float]()
         while scripts:
-            sampler = ScriptedDice(scripts.pop())
+            sampler = ScriptedSampler(scripts.pop())
             tree = grown_from(TREES.build(spec), probs, sampler)
             scripts += sampler.others
             drawn = (*tree.tokens.tolist(), *tree.parents, *tree.leaves)
@@ -347,7 +354,7 @@ def test_what_is_drawn_for_several_texts_in_one_go_is_what_each_draws_alone(
         sampler = GreedySampler(device_sampler) if greedy else SeededSampler(11 * text, 5 + text, device_sampler)
         probs, numbers = rows_of(count, 700, text), [40 + row for row in range(count)]
         if kind == "likeliest":
-            requests.append(Likeliest.of(sampler, probs, 3))
+            requests.append(TopKRequest.of(sampler, probs, 3))
         elif kind == "picks":
             requests.append(SampleRequest(sampler, probs, [(row % count, 7 * row) for row in range(2 * count)]))
         elif kind == "orders":
@@ -372,8 +379,8 @@ def test_texts_that_draw_in_different_ways_draw_by_themselves(monkeypatch: pytes
         SampleRequest(GreedySampler(), probs, [(0, 1)]),
         SampleRequest(SeededSampler(1, 2), probs, [(0, 3), (1, 4)], [2, 2]),
         Opening(SeededSampler(1, 2), probs, [(0, 3), (1, 4)], [2, 2]),
-        Likeliest.of(SeededSampler(1, 2), probs, 2),
-        Likeliest.of(GreedySampler(), probs, 3),
+        TopKRequest.of(SeededSampler(1, 2), probs, 2),
+        TopKRequest.of(GreedySampler(), probs, 3),
         SampleRequest(SeededSampler(3, 2), [SparseProbs.of({5: 0.5, 9: 0.5}, 700, probs.device)], [(0, 1)]),
     ]
     for several in (*itertools.permutations(requests, 2), requests, requests[::-1]):
@@ -411,7 +418,7 @@ def test_a_batch_draws_the_trees_that_its_texts_draw_alone(
         for module in (dice_module, urn_module):
             monkeypatch.setattr(module, "lies_on_host", lambda probs: not together)
         drafter = Tossing(build_policy(spec))
-        drafter.bind(target)
+        drafter.bind(target.info)
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "tolist", lambda self: looks.append(1) or own(self))
             return drafter.draft(sequences, [Budget(40, 6)] * 4 + [Budget(7, 2)])

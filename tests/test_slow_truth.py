@@ -90,11 +90,7 @@ UNFROZEN: dict[str, tuple[Verifier, Draw]] = {
     "traversal on RSD-C (2,2,..)": (traversal, lambda instance: rsd_c(instance, [2] * instance.L)),
 }
 
-OPTIMA: dict[str, Draw] = {
-    "lp single path": one_path,
-    "lp i.i.d. paths": iid_paths,
-    "lp RSD-C (K,1,..)": rsd_c,
-}
+OPTIMA: dict[str, Draw] = {"lp single path": one_path, "lp i.i.d. paths": iid_paths, "lp RSD-C (K,1,..)": rsd_c}
 
 
 def assert_laws(emitted: Emitted) -> None:

@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ import branchwise
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli import app
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import Draw
+from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, state
-from branchwise.draft.base import Budget
+from branchwise.draft.base import Budget, LearningDrafter
 from branchwise.draft.lookup.trigram import Trigram
 from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.errors import UsageError
@@ -35,7 +37,7 @@ SIZE = len(WORDS) + 1
 
 def target(seed: int = 0, layers: int = 1, vocabulary: int = SIZE, words: list[str] | None = None) -> Any:
     tokenizer = byte_level(words or WORDS)
-    return TransformersTarget(tiny(seed, layers, vocabulary), slots=1, tokenizer=tokenizer)
+    return TransformersTarget(tiny(seed, layers, vocabulary), slots=1, tokenizer=tokenizer).info
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +48,19 @@ def model() -> Any:
 def learned(texts: list[list[int]]) -> Trigram:
     drafter = Trigram()
     for tokens in texts:
-        drafter.find(SequenceState(tokens))
+        drafter.locate(SequenceState(tokens))
     return drafter
 
 
-class Numbers:
-    """A part that learns one tensor."""
-
-    draw = Draw.FIXED
-    learns = True
+class Numbers(LearningDrafter):
+    """A part that learns one tensor, and drafts nothing."""
 
     def __init__(self, name: str, *values: float) -> None:
         self.name = name
         self.values = torch.tensor(values)
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        return [DraftTree.root(sequence.root) for sequence in sequences]
 
     def save(self) -> dict[str, Tensor]:
         return {"values": self.values, "count": torch.tensor(len(self.values))}
@@ -231,7 +233,7 @@ def test_no_changed_byte_goes_unnoticed(saved: Path, model: Any) -> None:
             continue
         saved.write_bytes(changed)
         said = refused(saved, model)
-        kinds |= {word for word in ("damaged", "no state of a drafter", "newer") if word in said}
+        kinds |= {word for word in ("damaged", "is no state", "newer") if word in said}
     assert "damaged" in kinds
 
 
@@ -242,14 +244,14 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, model: Any) -> None:
         refused(file, model, "is damaged")
     for metadata in (None, {"format": "pt"}):
         save_file({"weight": torch.zeros(3)}, file, metadata=metadata)
-        refused(file, model, "no state of a drafter")
+        refused(file, model, "is no state", "name another file")
     for known in ("", "[]", "7", "{}", '{"version": "x"}', '{"version": 1}', '{"version": 1, "digest": null}'):
-        save_file({"weight": torch.zeros(3)}, file, metadata={state.FORMAT: known})
+        save_file({"weight": torch.zeros(3)}, file, metadata={state.FORMAT.key: known})
         refused(file, model, "is damaged")
 
 
 def test_a_file_of_a_newer_version_says_so(saved: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "VERSION", state.VERSION + 1)
+    monkeypatch.setattr(state, "FORMAT", replace(state.FORMAT, version=state.FORMAT.version + 1))
     save_state(Trigram(), saved, model)
     monkeypatch.undo()
     refused(saved, model, "newer Branchwise", "update")
@@ -326,19 +328,17 @@ def test_an_interrupt_in_the_middle_leaves_the_old_file(
 
 
 TARGET = """
-from types import SimpleNamespace
-config = SimpleNamespace(model_type="none", hidden_size=1, num_hidden_layers=1)
-config.get_text_config = lambda: config
-target = SimpleNamespace(vocabulary=11, model=SimpleNamespace(config=config))
+from branchwise.testing import ToyTarget
+target = ToyTarget(11).info
 """
 WRITER = """
 import sys
 from branchwise.draft.state import save_state
 from branchwise.draft.lookup.trigram import Trigram
-from branchwise.core.sequence import Sequence
+from branchwise.core.sequence import SequenceState
 for size in range(100):
     drafter = Trigram()
-    drafter.find(Sequence([int(sys.argv[2])] * 50 + list(range(size % 7))))
+    drafter.locate(SequenceState([int(sys.argv[2])] * 50 + list(range(size % 7))))
     save_state(drafter, sys.argv[1], target)
 """
 
@@ -440,7 +440,7 @@ def test_ctrl_c_is_an_end_too(folder: Path, tmp_path: Path, model: Any, monkeypa
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("branchwise.cli.show_pieces", interrupted)
+    monkeypatch.setattr("branchwise.cli.console.show_pieces", interrupted)
     words = ["generate", "the cat sat on the cat sat", "--model", str(folder), "--draft", "trigram"]
     done = CliRunner().invoke(app, [*words, "--dtype", "float32", "--state", str(tmp_path / "state")])
     assert done.exit_code != 0

@@ -45,19 +45,19 @@ from branchwise.verify import VERIFIERS
 from tests.strategies import random_rule, worlds
 
 
-class Whim:
+class Whim(Stop):
     """Any function of the distributions will do, also one that makes no sense."""
 
     def enough(self, found: NodeProbs, depth: int) -> bool:
         return bool((found.probs[:, 0] * 7.3 % 1 > 0.4).any())
 
 
-class Never:
+class Never(Stop):
     def enough(self, found: NodeProbs, depth: int) -> bool:
         return False
 
 
-class Always:
+class Always(Stop):
     def __init__(self) -> None:
         self.asked: list[int] = []
 
@@ -124,7 +124,7 @@ def test_every_growth_that_may_stop_is_met_here() -> None:
         "paced-ranks": "mcsd",
     }
     built = {name: TREES.build(f"{name}:{examples[name]}") for name in TREES}
-    stoppable = {name for name, policy in built.items() if getattr(policy, "stoppable", False)}
+    stoppable = {name for name, policy in built.items() if policy.stoppable}
     assert stoppable == {spec.partition(":")[0] for spec, _, _, _ in EXACT}
 
 
@@ -161,8 +161,7 @@ class Peeking(Stopping):
 
 
 @pytest.mark.parametrize(
-    ("spec", "verifier"),
-    [("chain:2", "token"), ("chain:2", "block"), ("rsd-c:2,1", "rrs"), ("rsd-c:2,1", "traversal")],
+    ("spec", "verifier"), [("chain:2", "token"), ("chain:2", "block"), ("rsd-c:2,1", "rrs"), ("rsd-c:2,1", "traversal")]
 )
 def test_a_stop_that_peeks_at_the_token_it_admits_is_caught(spec: str, verifier: str) -> None:
     instance = Instance.random(3, 2, 2, sigma=1.0, seed=(0,))
@@ -171,7 +170,7 @@ def test_a_stop_that_peeks_at_the_token_it_admits_is_caught(spec: str, verifier:
     assert emitted(VERIFIERS.build(verifier), drafts)[0] > 1e-3
 
 
-class StoppedPaths:
+class StoppedPaths(TreePolicy):
     """Two paths whose depth both of them decide: what `Stopping` refuses."""
 
     draw = Draw.PATHS
@@ -250,7 +249,7 @@ def test_one_level_is_always_drafted(spec: str) -> None:
 def test_a_rule_is_asked_about_every_level_that_would_get_children() -> None:
     seen: list[tuple[int, int]] = []
 
-    class Watching:
+    class Watching(Stop):
         def enough(self, found: NodeProbs, depth: int) -> bool:
             seen.append((depth, len(found.probs)))
             return depth == 3
@@ -267,7 +266,7 @@ def test_a_stop_spares_the_passes_below_it() -> None:
     for n in range(3):
         engine.submit(Request((n,), SamplingParams(temperature=1.0, seed=n), max_new_tokens=30))
     engine.step()
-    assert drafter.passes == 2  # type: ignore[attr-defined]
+    assert drafter.passes == 2
 
 
 # Rules
@@ -310,14 +309,14 @@ def test_an_entropy_that_is_none_is_refused(spec: str) -> None:
 def test_a_stop_is_part_of_the_spec_of_a_tree(tmp_path: Path) -> None:
     policy = build_policy("chain:12,stop=confidence:0.4")
     assert isinstance(policy, Stopping)
-    assert (policy.draw, policy.wants_hidden) == (Draw.PATHS, False)
+    assert (policy.draw, policy.needs_hidden) == (Draw.PATHS, False)
     assert policy.policy.length == 12  # type: ignore[attr-defined]
     assert policy.stop.threshold == 0.4  # type: ignore[attr-defined]
     assert build_policy("rsd-c:4,2,1,stop=entropy:2").policy.branching == (4, 2, 1)
     assert build_policy("chain:stop=entropy:2").policy.length == 8
     write_scorer(scorer("soft", 6), tmp_path / "stop")
     policy = build_policy(f"chain:4, stop=learned:{tmp_path / 'stop'},threshold=0.7")
-    assert policy.wants_hidden
+    assert policy.needs_hidden
     assert policy.stop.threshold == 0.7
     assert build_policy(f"chain:4,stop=learned:{tmp_path / 'stop'}").stop.threshold == 0.4
     drafter = build_drafter("disturbed", "chain:12,stop=confidence:0.4")
@@ -438,20 +437,20 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def tamper(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
 def rewrite(change: Change) -> Callable[[Path], None]:
-    """Change the weights, or what is said about them."""
+    """Change the weights or their description, with a digest that fits."""
 
     def damage(file: Path) -> None:
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as stored:
-            known = json.loads(stored.metadata()[FORMAT])
-        tensors = load_file(file)
+        known, tensors = FORMAT.read(file, lambda known, tensors: (known, tensors))
         change(tensors, known)
-        save_file(tensors, file, {FORMAT: json.dumps(known)} if known else None)
+        FORMAT.write(file, known, tensors)
 
     return damage
 
@@ -459,11 +458,12 @@ def rewrite(change: Change) -> Callable[[Path], None]:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda file: file.unlink(), "There is no stop"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "There is no stop"),
-    "cut": (cut, "cannot be read"),
-    "text": (lambda file: file.write_text("hello, this is a text"), "cannot be read"),
-    "empty": (lambda file: file.write_bytes(b""), "cannot be read"),
-    "no metadata": (rewrite(lambda tensors, known: known.clear()), "is no stop; write one"),
-    "of another version": (rewrite(lambda tensors, known: known.update(version=2)), "version 2, where 1 is known"),
+    "cut": (cut, "is damaged"),
+    "text": (lambda file: file.write_text("hello, this is a text"), "is damaged"),
+    "empty": (lambda file: file.write_bytes(b""), "is damaged"),
+    "a changed byte": (tamper, "is damaged .its contents are not those that were written"),
+    "no metadata": (lambda file: save_file(load_file(file), file), "is no stop; train one"),
+    "of a newer version": (rewrite(lambda tensors, known: known.update(version=2)), "written by a newer Branchwise"),
     "no threshold": (rewrite(lambda tensors, known: known.pop("threshold")), "is damaged"),
     "a threshold of 7": (rewrite(lambda tensors, known: known.update(threshold=7)), "is damaged"),
     "another kind": (rewrite(lambda tensors, known: known.update(kind="soft")), "is damaged"),

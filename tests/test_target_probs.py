@@ -54,7 +54,7 @@ def test_a_row_is_the_law_after_its_node_and_that_node_s_path(
     logits = random_logits(tree_batch)
     probs = WarpedProbs(logits, tree_batch, sequences)
     nodes = [data.draw(st.integers(0, len(tree) - 1)) for tree in drafted]
-    rows, best = probs.rows(torch.tensor(nodes)), probs.best(torch.tensor(nodes))
+    rows, best = probs.at(torch.tensor(nodes)), probs.best(torch.tensor(nodes))
     for row, (tree, node, sequence) in enumerate(zip(drafted, nodes, sequences, strict=True)):
         below, at = [], node
         while at > 0:
@@ -98,7 +98,7 @@ def test_processors_run_only_for_the_rows_that_are_read() -> None:
     sequence = SequenceState([5, 7], SamplingParams(processors=(watch,)))
     probs = WarpedProbs(torch.zeros(1, 3, VOCABULARY), TreeBatch([tree]), [sequence])
     assert calls == []
-    probs.rows(torch.tensor([1]))
+    probs.at(torch.tensor([1]))
     assert calls == [[5, 7, 8]]
     probs.best(torch.tensor([2]))
     assert calls == [[5, 7, 8], [5, 7, 8, 9]]
@@ -110,7 +110,7 @@ def test_padding_rows_do_not_leak_into_shorter_trees() -> None:
     logits = random_logits(tree_batch)
     logits[0, 1:] = float("nan")  # what a pass leaves in padding means nothing
     probs = WarpedProbs(logits, tree_batch, sequences_for(batch, PARAMS[1:3]))
-    assert probs.rows(torch.tensor([0, 2])).isfinite().all()
+    assert probs.at(torch.tensor([0, 2])).isfinite().all()
 
 
 def test_laws_are_greedy_only_if_all_are() -> None:
@@ -135,10 +135,10 @@ def test_several_rows_of_a_tree_are_the_rows_one_by_one(batch: list[DraftTree], 
     tree_batch = TreeBatch(batch)
     probs = WarpedProbs(random_logits(tree_batch), tree_batch, sequences_for(batch, PARAMS))
     nodes = torch.randint(min(map(len, batch)), (len(batch), 3), generator=torch.Generator().manual_seed(seed))
-    together = probs.rows(nodes)
+    together = probs.at(nodes)
     assert together.shape == (len(batch), 3, VOCABULARY)
     for column in range(3):
-        assert torch.equal(together[:, column], probs.rows(nodes[:, column]))
+        assert torch.equal(together[:, column], probs.at(nodes[:, column]))
 
 
 def test_a_rule_that_reads_every_row_has_them_in_one_go_however_many_there_are() -> None:
@@ -149,6 +149,6 @@ def test_a_rule_that_reads_every_row_has_them_in_one_go_however_many_there_are()
     every, nodes = all_at_once(probs), torch.zeros(2, dtype=torch.long)
     assert every.together
     assert not probs.together
-    assert torch.equal(every.rows(nodes), probs.rows(nodes))
+    assert torch.equal(every.at(nodes), probs.at(nodes))
     assert "_all" in vars(every)
     assert "_all" not in vars(probs)

@@ -18,7 +18,7 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES, build_drafter
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, grow_with
-from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import GreedySampler, SeededSampler
 from branchwise.errors import UsageError
 from branchwise.verify import VERIFIERS
@@ -51,7 +51,7 @@ def slow_tree(rule: Rule, nodes: int, depth: int, width: int) -> set[Path]:
     for _ in range(depth):
         below = []
         for path in sorted(level, key=lambda u: -value[u])[:width]:
-            for token, step in Likeliest.of(GreedySampler(), rule(path)[None], width).alone()[0]:
+            for token, step in TopKRequest.of(GreedySampler(), rule(path)[None], width).alone()[0]:
                 value[*path, token] = value[path] + step
                 below.append((*path, token))
         level = below
@@ -135,7 +135,7 @@ def test_rounding_above_one_puts_no_child_before_its_parent() -> None:
     probs = torch.tensor([1.0000002, 0.9999999])
     for nodes in range(1, 12):
         assert len(grown(f"topk:{nodes},depth=6,width=2", lambda path: probs, GreedySampler())) == nodes + 1
-    assert Likeliest.of(GreedySampler(), probs[None], 2).alone()[0][0] == (0, 0.0)
+    assert TopKRequest.of(GreedySampler(), probs[None], 2).alone()[0][0] == (0, 0.0)
 
 
 def test_paths_of_any_depth_are_told_apart_however_improbable() -> None:
@@ -155,7 +155,7 @@ def test_tokens_beyond_what_float32_counts_are_kept_whole() -> None:
     probs = torch.zeros(1, (1 << 24) + 4)
     probs[0, (1 << 24) + 1] = 0.75
     probs[0, 3] = 0.25
-    assert [token for token, _ in Likeliest.of(GreedySampler(), probs, 2).alone()[0]] == [(1 << 24) + 1, 3]
+    assert [token for token, _ in TopKRequest.of(GreedySampler(), probs, 2).alone()[0]] == [(1 << 24) + 1, 3]
 
 
 # When one more level is worth too little

@@ -303,7 +303,7 @@ ROOM = PadShape(nodes=30, children=9, width=10, forks=8)
 def test_tables_hold_what_the_trees_say_and_are_filled_with_minus_one(
     batch: list[DraftTree], room: PadShape | None
 ) -> None:
-    tree_batch = TreeBatch(batch, room=room)
+    tree_batch = TreeBatch(batch, pad_shape=room)
     assert tree_batch.lengths.tolist() == [tree.depth for tree in batch]
     for row, tree in enumerate(batch):
         children = slow_children(tree)
@@ -324,7 +324,7 @@ def test_tables_hold_what_the_trees_say_and_are_filled_with_minus_one(
 
 @given(any_batch)
 def test_with_the_same_room_the_tables_of_any_batch_have_the_same_shapes(batch: list[DraftTree]) -> None:
-    tree_batch = TreeBatch(batch, room=ROOM)
+    tree_batch = TreeBatch(batch, pad_shape=ROOM)
     size = len(batch)
     assert (
         tree_batch.tokens.shape
@@ -356,7 +356,7 @@ def test_the_room_for_paths_holds_whatever_of_them_agrees(count: int, length: in
         tuple(map(nodes.index, paths)),
     )
     room = PadShape.for_paths(count, length)
-    batch = TreeBatch([tree], room=room)
+    batch = TreeBatch([tree], pad_shape=room)
     assert batch.nodes == room.nodes
     assert batch.children.shape[2] == room.children
     assert batch.levels.shape[2] == room.width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,16 @@ from branchwise.engine import Engine
 from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
 from branchwise.testing import ToyTarget
-from branchwise.tune.sequoia import Acceptance, Shapes, Witness, best_shape, best_size, measure_acceptance, shares
+from branchwise.tune.sequoia import Acceptance, Shape, Shapes, Witness, best_size, measure_acceptance, shares
 from branchwise.verify import VERIFIERS, Verdict
 from tests.conformance.architectures import COMMON, build
 
 Nested = tuple["Nested", ...]
 """a tree as the trees below its root, in order"""
+
+
+def best_shape(rates: Sequence[float], nodes: int, depth: int) -> Shape:
+    return Shapes(rates, nodes, depth).best(nodes, depth)
 
 
 @cache

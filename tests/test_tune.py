@@ -24,7 +24,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from branchwise import tune
-from branchwise.backends.base import Scored
+from branchwise.backends.base import Execution, Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli.tune import tune as command
 from branchwise.core.batch import TreeBatch
@@ -38,6 +38,7 @@ from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.testing import ToyTarget
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
+from branchwise.tune.cache import _source
 from branchwise.tune.costs import Key
 from branchwise.tune.curve import CLIFF
 from branchwise.tune.passes import MOST_CLIFFS, MOST_PROBES, SIZES
@@ -372,17 +373,20 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
     for change in (
         lambda patch: patch.setattr("branchwise.__version__", "99.0"),
         lambda patch: patch.setattr(torch, "__version__", "99.0"),
-        lambda patch: patch.setattr("branchwise.tune.cache.version", lambda package: "99.0"),
+        lambda patch: patch.setattr("branchwise.provenance.metadata.version", lambda package: "99.0"),
         lambda patch: patch.setattr("branchwise.tune.cache.device_name", lambda device: "an abacus"),
         lambda patch: patch.setattr("branchwise.tune.cache._source", lambda: "changed"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
-        lambda patch: patch.setattr(TimedTarget, "compile", True, raising=False),
     ):
         with monkeypatch.context() as patch:
             change(patch)
             assert not timed(TimedTarget(line)).remembered
     assert timed(TimedTarget(line)).remembered
+    for other in ({"execution": Execution(compile=True)}, {"fingerprint": "another"}, {"dtype": torch.bfloat16}):
+        changed = TimedTarget(line)
+        changed.info = replace(changed.info, **other)
+        assert not timed(changed).remembered
 
 
 def test_two_models_of_one_name_are_told_apart_by_their_shape() -> None:
@@ -636,3 +640,12 @@ def test_ctrl_c_leaves_no_broken_cache(
     assert run(*QUICK).exit_code == 130
     assert llm.engine.target.free_slots == 2
     assert not os.path.exists(cache) or [path for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_the_digest_of_our_code_covers_folders_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was renamed would be left out in silence, and costs of old code be taken for those of new code."""
+    folders: list[Path] = []
+    monkeypatch.setattr("branchwise.tune.cache.source_digest", lambda *found: folders.extend(found) or "digest")
+    assert _source() == "digest"
+    assert {folder.name for folder in folders} >= {"backends", "core", "tune"}
+    assert all(any(folder.rglob("*.py")) for folder in folders)

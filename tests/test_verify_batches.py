@@ -19,16 +19,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.cuda.verify_graph import (
-    CapturedVerifier,
-    Numbers,
-    Places,
-    as_program,
-    numbers_of,
-    packed,
-    tables_of,
-    trace,
-)
+from branchwise.cuda.verify_graph import CapturedVerifier, GraphInputs, Numbers, as_program, trace
 from branchwise.draft.base import Budget
 from branchwise.draft.sampler import SeededSampler
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
@@ -92,7 +83,7 @@ class Batch:
     def verdicts(
         self, name: str, *, lazy: bool = True, together: bool = True, room: PadShape | None = None
     ) -> list[Verdict]:
-        batch = TreeBatch(self.trees, room=room)
+        batch = TreeBatch(self.trees, pad_shape=room)
         probs = WarpedProbs(self.logits(batch.nodes), batch, self.sequences)
         probs.lazy, probs.together = lazy, together
         return VERIFIERS.build(name)(batch, probs, self.chance()).read()
@@ -268,12 +259,11 @@ ROOMY = {
 }
 
 
-def inputs(batch: Batch, tree_batch: TreeBatch, reads: Sequence[str]) -> Places:
+def inputs(batch: Batch, tree_batch: TreeBatch, reads: Sequence[str]) -> GraphInputs:
     assert tree_batch.q is not None
     q = torch.nn.functional.pad(tree_batch.q, (0, 0, 0, tree_batch.nodes - tree_batch.q.shape[1]))
-    return Places(
-        packed(numbers_of(tree_batch, batch.chance(), reads)), batch.logits(tree_batch.nodes).nan_to_num(0.0), q
-    )
+    numbers = Numbers(tree_batch, batch.chance(), reads, torch.device("cpu")).there
+    return GraphInputs(numbers, batch.logits(tree_batch.nodes).nan_to_num(0.0), q)
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["all rows", "rows on the walk"])
@@ -285,17 +275,17 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     # say: a batch of trees that is traced has no other tables.
     specs, room = ROOMY[draw]
     verifier = VERIFIERS.build(name)
-    reads = tables_of(verifier)
+    reads = verifier.reads
     sampling = [SamplingParams(temperature=0.9, seed=1)] * 3
     first = Batch(specs, 0, sampling=sampling)
-    tree_batch = TreeBatch(first.trees, room=room)
+    tree_batch = TreeBatch(first.trees, pad_shape=room)
     probs = WarpedProbs(first.logits(tree_batch.nodes), tree_batch, first.sequences)
     probs.lazy, probs.together = False, together
     traced = trace(as_program(verifier, tree_batch, probs, reads), inputs(first, tree_batch, reads))
     seen = set()
     for seed in range(8):
         batch = Batch(specs, seed, sampling=sampling)
-        other = TreeBatch(batch.trees, room=room)
+        other = TreeBatch(batch.trees, pad_shape=room)
         found = Verdicts.written(traced(*inputs(batch, other, reads))).read()
         assert found == batch.verdicts(name, lazy=True)
         seen |= {len(verdict.path) for verdict in found}
@@ -317,7 +307,7 @@ class Launching:
 
 
 def recorded(capture: CapturedVerifier, batch: Batch, room: PadShape) -> list[Verdict]:
-    tree_batch = TreeBatch(batch.trees, room=room)
+    tree_batch = TreeBatch(batch.trees, pad_shape=room)
     probs = WarpedProbs(batch.logits(tree_batch.nodes).nan_to_num(0.0), tree_batch, batch.sequences)
     probs.lazy = False
     return capture(tree_batch, probs, batch.chance()).read()
@@ -372,7 +362,7 @@ def test_greedy_laws_are_recorded_without_q(name: str, draw: Draw, monkeypatch: 
     for seed, spec in enumerate([SHAPES[draw][0], "nothing"] * 3):
         batch = Batch([spec] * 3, seed, sampling=[SamplingParams()] * 3)
         assert recorded(capture, batch, ROOMY[draw][1]) == batch.verdicts("match")
-    assert all(recording.places.q is None for recording in capture._graphs.values())
+    assert all(recording.inputs.q is None for recording in capture._graphs.values())
     assert capture._graphs
 
 
@@ -385,24 +375,27 @@ def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
 
     generator = torch.Generator().manual_seed(1)
     numbers = torch.rand(2, 3, dtype=torch.float64, generator=generator)
-    places = Places(numbers, *torch.rand(2, 2, 2, 600, generator=generator).unbind())
-    traced = trace(program, places)
+    inputs = GraphInputs(numbers, *torch.rand(2, 2, 2, 600, generator=generator).unbind())
+    traced = trace(program, inputs)
     targets = [node.target for node in traced.graph.nodes]
     assert targets.count(torch.ops.aten.as_strided.default) == 2
-    assert torch.allclose(traced(*places), program(*places))
+    assert torch.allclose(traced(*inputs), program(*inputs))
 
 
 def test_numbers_follow_the_shapes_of_the_trees() -> None:
     """Caught here: tables of the last batch of trees, left because they were told once."""
 
     def batch(*shapes: tuple[int, ...]) -> TreeBatch:
-        return TreeBatch([DraftTree(torch.arange(1, 4), shape) for shape in shapes], room=PadShape(nodes=4))
+        return TreeBatch([DraftTree(torch.arange(1, 4), shape) for shape in shapes], pad_shape=PadShape(nodes=4))
 
-    chance, reads = SeededChance(torch.tensor([3, 4]), torch.tensor([5, 6])), ("tokens", "parents", "depths", "seen")
+    chance, reads = (
+        SeededChance(torch.tensor([3, 4]), torch.tensor([5, 6])),
+        ("tokens", "parents", "depths", "ancestor_bits"),
+    )
     a, b = batch((-1, 0, 0), (-1, 0, 1)), batch((-1, 0, 1), (-1, 0, 0))
     numbers = Numbers(a, chance, reads, torch.device("cpu"))
     for one in (a, b, b, a):
-        assert torch.equal(numbers.bring(one, chance), packed(numbers_of(one, chance, reads)))
+        assert torch.equal(numbers.bring(one, chance), Numbers(one, chance, reads, torch.device("cpu")).there)
 
 
 def test_verdicts_are_spelled() -> None:

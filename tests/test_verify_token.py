@@ -57,9 +57,9 @@ def test_a_walk_on_the_host_reads_no_row_below_a_rejection() -> None:
     class Watched(ExactProbs):
         asked: list[list[int]]
 
-        def rows(self, nodes: torch.Tensor) -> torch.Tensor:
+        def at(self, nodes: torch.Tensor) -> torch.Tensor:
             self.asked.append(nodes.flatten().tolist())
-            return super().rows(nodes)
+            return super().at(nodes)
 
     class Never:
         def first(self, odds: torch.Tensor, draw: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     python docs/examples/worked_tree.py docs/images/worked-tree.png
 
-The odds are exact: the verifiers' own code is followed through every coin on this one tree.
+The odds are exact: the code of each verifier is followed through every random decision on this one tree.
 """
 
 import sys
@@ -12,12 +12,12 @@ import torch
 import branchwise
 from branchwise.audit.enumeration import Enumerator, outcomes
 from branchwise.audit.instances import ExactProbs
-from branchwise.draft import build_drafter
-from branchwise.draft.base import Budget
 from branchwise.core.batch import TreeBatch
-from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Budget
 from branchwise.verify import VERIFIERS
 
 TEXT = "The best thing about the sea is that"
@@ -27,13 +27,13 @@ SHOWN = ("token", "block", "mss", "traversal", "gbv", "cascade")
 def main() -> None:
     llm = branchwise.load("smollm2", draft="none", dtype="float32", max_batch=1)
     drafter = build_drafter("disturbed:1.0", "paths:2x3")
-    drafter.bind(llm.engine.target)
+    drafter.bind(llm.engine.target.info)
     sequence = SequenceState(llm.encode(TEXT, raw=True), SamplingParams(temperature=1.0, seed=7))
     llm.engine.target.open(sequence)
     batch = TreeBatch(drafter.draft([sequence], [Budget(16, 3)]))
     tree = batch.trees[0]
     scored = llm.engine.target.score([sequence], batch)
-    p = WarpedProbs(scored.logits, batch, [sequence]).rows(torch.arange(len(tree))[None])
+    p = WarpedProbs(scored.logits, batch, [sequence]).at(torch.arange(len(tree))[None])
 
     print(f"{TEXT} …")
     for node in range(1, len(tree)):
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class Coins(Enumerator):
-    """Follows every coin. The token after the kept path is left open: only what is kept is shown."""
+    """Follows every coin. The token after the accepted path is not enumerated: only the path is shown."""
 
     def pick(self, probs, draw=0):
         return probs.argmax(dim=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +13,8 @@ if TYPE_CHECKING:
     from branchwise.llm import LLM, Chunk, Completion, load
 
 __all__ = ["LLM", "BranchwiseError", "Chunk", "Completion", "DraftTree", "SamplingParams", "hf", "load"]
+
+__version__: str
 
 # Importing torch and transformers takes seconds; `branchwise --help` and a listing of names should not.
 _HOMES = {
@@ -26,18 +27,24 @@ _HOMES = {
     "load": "branchwise.llm",
 }
 
-try:
-    __version__ = version("branchwise")
-except PackageNotFoundError:  # run from the source tree
-    __version__ = "0.1.0.dev0"
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name == "hf":
         return import_module("branchwise.hf")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'branchwise' has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # takes as long as all other imports of this file
+
+    try:
+        return version("branchwise")
+    except PackageNotFoundError:  # run from the source tree
+        return "0.1.0.dev0"
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
     BranchwiseError          every mistake that a sentence can explain; the command line prints it and exits with 2
     ├── UsageError           a value outside its range, an empty prompt, a prompt longer than the context
+    │   └── QueueFull        more requests at once than the engine lets wait
     ├── UnknownName          a name that no registry knows; says which name is nearest
     ├── PairingError         two parts that do not fit together; says which names would
     └── ModelError           weights that cannot be found, fetched, read or trusted
@@ -18,6 +19,10 @@ class BranchwiseError(Exception):
 
 class UsageError(BranchwiseError):
     """A value that cannot be used as given."""
+
+
+class QueueFull(UsageError):
+    """A request that came while as many were waiting as may; the same request can be submitted later."""
 
 
 class UnknownName(BranchwiseError):

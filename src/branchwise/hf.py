@@ -36,6 +36,7 @@ from branchwise.backends.transformers.target import SHORTEST_CONTEXT, Transforme
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
+from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
 from branchwise.methods import DEFAULT, PRESETS, Method
@@ -116,8 +117,8 @@ def generate(
     target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT), tokenizer=tokenizer)
     engine = Engine(target, drafting, VERIFIERS.build(verifier))
     Method(drafting.name, drafting.name, tree, verifier).warn_if_lossy()
-    if isinstance(drafter, str) and (weights := getattr(drafting, "weights", None)) is not None:
-        _drafting.setdefault(model, {})[drafter] = weights
+    if isinstance(drafter, str) and isinstance(drafting, ModelDrafter):
+        _drafting.setdefault(model, {})[drafter] = drafting.weights
     stop_tokens = {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id}
     others = StoppingCriteriaList([c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))])
 

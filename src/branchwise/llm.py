@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
+from branchwise.backends import TARGETS
 from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.core.text import TextStream
 from branchwise.draft import build_drafter
@@ -16,6 +17,7 @@ from branchwise.draft.base import Drafter
 from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.engine.stats import Stats
+from branchwise.engine.warmup import keep_compiled_kernels, warm_up
 from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
@@ -107,6 +109,7 @@ def load(
     context: int | None = None,
     max_batch: int = 8,
     compile: bool = False,
+    warmup: bool = True,
     trust_remote_code: bool = False,
     progress: bool | None = None,
 ) -> LLM:
@@ -115,8 +118,9 @@ def load(
     These are a `method` by name, with the model that drafts for it and the index it retrieves from, or `draft`, `tree`
     and `verify` one by one; without any of them it is the method `default`. `context` limits the tokens of a
     sequence (the model's own limit by default); `max_batch` is how many sequences run together, more wait their turn.
-    `compile` fuses the passes that a GPU records, which takes seconds for every new size of a step. A method that
-    changes the distribution warns (`LossyWarning`).
+    `compile` compiles layers before a GPU records them. `warmup` compiles and records at load what a request needs, so
+    that the first request runs at the speed of the second; on a CPU there is nothing to warm up. A method that changes
+    the output distribution warns (`LossyWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
@@ -140,16 +144,18 @@ def load(
         torch.set_num_threads(threads)
     chosen.warn_if_lossy()
     place = choose_device(device)
+    keep_compiled_kernels()
     weights, tokenizer = load_model(
         model, dtype=choose_dtype(dtype, place), device=place, trust_remote_code=trust_remote_code, progress=progress
     )
-    # Importing transformers takes seconds; whoever misspelt a name above should not wait for it.
-    from branchwise.backends.transformers.target import TransformersTarget
-
-    target = TransformersTarget(weights, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
+    # Found by name: importing transformers takes seconds, and a misspelt name above should not cost them.
+    backend = TARGETS.find("transformers")
+    target = backend(weights, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
     engine = Engine(target, drafter, verifier)
     if state is not None:
-        load_state(drafter, state, target)
+        load_state(drafter, state, target.info)
+    if warmup:
+        warm_up(engine, progress)
     return LLM(model, weights, tokenizer, engine, state)
 
 
@@ -229,7 +235,7 @@ class LLM:
         if place is None:
             raise UsageError("There is no file for the state yet; name one, as in save_state('drafter.state').")
         with self.engine.turn:  # between steps: one of another thread would change what is being written
-            save_state(self.engine.drafter, place, self.engine.target)
+            save_state(self.engine.drafter, place, self.engine.target.info)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The token ids of a prompt as the model will see it, chat template included."""

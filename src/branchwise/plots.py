@@ -1,16 +1,43 @@
-"""What every plot needs: the library, which is an extra, and a file that may turn out not to be writable."""
+"""What every plot needs: matplotlib, which is an optional package, themes, and files that may not be writable."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from branchwise.errors import UsageError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 3.8
+DPI = 200
+
+
+@dataclass(frozen=True)
+class Theme:
+    name: str
+    paper: str
+    ink: str
+    faint: str
+    neutral: str
+    """of the baseline and of remainders"""
+    colours: tuple[str, ...]
+
+
+_ON_LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_ON_DARK = ("#56b4e9", "#e69f00", "#2bc49a", "#e39ac4", "#f0e442", "#ff8a5c")
+LIGHT = Theme("light", paper="#ffffff", ink="#1f2328", faint="#d8dde3", neutral="#7a828c", colours=_ON_LIGHT)
+DARK = Theme("dark", paper="#161b22", ink="#e6edf3", faint="#363d47", neutral="#9aa4b0", colours=_ON_DARK)
+
 
 def check_plot(file: Path) -> None:
-    """What would spoil a picture is told before anything is measured for it."""
+    """Refuse a plot that could not be written, before anything is measured for it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("A plot needs matplotlib. Install it with: pip install matplotlib")
     if file.suffix.lower() != ".png":
@@ -30,7 +57,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a figure and forget it."""
+    """Write a figure of `pyplot` and close it."""
     figure.tight_layout()
     try:
         figure.savefig(file, dpi=150)
@@ -38,3 +65,41 @@ def save(figure: Any, file: Path) -> None:
         raise UsageError(f"The plot cannot be written to {file}: {error.strerror}.") from None
     finally:
         pyplot().close(figure)
+
+
+def png(height: float, paint: Callable[[Axes, Theme], None], theme: Theme) -> bytes:
+    """What `paint` draws on axes of this height in inches, byte for byte the same for the same numbers."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise UsageError("A report needs matplotlib. Install it with: pip install 'branchwise[plot]'") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    style: dict[Any, Any] = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "text.parse_math": False,  # names may hold dollars
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.edgecolor": theme.neutral,
+        "xtick.color": theme.ink,
+        "ytick.color": theme.ink,
+    }
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a name in a script that the font does not have is drawn as boxes
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(style)
+        canvas = Canvas(figsize=(WIDTH, height + 0.5), facecolor=theme.paper, layout="constrained")
+        axes = canvas.add_subplot(facecolor=theme.paper)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+        paint(axes, theme)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            columns = 2 if max(map(len, labels)) > 9 else 3
+            canvas.set_figheight(height + 0.5 + 0.2 * -(-len(labels) // columns))
+            canvas.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, columnspacing=1.2)
+        file = io.BytesIO()
+        FigureCanvasAgg(canvas).print_figure(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()

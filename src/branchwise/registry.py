@@ -44,9 +44,8 @@ def split_specs(text: str) -> list[str]:
     specs: list[str] = []
     for part in text.split():
         for number, piece in enumerate(part.split(",")):
-            inside = (
-                number > 0 and specs and ":" in specs[-1] and (piece[:1].isdigit() or "=" in piece.partition("/")[0])
-            )
+            key, option, _ = piece.partition("/")[0].partition("=")
+            inside = number > 0 and specs and ":" in specs[-1] and (piece[:1].isdigit() or (option and ":" not in key))
             if inside:
                 specs[-1] += f",{piece}"
             elif piece:

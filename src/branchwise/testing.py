@@ -1,101 +1,123 @@
-"""Doubles for tests: a target whose distributions are known exactly, and drafters of every degree of skill."""
+"""Doubles for tests: drafters of every degree of skill, and a target that is pipelined without a GPU."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from branchwise.backends.base import Scored
+from branchwise.backends.base import Inflight, PipelinedTarget, Scored
+from branchwise.backends.toy import ToyTarget
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree, Draw
-from branchwise.draft.base import Budget
-from branchwise.verify import Verdict
+from branchwise.core.tree import DraftTree
+from branchwise.draft.base import Budget, Drafter
+from branchwise.verify import Verdicts, Verifier
+
+__all__ = ["ContrarianDrafter", "PipelinedDouble", "PipelinedToy", "RandomDrafter", "ToyTarget", "TruthDrafter"]
 
 
-class ToyTarget:
-    """A model of a few tokens whose logits are a fixed random function of all tokens before.
+@dataclass(eq=False)
+class ToyInflight:
+    """A pass of the toy that was made ahead, for these sequences as they will be after the verdict."""
 
-    It keeps the books of a cache and checks that every commit is what a real cache would hold.
-    """
+    target: PipelinedToy
+    sequences: tuple[SequenceState, ...]
+    batch: TreeBatch
+    scored: Scored
+    passes: int
+    committed: bool = False
 
-    def __init__(
-        self,
-        vocabulary: int = 8,
-        *,
-        context: int = 512,
-        max_nodes: int = 64,
-        slots: int = 4,
-        seed: int = 0,
-        padded: bool = False,
-    ) -> None:
-        """`padded` makes passes for more trees and nodes than are wanted, as captured ones are."""
-        self.padded = padded
-        self.device = torch.device("cpu")
-        self.vocabulary = vocabulary
-        self.context = context
-        self.max_nodes = max_nodes
-        self.slots = slots
-        self.seed = seed
-        self.passes = 0
-        self._cached: dict[SequenceState, list[int]] = {}
-        self._batch: dict[SequenceState, tuple[DraftTree, Tensor]] = {}
+    def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
+        same = self.sequences == tuple(sequences) and torch.equal(self.batch.parents, batch.parents)
+        same &= bool((self.batch.tokens[:, 1:] == batch.tokens[:, 1:]).all())  # roots are the verdict's
+        if not (same and self.committed and self.target.passes == self.passes):
+            return None
+        self.target.reuse(sequences, batch)
+        return self.scored
+
+
+class PipelinedToy(ToyTarget, PipelinedTarget):
+    """The toy as a pipelined target: it scores the next trees as soon as the verdict is there, before `commit`."""
+
+    launched = 0
+    used = 0
 
     @property
-    def free_slots(self) -> int:
-        return self.slots - len(self._cached)
+    def pipelined(self) -> bool:
+        return True
 
-    def room(self, batch: int, nodes: int) -> tuple[int, int]:
-        return (batch + 2, min(nodes + 3, self.max_nodes)) if self.padded else (batch, nodes)
+    def capture(self, verifier: Verifier) -> Verifier:
+        return verifier
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """(vocabulary,): what follows these tokens."""
-        generator = torch.Generator().manual_seed(hash((self.seed, *tokens)) % (1 << 62))
-        return 2 * torch.randn(self.vocabulary, generator=generator)
+    def commit_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        self._verdicts = verdicts
 
-    def open(self, sequence: SequenceState, tell: int = 0) -> Tensor:
-        assert self.free_slots > 0
-        self._cached[sequence] = sequence.tokens[:-1]
-        ends = range(max(len(sequence.tokens) - tell, 1), len(sequence.tokens))
-        found = [self.logits(sequence.tokens[:end]) for end in ends]
-        return torch.stack(found) if found else torch.zeros(0, self.vocabulary)
-
-    def fork(self, source: SequenceState, sequence: SequenceState) -> None:
-        assert self.free_slots > 0
-        assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
-        self._cached[sequence] = list(self._cached[source])
-
-    def score(self, sequences: Sequence[SequenceState], batch: TreeBatch, taps: Sequence[str] = ()) -> Scored:
-        self.passes += 1
+    def launch(self, sequences: Sequence[SequenceState], batch: TreeBatch, after: Verdicts) -> Inflight | None:
+        assert after.tokens is self._verdicts.tokens, "a pass is launched behind another verdict"
+        self.launched += 1
         logits = torch.zeros(len(batch), batch.nodes, self.vocabulary)
+        hidden = {layer: torch.zeros(logits.shape) for layer in self._needs.hidden_layers}
         for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
-            assert self._cached[sequence] == sequence.tokens[:-1], "the cache is out of step with its sequence"
-            tokens = batch.tokens[row]
-            assert int(tokens[0]) == sequence.root, "a tree does not start at the root"
-            self._batch[sequence] = (tree, tokens)
+            _, scored = self._scored[sequence]
+            path = [int(node) for node in after.paths[row] if node >= 0]
+            cached = self._cached[sequence] + scored[path].tolist()
+            tokens = batch.tokens[row].clone()
+            tokens[0] = after.tokens[row]
             for node in range(len(tree)):
-                path = tokens[tree.topology.path(node)].tolist()
-                logits[row, node] = self.logits(self._cached[sequence] + path)
-        return Scored(logits)
+                along = cached + tokens[tree.topology.path(node)].tolist()
+                logits[row, node] = self.logits(along)
+                for states in hidden.values():
+                    states[row, node] = self.hidden(along)
+        self.passes += 1
+        return ToyInflight(self, tuple(sequences), batch, Scored(logits, hidden), self.passes)
 
-    def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
-        for sequence, verdict in zip(sequences, verdicts, strict=True):
-            tree, tokens = self._batch.pop(sequence)
-            assert tuple(tree.topology.path(verdict.path[-1])) == verdict.path, "an accepted path has a gap"
-            self._cached[sequence] += tokens[list(verdict.path)].tolist()
-
-    def close(self, sequence: SequenceState) -> None:
-        del self._cached[sequence]
+    def reuse(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> None:
+        self.used += 1
+        for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
+            self._scored[sequence] = (tree, batch.tokens[row])
 
 
-class RandomDrafter:
+class PipelinedDouble(Drafter):
+    """Lets another drafter's trees be known ahead: a chain of fixed tokens that depends on no text.
+
+    Its `draft` returns the very trees that `draft_next` announced.
+    """
+
+    name = "pipelined"
+
+    def __init__(self, vocabulary: int, *, length: int = 3) -> None:
+        self.vocabulary, self.length = vocabulary, length
+        self.updates = 0
+        self._next: list[DraftTree] | None = None
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        ahead, self._next = self._next, None
+        if ahead is not None and len(ahead) == len(sequences):
+            return [
+                DraftTree(torch.cat([torch.tensor([sequence.root]), tree.tokens[1:]]), tree.parents)
+                for sequence, tree in zip(sequences, ahead, strict=True)
+            ]
+        return [self._tree(sequence.root, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        self.updates += 1
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        self._next = [self._tree(0, budget) for budget in budgets]
+        return self._next
+
+    def _tree(self, root: int, budget: Budget) -> DraftTree:
+        length = max(min(self.length, budget.depth, budget.nodes - 1), 0)
+        return DraftTree.chain([root, *(number % self.vocabulary for number in range(length))])
+
+
+class RandomDrafter(Drafter):
     """No skill at all: random tokens on random trees."""
 
     name = "random"
-    draw = Draw.FIXED
 
     def __init__(self, vocabulary: int, *, nodes: int = 12, seed: int = 0) -> None:
         self.vocabulary = vocabulary
@@ -104,9 +126,6 @@ class RandomDrafter:
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-
-    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        pass
 
     def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
         parents = [-1]
@@ -117,14 +136,13 @@ class RandomDrafter:
         return DraftTree(torch.tensor(tokens), tuple(parents)).cut(nodes=budget.nodes, depth=budget.depth)
 
 
-class TruthDrafter:
+class TruthDrafter(Drafter):
     """Knows what will be written and drafts it, with `decoys` wrong siblings before every true token.
 
     `truth` maps the tokens of a prompt to the continuation that plain decoding writes.
     """
 
     name = "truth"
-    draw = Draw.FIXED
 
     def __init__(
         self, truth: dict[tuple[int, ...], list[int]], vocabulary: int, *, length: int = 5, decoys: int = 0
@@ -136,9 +154,6 @@ class TruthDrafter:
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-
-    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        pass
 
     def _draft(self, sequence: SequenceState, budget: Budget) -> DraftTree:
         written = len(sequence.output)

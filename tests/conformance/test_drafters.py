@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.draft import DRAFTERS, TREES, build_drafter
@@ -41,7 +41,7 @@ class AnyModel(ModelDrafter):
     def __init__(self) -> None:
         super().__init__(Weights("tiny", tiny(1, layers=1), None), tree=TREES.build("paths:2x3"))
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         self.model = Weights("tiny", tiny(1, layers=1, vocabulary=target.vocabulary), None)
         super().bind(target)
 
@@ -98,8 +98,7 @@ def test_the_text_is_that_of_plain_decoding(name: str, verifier: str) -> None:
 def test_every_tree_starts_at_the_root_and_stays_within_the_budget(name: str) -> None:
     rng = random.Random(0)
     drafter, target = SHIPPED[name]({}), ToyTarget(VOCABULARY, slots=3)
-    if hasattr(drafter, "bind"):
-        drafter.bind(target)
+    drafter.bind(target.info)
     for _ in range(60):
         sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
         budgets = [Budget(nodes=rng.randint(1, 12), depth=rng.randint(0, 6)) for _ in sequences]
@@ -108,8 +107,7 @@ def test_every_tree_starts_at_the_root_and_stays_within_the_budget(name: str) ->
         trees = drafter.draft(sequences, budgets)
         for sequence in sequences:
             target.close(sequence)
-            if hasattr(drafter, "close"):
-                drafter.close(sequence)
+            drafter.finish(sequence)
         assert len(trees) == 3
         for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):
             assert int(tree.tokens[0]) == sequence.root

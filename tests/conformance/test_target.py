@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import Chunk, Needs, Target
 from branchwise.backends.transformers.probe import context_limit
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import TreeBatch
@@ -131,7 +131,7 @@ def test_a_fork_writes_nothing_into_its_source_and_runs_no_pass(monkeypatch: pyt
     target.open(source)
     before = [tensor[:, 0].clone() for tensor in target.store._tensors.values()]
     with monkeypatch.context() as patch:
-        patch.setattr(target, "_run", None)
+        patch.setattr(target.runner, "run", None)
         target.fork(source, forked)
         target.close(forked)
         assert not any(tensor[:, 1].any() for tensor in target.store._tensors.values())
@@ -270,7 +270,7 @@ def test_a_model_that_takes_positions_from_its_cache_is_refused() -> None:
         return forward(*args, position_ids=steps, **kwargs)
 
     model.forward = from_cache  # type: ignore[method-assign, assignment]
-    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+    with pytest.raises(UnsupportedModel, match="differ from its own forward"):
         TransformersTarget(model, slots=2)
 
 
@@ -284,21 +284,48 @@ def test_rope_that_depends_on_the_longest_sequence_is_served_up_to_its_original_
         TransformersTarget(build(config), slots=1, context=64)
 
 
-def test_taps_return_the_hidden_states_of_named_layers_for_every_node() -> None:
+def test_hidden_states_of_named_layers_come_with_every_pass() -> None:
     model = build(SERVED["llama"])
-    target = TransformersTarget(model, slots=2, max_nodes=8)
-    sequence = SequenceState([5, 6, 7])
-    target.open(sequence)
-    tree = DraftTree(torch.tensor([7, 8, 9]), (-1, 0, 0))
-    scored = target.score([sequence], TreeBatch([tree]), taps=["model.layers.1"])
+    target = TransformersTarget(model, slots=3, max_nodes=8, prefill_chunk=3)
+    assert target.info.layers[1] == "model.layers.1"
+    assert target.info.layers[-1] == "model.norm"
+    target.require(Needs(hidden_layers=("model.layers.1",)))
+    sequence, forked = SequenceState([5, 6, 7, 8, 9, 4]), SequenceState([5, 6, 7, 8, 9, 4])
+    opened = target.open(sequence)
+    tree = DraftTree(torch.tensor([4, 8, 9]), (-1, 0, 0))
+    scored = target.score([sequence], TreeBatch([tree]))
     hidden = scored.hidden["model.layers.1"]
     assert hidden.shape == (1, 3, 32)
     assert not any(module._forward_hooks for module in model.modules())
     with torch.inference_mode():
-        own = model(input_ids=torch.tensor([[5, 6, 7, 9]]), output_hidden_states=True).hidden_states[2][0, -1]
-    torch.testing.assert_close(hidden[0, 2], own, rtol=1e-4, atol=1e-5)
+        own = model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 4, 9]]), output_hidden_states=True).hidden_states[2][0]
+    torch.testing.assert_close(hidden[0, 2], own[-1], rtol=1e-4, atol=1e-5)
+    prompt = opened.hidden["model.layers.1"]  # of two chunks, the root left out
+    torch.testing.assert_close(prompt, own[:5], rtol=1e-4, atol=1e-5)
+    assert torch.equal(target.fork(sequence, forked).hidden["model.layers.1"], prompt)
     with pytest.raises(UsageError, match=r"no layer 'model.layer.1'.*model.layers.1"):
-        target.score([sequence], TreeBatch([tree]), taps=["model.layer.1"])
+        target.require(Needs(hidden_layers=("model.layer.1",)))
+
+
+def test_several_prompts_in_one_prefill_pass_are_as_each_alone() -> None:
+    model = build(SERVED["llama"])
+    target = TransformersTarget(model, slots=3, max_nodes=8)
+    texts = [SequenceState(list(range(start, start + length))) for start, length in ((3, 9), (20, 8), (40, 9))]
+    for text in texts:
+        target.reserve(text)
+    chunks = [Chunk(text, text.tokens[:-1], keep) for text, keep in zip(texts, (2, 3, 0), strict=True)]
+    passes = []
+    own = target.runner.run
+    target.runner.run = lambda *given: passes.append(1) or own(*given)  # type: ignore[method-assign,func-returns-value]
+    found = target.prefill(chunks)
+    assert len(passes) == 1
+    assert [len(part.logits) for part in found] == [2, 3, 0]
+    for text, part in zip(texts, found, strict=True):
+        whole = target.own_logits(torch.tensor([text.tokens[:-1]]))[0]
+        if len(part.logits):
+            torch.testing.assert_close(part.logits, whole[-len(part.logits) :], rtol=1e-4, atol=1e-5)
+    trees = [DraftTree.chain([text.root, 5, 6]) for text in texts]
+    assert_scores_equal_own_forward(model, target, texts, trees)
 
 
 def test_the_model_is_left_as_it_was_found() -> None:
@@ -354,7 +381,7 @@ def test_a_prefill_that_fails_gives_its_slot_back(monkeypatch: pytest.MonkeyPatc
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(target, "_run", interrupted)
+    monkeypatch.setattr(target.runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         target.open(SequenceState([1, 2, 3]))
     assert target.free_slots == 1

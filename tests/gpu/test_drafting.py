@@ -15,12 +15,12 @@ from branchwise.draft.base import Budget
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.draft.model.trim import save_counts
-from branchwise.draft.recycle.device_paths import draw
 from branchwise.draft.sampler import DeviceSampler, SeededSampler
 from branchwise.engine import Engine, Request
 from branchwise.methods import PRESETS
 from branchwise.registry import split_spec
 from branchwise.verify import VERIFIERS
+from tests import device_twins
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.test_device_paths import table_of
 
@@ -44,7 +44,7 @@ def texts(preset: str | None, temperature: float, device: str) -> list[list[int]
             weight.add_(0.2 * weight.std() * noise)
         options = split_spec(method.draft)[2]
         trim = {"trim": VOCABULARY - 8} if "trim" in options else {}
-        save_counts(target, torch.arange(VOCABULARY), {})
+        save_counts(target.info, torch.arange(VOCABULARY), {})
         drafter = ModelDrafter(
             Weights("noisy", draft.to(device), None),
             tree=build_policy(method.tree or "chain"),
@@ -98,7 +98,7 @@ def test_a_memory_draws_on_a_device_what_it_draws_on_the_host(tree: str) -> None
     config, found = served()["llama"], []
     for device in ("cuda", "cpu"):
         drafter = build_drafter("recycle", tree)
-        drafter.bind(TransformersTarget(build(config, device=device), slots=1))  # type: ignore[attr-defined]
+        drafter.bind(TransformersTarget(build(config, device=device), slots=1).info)
         drafter.restore(table_of(1, 8, VOCABULARY))  # type: ignore[attr-defined]
         found.append([])
         for turn in range(8):
@@ -118,15 +118,15 @@ def test_a_memory_draws_on_a_device_what_it_draws_on_the_host(tree: str) -> None
 @pytest.mark.parametrize(("count", "length", "common"), [(1, 6, 0), (4, 6, 0), (3, 4, 2), (64, 2, 0)])
 def test_the_kernel_draws_what_the_operations_of_torch_draw(count: int, length: int, common: int) -> None:
     pytest.importorskip("triton")
-    from branchwise.draft.recycle.paths_kernel import draw_paths_kernel
+    from branchwise.draft.recycle import paths_kernel
 
     for width in (1, 3, 8, 64):
         table = {name: tensor.cuda() for name, tensor in table_of(width, width, 700).items()}
         numbers = [[7 * text, (1 << 62) + text, 3 * text, text % 2] for text in range(9)]
-        told, found = torch.tensor(numbers, device="cuda"), []
-        for way in (draw, draw_paths_kernel):
+        inputs, found = torch.tensor(numbers, device="cuda"), []
+        for way in (device_twins.draw_paths, paths_kernel.draw_paths):
             q = torch.full((9, count * (length - 1) + 1, 700), 7.0, device="cuda")
-            rows = way(table["tokens"], table["masses"], told, q, count=count, length=length, common=common)
+            rows = way(table["tokens"], table["masses"], inputs, q, count=count, length=length, common=common)
             found.append((rows.tolist(), q))
         assert found[0][0] == found[1][0]
         assert torch.equal(found[0][1], found[1][1])

@@ -49,7 +49,7 @@ def scores(target: TransformersTarget, seed: int) -> list[Tensor]:
         paths = [tuple(tree.topology.path(rng.randrange(len(tree)))) for tree in trees]
         if step < 4:
             judged.copy_(torch.tensor([[*path, *[-1] * (9 - len(path))] for path in paths]))
-            target.update_on_device(scored, Verdicts(judged, judged[:, 0]))
+            target.commit_on_device(scored, Verdicts(judged, judged[:, 0]))
         target.commit(texts, [Verdict(path, rng.randrange(VOCABULARY)) for path in paths])
         for text, tree, path in zip(texts, trees, paths, strict=True):
             text.tokens += [*tree.tokens[list(path[1:])].tolist(), rng.randrange(VOCABULARY)]
@@ -115,7 +115,7 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
     launched = TransformersTarget(model, slots=3, max_nodes=12, graphs=False)
     scores(target, 0)
     other, _ = Pool(target.device).record(lambda: torch.zeros(3, device="cuda") + 1)
-    own, here = target._run_inputs, torch.cuda.current_stream()
+    own, here = target._run_packed, torch.cuda.current_stream()
 
     def breaking(inputs: PassInputs) -> PassOutputs:
         found = own(inputs)
@@ -123,7 +123,7 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
             other.reset()
         return found
 
-    monkeypatch.setattr(target, "_run_inputs", breaking)
+    monkeypatch.setattr(target, "_run_packed", breaking)
     target._graphs._ready.popitem()  # type: ignore[union-attr]  # that of these trees, the last one used
     for seed in (1, 2):
         for one, another in zip(scores(target, seed), scores(launched, seed), strict=True):

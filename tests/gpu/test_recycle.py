@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
-from branchwise.backends.base import Nodes, Scored
+from branchwise.backends.base import Execution, Prefill, Scored, ScoredNodes
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sampling import SamplingParams
 from branchwise.cuda.graphs import have_kernels
@@ -23,6 +24,7 @@ from branchwise.engine import Engine, Request
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.conformance.architectures import build, served
+from tests.device_twins import OnDevice
 from tests.test_recycle import AMPLE, VOCABULARY, bound, noise, scene, teach
 from tests.test_recycle_kernels import (
     CASES,
@@ -46,24 +48,23 @@ both_ways = pytest.mark.parametrize("plain", [False, True], ids=["kernels", "pla
 
 
 def bound_there(tree: TreePolicy, plain: bool = False) -> Recycle:
-    target = ToyTarget(VOCABULARY)
-    target.device = torch.device("cuda")
-    target.kernels = not plain  # type: ignore[attr-defined]
+    execution = Execution(kernels=not plain, graphs=True)
+    target = replace(ToyTarget(VOCABULARY).info, device=torch.device("cuda"), execution=execution)
     drafter = Recycle(tree=tree)
     drafter.bind(target)
-    assert drafter.by_kernels == (isinstance(tree, Ranks | Paths) and not plain and have_kernels(target.device))
+    assert drafter.on_device == (isinstance(tree, Ranks | Paths) and not plain and have_kernels(target.device))
     return drafter
 
 
 @both_ways
 @pytest.mark.parametrize("tree", [Ranks(), Paths("3x4"), TopK(40)])
 def test_a_device_learns_and_drafts_what_the_host_would(tree: TreePolicy, plain: bool) -> None:
-    there, here = bound_there(tree, plain), bound(tree=tree)
-    here.on_device = there.on_device  # by the same rules
+    there = bound_there(tree, plain)
+    here = bound(tree=tree, kind=OnDevice if there.on_device else Recycle)  # by the same rules
     for seed in range(4):
         sequences, trees, scored, verdicts = scene(seed)
         for drafter, device in ((there, "cuda"), (here, "cpu")):
-            drafter.begin(sequences[0], noise(1, VOCABULARY, seed=seed).to(device))
+            drafter.start(sequences[0], Prefill(noise(1, VOCABULARY, seed=seed).to(device)))
             drafter._drafted = trees
             teach(drafter, sequences, Scored(scored.logits.to(device)), verdicts)
             drafter._drafted = drafter.draft(sequences, [AMPLE] * 2)
@@ -71,7 +72,7 @@ def test_a_device_learns_and_drafts_what_the_host_would(tree: TreePolicy, plain:
             assert one.parents == other.parents
             assert one.tokens.tolist() == other.tokens.tolist()
     for token in range(VOCABULARY):
-        assert [found.token for found in there.after(token)] == [found.token for found in here.after(token)]
+        assert [found.token for found in there.candidates(token)] == [found.token for found in here.candidates(token)]
 
 
 @contextmanager
@@ -86,9 +87,9 @@ def nobody_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@both_ways
-def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device(plain: bool) -> None:
-    drafter = bound_there(Ranks(), plain)
+@by_kernels
+def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device() -> None:
+    drafter = bound_there(Ranks())
     sequences, trees, scored, verdicts = scene(1)
     scored = Scored(scored.logits.cuda())
     for checked in (False, False, True):  # what a shape needs is sent once, and the second time it is recorded
@@ -98,6 +99,7 @@ def test_a_tree_of_ranks_is_looked_up_without_waiting_for_the_device(plain: bool
             drafter.draft(sequences, [AMPLE] * 2)
 
 
+@by_kernels
 def test_paths_are_drawn_without_waiting_for_the_device_before_they_are_read() -> None:
     drafter = bound_there(Paths("3x4"))
     sequences, trees, scored, verdicts = scene(1)
@@ -132,14 +134,14 @@ def test_texts_drawn_on_the_device_are_judged_from_graphs(tree: str, verify: str
     assert len(names) > 1
 
 
-@both_ways
-def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any(plain: bool) -> None:
+@by_kernels
+def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any() -> None:
     """Caught here: recording that counts as learning, and a graph that reads where the last pass has been."""
-    anywhere, recorded = bound_there(Ranks(), plain), bound_there(Ranks(), plain)
+    anywhere, recorded = bound_there(Ranks()), bound_there(Ranks())
     _, trees, scored, _ = scene(0)
     batch, nodes, _ = scored.logits.shape
     logits, paths = scored.logits.cuda(), torch.zeros(batch, nodes, dtype=torch.int64, device="cuda")
-    told = Nodes(
+    nodes_there = ScoredNodes(
         torch.zeros(batch, nodes, dtype=torch.int32, device="cuda"),
         torch.zeros(batch, nodes, 1, dtype=torch.int32, device="cuda"),
         torch.zeros(batch, dtype=torch.int32, device="cuda"),
@@ -153,11 +155,11 @@ def test_what_is_learned_from_a_recorded_pass_is_what_is_learned_from_any(plain:
         for row, verdict in zip(paths, verdicts, strict=True):
             row[: len(verdict.path)] = torch.tensor(verdict.path)
         anywhere._drafted = trees
-        for place, part in zip(told, anywhere._nodes(logits), strict=True):
+        for place, part in zip(nodes_there, anywhere._nodes(logits), strict=True):
             place.copy_(part)
         judged = Verdicts(paths, paths[:, 0])
         anywhere.update_on_device(Scored(logits.clone()), judged)
-        recorded.update_on_device(Scored(logits, nodes=told), judged)
+        recorded.update_on_device(Scored(logits, nodes=nodes_there), judged)
         assert torch.equal(anywhere.table.tokens, recorded.table.tokens)
         assert torch.equal(anywhere.table.masses, recorded.table.masses)
     assert recorded._learning._recorded

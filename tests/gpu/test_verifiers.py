@@ -14,7 +14,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.cuda.verify_graph import CapturedVerifier, Places, compiled_or_not, trace
+from branchwise.cuda.verify_graph import CapturedVerifier, GraphInputs, compiled_or_not, trace
 from branchwise.draft import TREES
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, grow_with
@@ -125,10 +125,11 @@ def test_a_verdict_on_what_was_written_where_its_graph_reads_is_the_eager_one(na
 
     def placed(batch: TreeBatch, probs: WarpedProbs, chance: SeededChance) -> Verdicts:
         capture(batch, probs, chance)
-        places, same = capture.places(batch, probs), copy.copy(batch)
-        q = places.q[:, : batch.q.shape[1]]
+        [recording], same = capture._graphs.values(), copy.copy(batch)
+        inputs = recording.inputs
+        q = inputs.q[:, : batch.q.shape[1]]
         same.__dict__["q"] = q.copy_(batch.q[:, : q.shape[1]])
-        probs = probs.over(places.logits.copy_(probs.logits), same)
+        probs = probs.over(inputs.logits.copy_(probs.logits), same)
         capture(same, probs, chance)  # a program that writes to its inputs would judge others the second time
         return capture(same, probs, chance)
 
@@ -147,5 +148,5 @@ def test_a_compiled_order_ranks_the_tokens_of_the_last_block_too(vocabulary: int
     def program(p: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return Order(p, q, lazy=False).below()
 
-    places = Places(p, q, q)
-    torch.testing.assert_close(compiled_or_not(trace(program, places), places)(*places), program(*places))
+    inputs = GraphInputs(p, q, q)
+    torch.testing.assert_close(compiled_or_not(trace(program, inputs), inputs)(*inputs), program(*inputs))

@@ -1,6 +1,6 @@
-"""Audits: is what speculation writes what the target would have written?
+"""Audits: does speculation keep the target's distribution?
 
-Three audits, each of something that really runs, never of a twin of it:
+Three audits, each of the code that serves users:
 
     exact    a verifier's own code on small distributions, through every draft and every coin: no statistics
     model    a loaded model, its drafter and its engine: sampled blocks against the exact probabilities of those
@@ -8,6 +8,6 @@ Three audits, each of something that really runs, never of a twin of it:
     server   any server that completes prompts and reports logprobs: sampled blocks against the probabilities that a
              reference server states
 
-The last two draw samples, so they state how often they would accuse a correct decoder and how small a distance they
-would have found, and answer with LOSSLESS, NOT LOSSLESS or UNDECIDED; `blocks` holds their statistics.
+The last two draw samples, so they state their false-alarm rate and the distance that they would have detected, and
+conclude LOSSLESS, NOT LOSSLESS or UNDECIDED (`findings`); `blocks` holds their statistics.
 """

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import cached_property
 from heapq import heappop, heappush
 from importlib import import_module
@@ -31,10 +30,8 @@ Block = tuple[Token, ...]
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 NextProbs = Callable[[Block], Floats | Mapping[str, float] | None]
-"""What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, where the rest of
-the mass belongs to any other token. None where nothing follows or where it is not known."""
-
-INTERRUPTED = "The audit was interrupted; what it had gathered is shown and decides nothing."
+"""What follows a prefix: an array over the vocabulary, or the known tokens with their probabilities, the rest of the
+mass belonging to any other token. None if nothing follows or if it is not known."""
 
 EXPECTED = 5.0
 """the fewest counts that a cell should expect, so that the statistic has nearly the distribution that its table says"""
@@ -42,9 +39,6 @@ SAMPLES_PER_CELL = 40
 """more cells would see finer differences and find large ones less surely"""
 FEWEST_CELLS = 8
 POWER = 0.9
-SUSPICIOUS = 10.0
-"""a p-value within this factor of a false alarm leaves an audit undecided: a correct decoder meets it that much more
-often, and a decoder with a small bias meets it first"""
 
 
 class Partition:
@@ -145,7 +139,7 @@ class BlockTest:
     distance: float
     """between frequencies and probabilities, over the cells"""
     expected_distance: float
-    """what chance alone would put there"""
+    """the distance that chance alone explains"""
 
     @property
     def p_value(self) -> float:
@@ -223,23 +217,11 @@ def _pool(observed: Floats, probs: Floats, samples: int) -> tuple[Floats, Floats
     return np.append(observed[:few].sum(), observed[few:]), np.append(total[few - 1], probs[few:])
 
 
-def check_demands(false_alarm: float, limit: float, **counts: int) -> None:
-    """Refuse an audit that could find nothing, before anything runs."""
-    if not 0 < false_alarm < 0.5:
-        raise UsageError(f"The false-alarm rate must be above 0 and below 0.5, not {false_alarm}.")
-    if not 0 < limit < 1:
-        raise UsageError(f"The distance to detect must be above 0 and below 1, not {limit}.")
-    for name, count in counts.items():
-        if count < 1:
-            raise UsageError(f"{name} must be at least 1, not {count}.")
-
-
 @dataclass(frozen=True)
 class BlockTests:
     """The tests of all contexts, judged as one family by Holm's procedure.
 
-    With more than one context there is one test more, of all contexts together: it finds a bias that is too small in
-    each of them and points everywhere.
+    With several contexts a further test joins them all: it finds a bias that is too small in each of them.
     """
 
     contexts: tuple[BlockTest, ...]
@@ -307,112 +289,6 @@ class BlockTests:
             ],
             "contexts_without_a_test": [test.context for test in self.contexts if not test.says_something],
         }
-
-
-@dataclass(frozen=True)
-class Activity:
-    """What speculation did while the blocks were sampled."""
-
-    drafted: int
-    """levels of trees, which for a chain are its tokens"""
-    accepted: int
-    """levels of which a node was accepted"""
-
-    @property
-    def rejected(self) -> int:
-        return self.drafted - self.accepted
-
-
-class Word(StrEnum):
-    LOSSLESS = "LOSSLESS"
-    NOT_LOSSLESS = "NOT LOSSLESS"
-    UNDECIDED = "UNDECIDED"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What an audit says, and the sentences that say why."""
-
-    word: Word
-    evidence: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        return {Word.LOSSLESS: 0, Word.NOT_LOSSLESS: 1, Word.UNDECIDED: 3}[self.word]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"finding": self.word.value, "evidence": list(self.evidence)}
-
-
-def judge(
-    tests: BlockTests,
-    *,
-    activity: Activity | None,
-    limit: float = 0.1,
-    proofs: Sequence[str] = (),
-    doubts: Sequence[str] = (),
-    gaps: Sequence[str] = (),
-    notes: Sequence[str] = (),
-) -> Finding:
-    """The finding of an audit.
-
-    `proofs` are differences found by other means than the tests, `doubts` reasons why nothing can be decided, `gaps`
-    what was left untested, `notes` what a reader should know. `activity` is None where nobody counted. UNDECIDED is
-    said where there is a doubt; and, where no difference was found, where there is a gap, where the tests could not
-    have found a distance of `limit`, where a p-value is suspicious without being decisive, and where nothing was
-    accepted or nothing rejected, since then the rule was not put to the test.
-    """
-    failed = [
-        _accuse(test, adjusted)
-        for test, adjusted in zip(tests.family, tests.adjusted, strict=True)
-        if adjusted <= tests.false_alarm
-    ]
-    if not doubts and (failed or proofs):
-        return Finding(Word.NOT_LOSSLESS, (*proofs, *failed, *notes))
-    reasons = [*doubts, *proofs, *failed, *gaps]
-    if tests.detectable > limit:
-        reasons.append(
-            f"With {tests.samples:,} blocks a distance of {tests.detectable:.3f} would have been found with "
-            f"probability {POWER}, and {limit} is asked for; take more samples."
-            if tests.family
-            else "No context could be tested: no block is expected often enough; take more samples."
-        )
-    lowest = min(tests.adjusted, default=1.0)
-    if tests.false_alarm < lowest <= SUSPICIOUS * tests.false_alarm:
-        reasons.append(
-            f"The smallest p-value, {lowest:.2g}, is suspicious and not decisive at a false-alarm rate of "
-            f"{tests.false_alarm:g}; run again with more samples and another seed."
-        )
-    if activity is not None and not (activity.accepted and activity.rejected):
-        missing = "accepted" if not activity.accepted else "rejected"
-        reasons.append(
-            f"Of {activity.drafted:,} drafted levels none was {missing}, so the rule was not put to the test."
-        )
-    if reasons:
-        return Finding(Word.UNDECIDED, (*reasons, *notes))
-    tested = f"{len(tests.family)} test{'s' if len(tests.family) > 1 else ''} on {tests.samples:,} blocks"
-    evidence = [
-        f"{tested} found no difference at a false-alarm rate of {tests.false_alarm:g}; the smallest p is {lowest:.2g}.",
-        f"A distance of {tests.detectable:.3f} in every context would have been found with probability {POWER}.",
-    ]
-    if activity is not None:
-        evidence.append(f"Of {activity.drafted:,} drafted levels {activity.accepted:,} were accepted.")
-    return Finding(Word.LOSSLESS, (*evidence, *notes))
-
-
-def shorten(prompt: str, most: int = 40) -> str:
-    """A prompt as the name of its context."""
-    line = " ".join(prompt.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
-def _accuse(test: BlockTest, adjusted: float) -> str:
-    if test.impossible:
-        return f"{test.context}: {test.impossible:,} of {test.samples:,} blocks hold a token that cannot stand there."
-    return (
-        f"{test.context}: G = {test.statistic:.1f} with {test.freedom} degrees of freedom, p = {adjusted:.1g} after "
-        f"Holm; the frequencies are {test.distance:.3f} away where chance explains {test.expected_distance:.3f}."
-    )
 
 
 def _stats() -> Any:

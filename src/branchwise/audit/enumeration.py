@@ -1,8 +1,8 @@
-"""Chance that follows every outcome, each with its exact probability.
+"""Enumerates every outcome of a verifier, each with its exact probability.
 
-A verifier is run on a batch. Wherever it asks for a decision, the enumerator lets each row go one way and notes the
-others. Then it replays the verifier with those prescribed, and so on until no way is left. The code that runs is the
-one that serves users; it cannot tell the difference.
+A verifier runs on a batch. Whenever it asks for a random decision, the enumerator takes one outcome for each row and
+notes the others. Then it runs the verifier again with those prescribed, until no outcome is left. The verifier is the
+code that serves users; it cannot tell the difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from branchwise.verify import Verdicts
 
 Key = tuple[str, int]
-"""what a decision is known by: its kind and number, which a verifier uses once in a step"""
+"""identifies a decision: its kind and number, which a verifier uses once in a step"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ def outcomes(
     """Every outcome of a verifier for `rows` rows.
 
     `verify` runs it on the given rows (which may repeat) with the given chance; `most` bounds the rows of one run. A
-    `chance` of one's own may leave some decisions out.
+    subclass as `chance` may leave some decisions out.
     """
     scripts = [Script.free(rows)]
     while scripts:
@@ -57,12 +57,12 @@ def outcomes(
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """What the next run does: which rows, and which way each has to go where."""
+    """What the next run does: which rows, and the prescribed outcome of each decision."""
 
     rows: Tensor
     weights: Tensor
-    """the probability of all that is prescribed. It counts whether or not a run comes by there: a batch may ask a row
-    for a decision that only other rows need, and a smaller batch may not."""
+    """the probability of all prescribed outcomes, also of decisions that this run does not ask for: a batch may ask a
+    row for a decision that only other rows need, and a smaller batch may not."""
     ways: dict[Key, Tensor]
     """for each row an outcome, or nothing (-1)"""
 
@@ -83,7 +83,7 @@ class Script:
 
 
 class Enumerator:
-    """Follows a script of prescribed decisions, goes any one way where it says nothing, and notes the other ways."""
+    """Follows a script of prescribed outcomes, takes any outcome of other decisions, and notes the remaining ones."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -125,9 +125,6 @@ class Enumerator:
     def token(self, probs: Tensor, depth: int) -> Tensor:
         return self._decide("token", depth, probs.double())
 
-    def order(self, probs: Tensor, k: int, draw: int) -> Tensor:
-        raise NotImplementedError("no verifier draws an order; drafts are enumerated as drafts")
-
     def _decide(self, kind: str, draw: int, weights: Tensor) -> Tensor:
         """One way for each row, (batch,), out of outcomes with these weights (batch, ways)."""
         key = (kind, draw)
@@ -145,7 +142,7 @@ class Enumerator:
         return decided
 
     def next(self) -> Script:
-        """What is left to do: up to each fork as before, there the other way, then free."""
+        """The remaining outcomes: as before up to each fork, at the fork the other way, then free."""
         keys = list(dict.fromkeys([*self._script.ways, *self.made]))
         numbers = {key: number for number, key in enumerate(self.made)}
         columns: dict[Key, list[Tensor]] = {key: [] for key in keys}
@@ -165,7 +162,7 @@ class Enumerator:
 
 @dataclass(frozen=True, eq=False)
 class Fork:
-    """Ways that were not taken."""
+    """Outcomes that were not taken."""
 
     before: int
     """how many decisions had been made"""

@@ -1,9 +1,9 @@
 """The exact audit: the distribution that a verifier emits, over every draft and every coin, against the target's.
 
 A verifier is lossless iff its tokens, continued by the target itself, have the target's distribution. On a small
-instance that distribution can be written down: all drafts that can be drawn, all decisions that the verifier can take
-(`enumeration`), the tokens it emits, and behind them the target's own. Beside it stands the optimum that no verifier
-can pass on these drafts, from a linear programme.
+instance that distribution can be computed: all drafts that can be drawn, all decisions that the verifier can take
+(`enumeration`), the tokens it emits, and after them the target's own. A linear programme gives the optimum that no
+verifier can exceed on these drafts.
 """
 
 from __future__ import annotations

@@ -151,11 +151,11 @@ class ExactProbs:
         self.lazy = lazy
         self.together = True
 
-    def rows(self, nodes: Tensor) -> Tensor:
+    def at(self, nodes: Tensor) -> Tensor:
         return gather_rows(self.p, nodes)
 
     def best(self, nodes: Tensor) -> Tensor:
-        return self.rows(nodes).argmax(dim=-1)
+        return self.at(nodes).argmax(dim=-1)
 
 
 Prefix = tuple[int, ...]

@@ -1,8 +1,7 @@
 """How far the lossy rule is from the target's distribution: every fork that can be drafted, every coin.
 
-A step of the rule ends at an accepted node, and the next one begins with the distribution that is wanted there. So that
-is what follows the emitted tokens here, and the target's own distributions follow that. With one branch the distance is
-0.
+A step of the rule ends at an accepted node, and the next step begins with the distribution that the rule wants after
+it. So that distribution follows the emitted tokens here, and then the target's own. With one branch the distance is 0.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from branchwise.audit.instances import Drafts, ExactProbs, Instance
 from branchwise.core.rows import gather_rows, row_sum
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeCoroutine
+from branchwise.draft.builder import TreeCoroutine, TreePolicy
 from branchwise.draft.policies.fork import Fork
 from branchwise.draft.sampler import DraftSampler
 from branchwise.verify import Verdicts
 from branchwise.verify.longest import Longest, after_stop
 
 
-class InflightPass:
+class RootedFork(TreePolicy):
     """A fork of W branches, with the target's distribution at its root or without."""
 
     draw = Draw.FORK
@@ -43,7 +42,7 @@ def lossy_distance(instance: Instance, width: int) -> float:
 def emitted_by_forks(instance: Instance, width: int, *, known: bool = True, lazy: bool = True) -> tuple[float, float]:
     """That distance, and the tokens per step. `known` is how every step but the first of a text begins."""
     root_probs = torch.from_numpy(instance.p[0][0]) if known else None
-    drafts = Drafts.grown(InflightPass(width, instance.depth, root_probs), instance)
+    drafts = Drafts.grown(RootedFork(width, instance.depth, root_probs), instance)
     vocabulary, depth, batch, p = instance.vocabulary, instance.depth, drafts.batch, drafts.p
     probs = [torch.from_numpy(table) for table in instance.p]
     begun = [torch.zeros_like(table) for table in probs]
@@ -65,7 +64,7 @@ def emitted_by_forks(instance: Instance, width: int, *, known: bool = True, lazy
         wanted /= row_sum(wanted)[:, None]
         for level in range(1, depth + 1):
             here = emitted == level
-            # What follows a token that was not drafted is the target's distribution: nothing was tested there.
+            # What follows a token that was not drafted is the target's distribution: nothing was tested.
             row = torch.where(drafted[here, None], wanted[here], probs[level][codes[here]])
             begun[level].index_add_(0, codes[here], row * weights[here, None])
         efficiency += float((weights * emitted).sum())

@@ -3,7 +3,7 @@
 A method is audited with its own policy and its own rule, on a tree small enough to enumerate and on small distributions
 in place of the draft model's. What a draft model does to its distributions before they are drawn from (temperature,
 remembered distributions of the target) makes other distributions, and those of the instances are as good as any; a
-trimmed head is a distribution with zeros, so there one token is cut out.
+trimmed head is a distribution with zeros, so one token is cut out for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from branchwise.audit.longest import lossy_distance
 from branchwise.core.tree import Draw
 from branchwise.draft import DRAFTERS, TREES, build_drafter, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.lookup.ngram import NGram
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.errors import UsageError
@@ -81,7 +82,7 @@ class MethodAudited:
 
     @property
     def kept(self) -> bool:
-        """Whether the method does what its name says: only one that is called lossy may change the distribution."""
+        """Whether the method does what its name says: only a method called lossy may change the distribution."""
         return self.lossless or not self.method.lossless
 
     @property
@@ -102,7 +103,7 @@ class MethodAudited:
         }
 
 
-class Fixed:
+class Fixed(TreePolicy):
     """A policy that draws nothing: what a drafter without distributions, such as `ngram`, does."""
 
     draw = Draw.FIXED
@@ -114,7 +115,7 @@ class Fixed:
         tree, node = TreeBuilder([root]), 0
         for token in self.tokens:
             node = tree.add(node, token)
-        yield from ()  # a policy is a coroutine, also one that asks for nothing
+        yield from ()  # a policy is a generator, even if it asks for nothing
         return tree.finish(self.draw)
 
 
@@ -133,8 +134,8 @@ def audit_method(method: Method) -> MethodAudited:
 
 
 def _audit_lossy(method: Method) -> MethodAudited:
-    """A lossy step ends at a drafted token and the next one goes on from there, so its distribution is told
-    otherwise."""
+    """A lossy step ends at a drafted token and the next step continues after it, so its distribution is computed
+    differently."""
     tree = small(method.tree or "fork-lossy")
     return MethodAudited(method, tree, max(lossy_distance(instance, FORK[0]) for instance in instances(method)))
 
@@ -155,18 +156,18 @@ def without_last_token(instance: Instance) -> Instance:
 
 
 def drafted(method: Method, instance: Instance) -> tuple[str, Drafts]:
-    """What stands for the method's tree, and all its outcomes."""
+    """The small tree that represents the method's, and all its outcomes."""
     name, _, _ = split_spec(method.draft)
     drafter = DRAFTERS.find(name)
-    # One that can copy a chain from the text, with nothing drawn, says whether it does.
-    copied = bool(hasattr(drafter, "copied") and vars(build_drafter(method.draft, method.tree)).get("copied"))
-    if isinstance(drafter, type) and issubclass(drafter, TreeDrafter) and not copied:
+    # An n-gram drafter may copy a chain from the text, with nothing drawn.
+    built = build_drafter(method.draft, method.tree) if issubclass(drafter, NGram) else None
+    if issubclass(drafter, TreeDrafter) and not (isinstance(built, NGram) and built.copied):
         spec = small(method.tree or default_tree(method.draft))
         if spec.startswith("template"):
             drafts = Drafts.grown(build_policy(spec), instance, FEW)
             return f"{spec}, {drafts.batch.depth} levels", drafts
         return spec, Drafts.grown(build_policy(spec), instance)
-    if getattr(drafter, "draw", None) is not Draw.FIXED:
+    if drafter.draw is not Draw.FIXED:
         raise UsageError(f"Drafter {name!r} cannot be enumerated; use branchwise audit model --draft {method.draft}.")
     if name == "none":
         return "the root alone", Drafts.grown(Fixed(), instance)
@@ -183,8 +184,8 @@ def small(tree: str) -> str:
 
 
 def default_tree(draft: str) -> str:
-    """The name of the tree that a drafter grows where none is asked for."""
+    """The name of the tree that a drafter grows by default."""
     name, _, _ = split_spec(draft)
-    # Which model drafts says nothing about trees, and a model that is here by name only is not looked for.
+    # The tree does not depend on the draft model, so none is loaded.
     grown: Any = build_drafter(f"{MODEL}:{DEFAULT_MODEL}" if name == MODEL else draft)
     return next(tree for tree in TREES if TREES.find(tree) is type(grown.tree))

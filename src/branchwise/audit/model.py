@@ -1,64 +1,55 @@
-"""The audit of a loaded model: what its engine writes against what the model says.
+"""The audit of a loaded model: blocks that its engine samples against their probabilities under the model.
 
-Blocks are sampled through the production engine, every one with a seed of its own. Their exact probabilities come from
-the model's own forward pass over plain text, which shares nothing with the scoring of trees. Greedy texts are compared
-with plain decoding token by token: in float32 they must be equal up to numerical ties; in bfloat16 a tree rounds
-otherwise than a single token, so differences there are near-ties to be shown and decide nothing.
+Blocks are sampled through the production engine, each with its own seed. Their exact probabilities come from the
+model's own forward pass over plain text, which shares no code with the scoring of trees. Greedy texts are compared with
+plain decoding (`greedy`).
 """
 
 from __future__ import annotations
 
-import copy
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 import torch
 
-from branchwise.audit.blocks import (
-    INTERRUPTED,
-    Activity,
-    Block,
-    BlockTest,
-    BlockTests,
-    Finding,
-    Floats,
-    Partition,
-    check_demands,
-    g_test,
-    judge,
-    shorten,
+from branchwise.audit.blocks import Block, BlockTest, BlockTests, Floats, Partition, g_test
+from branchwise.audit.findings import INTERRUPTED, Activity, Finding, check_demands, judge, shorten
+from branchwise.audit.greedy import (
+    TIE,
+    Greedy,
+    accusation,
+    dtype_of,
+    first_difference,
+    in_bfloat16,
+    notes_of,
+    own_logits,
 )
-from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sampling import Context, SamplingParams, adjust, warp
-from branchwise.core.sequence import SequenceState as Text
-from branchwise.draft import build_drafter
+from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import Drafter
-from branchwise.engine import Engine, Generation, Request
+from branchwise.engine import Generation, Request
 from branchwise.engine.stats import Stats
 from branchwise.errors import ModelError, UsageError, first_line
 from branchwise.llm import LLM
-from branchwise.progress import Progress
-from branchwise.verify import VERIFIERS
+from branchwise.progress import Progress, silent
 
 AHEAD = 64
-"""Texts are allowed this much more than a block, so that trees grow as deep as in real use; the rest is cut off."""
+"""Texts may be this much longer than a block, so that trees grow as deep as in real use; the rest is cut off."""
 
-TIE = 1e-3
-"""logits closer than this are equal as far as float32 can tell"""
 ROUGH_TIE = 0.05
-"""the same for lower precision, where the order of sums shows"""
+"""the same for lower precision"""
 
 MOST_ROUNDED = 8
-"""texts side by side on the copy in bfloat16"""
+"""texts in one batch on the copy in bfloat16"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much an audit does and what it is held to."""
+    """How much an audit samples, and its error rates."""
 
     samples: int = 1000
     """blocks for each prompt"""
@@ -72,7 +63,7 @@ class Plan:
     false_alarm: float = 1e-3
     """how often a correct decoder may be found NOT LOSSLESS, all tests together"""
     limit: float = 0.1
-    """the distance that must have been detectable before LOSSLESS is said"""
+    """the distance that must be detectable for a finding LOSSLESS"""
     seed: int | None = None
     raw: bool = False
     """take prompts as they are, without the chat template"""
@@ -83,38 +74,6 @@ class Plan:
         if self.greedy_tokens < 0:
             raise UsageError(f"greedy_tokens must be at least 0, not {self.greedy_tokens}.")
         check_demands(self.false_alarm, self.limit, samples=self.samples, length=self.length)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a greedy text first leaves the text of plain decoding."""
-
-    prompt: str
-    position: int
-    """tokens of the answer before it"""
-    plain: str
-    speculative: str
-    gap: float
-    """between the logits of the two tokens in the model's own forward pass"""
-
-
-@dataclass(frozen=True)
-class Greedy:
-    """Greedy texts with and without speculation."""
-
-    dtype: str
-    prompts: int
-    tokens: int
-    """of plain decoding"""
-    differences: tuple[Difference, ...]
-
-    @property
-    def decisive(self) -> list[Difference]:
-        """Differences that rounding does not explain; only float32 promises equality."""
-        return [d for d in self.differences if self.dtype == "float32" and not d.gap < TIE]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "differences": [asdict(difference) for difference in self.differences]}
 
 
 @dataclass(frozen=True)
@@ -162,11 +121,9 @@ class ModelAudit:
 
 
 class ModelAuditor:
-    """Audits drafters and verifiers on one loaded model. What does not depend on them is computed once."""
+    """Audits drafters and verifiers on one loaded model; what does not depend on them is computed once."""
 
-    def __init__(
-        self, llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, llm: LLM, prompts: Sequence[str], plan: Plan | None = None, progress: Progress = silent) -> None:
         if not prompts:
             raise UsageError("There are no prompts to audit with.")
         if llm.engine.target.free_slots < 2:
@@ -175,7 +132,7 @@ class ModelAuditor:
         self.prompts = list(prompts)
         self.plan = plan or Plan()
         self.seed = secrets.randbits(32) if self.plan.seed is None else self.plan.seed
-        self._progress = progress or (lambda what, done, of: None)
+        self._progress = progress
         self._tokens = [llm.encode(prompt, raw=self.plan.raw) for prompt in self.prompts]
         longest, room = max(map(len, self._tokens)), llm.engine.target.context - self.plan.length
         if longest > room:
@@ -185,7 +142,7 @@ class ModelAuditor:
         self._rounded: LLM | None = None
 
     def audit(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> ModelAudit:
-        """Ask whether this drafter with this verifier keeps the distribution. Ctrl-C ends it with what was gathered."""
+        """Test whether this drafter with this verifier keeps the distribution. Ctrl-C ends it with what was sampled."""
         llm = self.llm.with_drafter(draft, tree, verify)
         gathered: list[BlockTest] = []
         stats = Stats()
@@ -207,7 +164,7 @@ class ModelAuditor:
         activity = Activity(sum(stats.drafted_per_depth), sum(stats.accepted_per_depth))
         return ModelAudit(
             model=self.llm.name,
-            dtype=_dtype(self.llm),
+            dtype=dtype_of(self.llm),
             draft=draft if isinstance(draft, str) else draft.name,
             tree=tree,
             verify=verify,
@@ -222,21 +179,21 @@ class ModelAuditor:
                 tests,
                 activity=activity,
                 limit=self.plan.limit,
-                proofs=[_accuse(difference) for difference in greedy.decisive] if greedy else [],
+                proofs=[accusation(difference) for difference in greedy.decisive] if greedy else [],
                 doubts=doubts,
-                notes=[*_notes(greedy, near_ties), *notes],
+                notes=[*notes_of(greedy, near_ties), *notes],
             ),
             interrupted=bool(doubts),
         )
 
     def _sample(self, llm: LLM, number: int, what: str, gathered: list[BlockTest], stats: Stats) -> None:
-        """Sample the blocks of one prompt and test them; also those that were ready before Ctrl-C."""
+        """Sample the blocks of one prompt and test them; after Ctrl-C those that were ready."""
         partition = self._partition(number)
         generations: list[Generation] = []
         try:
             self._run(llm, number, what, generations)
         finally:
-            # In the order of their seeds up to the first that is missing: whoever finishes early drew other tokens.
+            # In the order of their seeds up to the first that is missing: texts that end early have other tokens.
             ready = list(takewhile(self._ready, generations))
             for generation in ready:
                 _add(stats, generation.stats)
@@ -246,10 +203,10 @@ class ModelAuditor:
             )
 
     def _run(self, llm: LLM, number: int, what: str, generations: list[Generation]) -> None:
-        """Write the texts of one prompt side by side; the prompt is read once and copied for each of them."""
+        """Write the texts of one prompt in a batch; the prompt is prefilled once and its cache rows are copied."""
         engine, plan = llm.engine, self.plan
         seeds = random.Random(f"{self.seed} {number}")
-        source = Text(list(self._tokens[number]))
+        source = SequenceState(list(self._tokens[number]))
         engine.target.open(source)
         running: list[Generation] = []
         try:
@@ -292,22 +249,22 @@ class ModelAuditor:
 
     def _compare(self, llm: LLM, draft: str | Drafter, tree: str | None, verify: str) -> Greedy:
         """Greedy texts of plain decoding and of speculation, all prompts in one batch each."""
-        dtype = _dtype(llm)
+        dtype = dtype_of(llm)
         if dtype not in self._plain:
             self._plain[dtype] = self._write(llm.with_drafter("none"), f"plain greedy, {dtype}")
         plain = self._plain[dtype]
         speculative = self._write(llm.with_drafter(draft, tree, verify), f"{verify}: greedy, {dtype}")
         differences = [
-            self._difference(llm, number, *pair)
-            for number, pair in enumerate(zip(plain, speculative, strict=True))
+            first_difference(llm, prompt, tokens, *pair)
+            for prompt, tokens, *pair in zip(self.prompts, self._tokens, plain, speculative, strict=True)
             if pair[0] != pair[1]
         ]
         return Greedy(dtype, len(plain), sum(map(len, plain)), tuple(differences))
 
     def _compare_rounded(self, draft: str | Drafter, tree: str | None, verify: str, notes: list[str]) -> Greedy | None:
-        """The same in bfloat16. It decides nothing, so a copy that does not fit into memory must not cost the rest."""
+        """The same in bfloat16. It decides nothing, so a copy that does not fit into memory is only noted."""
         try:
-            self._rounded = self._rounded or _in_bfloat16(self.llm, slots=min(len(self.prompts), MOST_ROUNDED))
+            self._rounded = self._rounded or in_bfloat16(self.llm, slots=min(len(self.prompts), MOST_ROUNDED))
             return self._compare(self._rounded, draft, tree, verify)
         except (ModelError, torch.OutOfMemoryError) as error:
             notes.append(f"bfloat16 was not compared: {first_line(error)}")
@@ -319,51 +276,22 @@ class ModelAuditor:
         self._progress(what, len(self.prompts), len(self.prompts))
         return [completion.token_ids for completion in completions]
 
-    def _difference(self, llm: LLM, number: int, plain: list[int], speculative: list[int]) -> Difference:
-        position = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(plain, speculative, strict=False))))
-        gap = float("inf")  # one text ends where the other goes on after the same tokens
-        if position < min(len(plain), len(speculative)):
-            before = self._tokens[number] + plain[:position]
-            logits = _own_logits(llm, before)
-            gap = abs(float(logits[plain[position]] - logits[speculative[position]]))
-        return Difference(
-            prompt=self.prompts[number],
-            position=position,
-            plain=llm.decode(plain[position : position + 1]),
-            speculative=llm.decode(speculative[position : position + 1]),
-            gap=gap,
-        )
-
-
-def audit_model(
-    llm: LLM,
-    prompts: Sequence[str],
-    *,
-    draft: str | Drafter,
-    tree: str | None = None,
-    verify: str = "match",
-    plan: Plan | None = None,
-    progress: Progress | None = None,
-) -> ModelAudit:
-    """Ask of one drafter and one verifier on a loaded model whether they keep its distribution."""
-    return ModelAuditor(llm, prompts, plan, progress).audit(draft, tree, verify)
-
 
 class OwnProbs:
-    """What follows a prompt and the first tokens of an answer, by the model's own forward pass."""
+    """The distribution after a prompt and the first tokens of an answer, by the model's own forward pass."""
 
     def __init__(self, llm: LLM, prompt: list[int], sampling: SamplingParams) -> None:
         self.llm = llm
         self.prompt = prompt
         self.sampling = sampling
-        self.tie = TIE if _dtype(llm) == "float32" else ROUGH_TIE
+        self.tie = TIE if dtype_of(llm) == "float32" else ROUGH_TIE
 
     def __call__(self, prefix: Block) -> Floats | None:
-        """(vocabulary,), or None after the end of a text and where a cut runs between two equal tokens."""
+        """(vocabulary,), or None after the end of a text and if a cut falls between two equal tokens."""
         if prefix and prefix[-1] in self.llm.stop_tokens:
             return None
         tokens = [*self.prompt, *map(int, prefix)]
-        logits = _own_logits(self.llm, tokens)[None]
+        logits = own_logits(self.llm, tokens)[None]
         context = [Context(tokens, len(self.prompt))]
         probs = warp(logits, [self.sampling], context)[0]
         if self._rounding_decides(logits, context, probs > 0):
@@ -372,10 +300,7 @@ class OwnProbs:
         return found
 
     def _rounding_decides(self, logits: torch.Tensor, context: list[Context], kept: torch.Tensor) -> bool:
-        """Whether a cut keeps one of two near-equal tokens, or one that a last digit would drop.
-
-        The engine may round the other way, and both are right.
-        """
+        """Whether rounding decides which tokens a cut keeps; the engine may then round the other way."""
         if kept.all():
             return False
         row = adjust(logits, [self.sampling], context)[0]
@@ -389,30 +314,8 @@ class OwnProbs:
         return False
 
 
-def _own_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
-    """(vocabulary,) float32: what follows these tokens."""
-    target = llm.engine.target
-    assert isinstance(target, TransformersTarget), "an LLM runs on a model of transformers"
-    return target.own_logits(torch.tensor([tokens], device=target.device))[0, -1].float()
-
-
-def _in_bfloat16(llm: LLM, slots: int) -> LLM:
-    """A copy in bfloat16 as it would have been loaded: weights are rounded, tables of positions are not."""
-    model = copy.deepcopy(llm.model)
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.bfloat16)
-    target = llm.engine.target
-    rounded = TransformersTarget(model, slots=slots, context=target.context, max_nodes=target.max_nodes)
-    return LLM(llm.name, model, llm.tokenizer, Engine(rounded, build_drafter("none"), VERIFIERS.build("match")))
-
-
-def _dtype(llm: LLM) -> str:
-    return str(llm.model.dtype).removeprefix("torch.")
-
-
 def _add(total: Stats, stats: Stats) -> None:
-    """Count the steps of one text among those of all."""
+    """Add the statistics of one text."""
     total.steps += stats.steps
     total.drafted_tokens += stats.drafted_tokens
     total.accepted_tokens += stats.accepted_tokens
@@ -424,30 +327,3 @@ def _add(total: Stats, stats: Stats) -> None:
         all_counts.extend([0] * (len(counts) - len(all_counts)))
         for depth, count in enumerate(counts):
             all_counts[depth] += count
-
-
-def _accuse(difference: Difference) -> str:
-    return (
-        f"{shorten(difference.prompt)}: greedy float32 text leaves plain decoding after {difference.position} tokens, "
-        f"{difference.speculative!r} in place of {difference.plain!r} with logits {difference.gap:.3g} apart."
-    )
-
-
-def _notes(greedy: Greedy | None, near_ties: Greedy | None) -> list[str]:
-    notes = []
-    if greedy is not None:
-        ties = len(greedy.differences) - len(greedy.decisive)
-        equal = greedy.prompts - len(greedy.differences)
-        tied = f"; {ties} left it at a numerical tie" if ties else ""
-        notes.append(
-            f"Greedy in float32: {equal} of {greedy.prompts} texts ({greedy.tokens:,} tokens) "
-            f"equal plain decoding{tied}."
-        )
-    if near_ties is not None:
-        gaps = [difference.gap for difference in near_ties.differences]
-        widest = f", at near-ties with logits at most {max(gaps):.2g} apart" if gaps else ""
-        notes.append(
-            f"Greedy in {near_ties.dtype}: {len(gaps)} of {near_ties.prompts} texts leave plain decoding{widest}; "
-            "this decides nothing."
-        )
-    return notes

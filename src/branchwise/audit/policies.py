@@ -1,11 +1,10 @@
 """Every tree that a tree policy can grow, each with its exact probability.
 
-The policy is the one that serves users. It is run with sampler that follow a script: where the script ends they fall
-one way and note the others, and the policy is run again for each of those, until no way is left.
+The policy is the code that serves users. It runs with a sampler that follows a script: after the end of the script it
+takes one outcome and notes the others, and the policy runs again for each of those, until none is left.
 
-An arrival time has too many outcomes to follow. The one policy that asks for some is stochastic beam search, and there
-only the order of arrivals matters, whose distribution can be written down (`arrivals`). For each order the policy is
-run with waits that bring it about.
+Arrival times have too many outcomes. Only stochastic beam search asks for them, and only the order of arrivals matters
+to it, whose distribution can be computed (`arrivals`). For each order the policy runs with waits that produce it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
 from branchwise.draft.policies.beam import Beam
+from branchwise.draft.policies.stop import Stopping
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.sparse import Probs, ProbsBatch
 
@@ -54,7 +54,7 @@ def grown_trees(policy: TreePolicy, rule: Rule, budget: Budget) -> list[Weighed]
 def _all(policy: TreePolicy, rule: Rule, budget: Budget) -> Iterator[Weighed]:
     scripts: list[list[int]] = [[]]
     while scripts:
-        sampler = ScriptedDice(scripts.pop())
+        sampler = ScriptedSampler(scripts.pop())
         tree = grow(copy.deepcopy(policy), rule, budget, sampler)
         scripts += sampler.others
         yield Weighed(sampler.weight, tree)
@@ -64,34 +64,33 @@ def _beams(policy: TreePolicy, rule: Rule, budget: Budget) -> Iterator[Weighed]:
     beam = _inner(policy)
     assert isinstance(beam, Beam)
     for weight, order in arrivals(rule, beam.width, beam.levels(budget)):
-        yield Weighed(weight, grow(copy.deepcopy(policy), rule, budget, ArrangedDice(order, rule)))
+        yield Weighed(weight, grow(copy.deepcopy(policy), rule, budget, ArrangedSampler(order, rule)))
 
 
 def _inner(policy: TreePolicy) -> TreePolicy:
-    """The policy inside a wrapper, which has it as its `growth`."""
-    return _inner(policy.policy) if hasattr(policy, "policy") else policy
+    """The policy that a rule may stop, or the policy itself."""
+    return _inner(policy.policy) if isinstance(policy, Stopping) else policy
 
 
 def grow(policy: TreePolicy, rule: Rule, budget: Budget, sampler: DraftSampler) -> DraftTree:
-    """One tree over these distributions. Where a policy wants hidden states, the distribution of a node stands for what
-    is seen there."""
+    """One tree over these distributions, which also stand for the hidden states that a policy may need."""
 
     def look(tree: TreeBuilder, nodes: list[int]) -> NodeProbs:
         probs = torch.stack([rule(tuple(tree.path(node))) for node in nodes])
-        return NodeProbs(probs, probs if getattr(policy, "wants_hidden", False) else None)
+        return NodeProbs(probs, probs if policy.needs_hidden else None)
 
     return grow_with(policy.grow(0, budget, sampler), look)
 
 
 @dataclass
-class ScriptedDice(DraftSampler):
-    """Fall as the script says, then each time the first way that can be gone."""
+class ScriptedSampler(DraftSampler):
+    """Draws as the script says, then always the smallest possible token."""
 
     script: list[int]
     weight: float = 1.0
     """the probability of all that was drawn"""
     others: list[list[int]] = field(default_factory=list)
-    """the scripts of the ways not taken"""
+    """the scripts of the outcomes not taken"""
     _made: list[int] = field(default_factory=list)
     _asked: set[tuple[str, int]] = field(default_factory=set)
 
@@ -183,8 +182,8 @@ def arrivals(rule: Rule, width: int, levels: int) -> Iterator[tuple[float, list[
     return meet(levels, [])
 
 
-class ArrangedDice(DraftSampler):
-    """Let a beam search meet prefixes in a given order: the one with the number n arrives at the time n."""
+class ArrangedSampler(DraftSampler):
+    """Lets a beam search meet prefixes in a given order: prefix number n arrives at time n."""
 
     def __init__(self, order: Sequence[Prefix], rule: Rule) -> None:
         self._rule = rule

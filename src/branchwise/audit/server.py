@@ -1,67 +1,42 @@
 """The audit of a server: blocks that it samples against the probabilities that a reference server states.
 
 Both are asked through `/v1/completions` with logprobs, which OpenAI, vLLM, SGLang, llama.cpp and others serve. The
-audited one writes many short texts; the reference, the same model without speculation, is asked for one token at a
-time and says how probable it and its rivals are. Tokens are compared as the strings that logprobs report.
+audited server writes many short texts; the reference, the same model without speculation, writes one token at a time
+and states its probability and those of its alternatives. Tokens are compared as the strings that logprobs report.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import os
 import re
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
 
-from branchwise.audit.blocks import (
-    INTERRUPTED,
-    Activity,
-    Block,
-    BlockTest,
-    BlockTests,
-    Finding,
-    Partition,
-    check_demands,
-    g_test,
-    judge,
-    shorten,
-)
+from branchwise.audit.blocks import Block, BlockTest, BlockTests, Partition, g_test
+from branchwise.audit.findings import INTERRUPTED, Activity, Finding, check_demands, judge, shorten
 from branchwise.errors import UsageError
-from branchwise.progress import Progress
+from branchwise.openai_client import NEUTRAL, Client, Forms
+from branchwise.progress import Progress, silent
 
-NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Many servers cut or penalise unless told otherwise. These are no part of OpenAI's protocol, and left out where a
-server refuses them."""
-
+HINTS = {
+    "key": "Give a key with --api-key or in OPENAI_API_KEY.",
+    "model": "name one with --model",
+    "timeout": "give it longer with --timeout.",
+}
 TOP_LOGPROBS = (20, 5)
-"""how many rivals the reference is asked for; the second where the first is refused"""
+"""how many alternatives the reference is asked for; the second if it refuses the first"""
 
 ROUND = 64
 """requests between two looks at how many texts are still missing"""
-
-PAUSES = (0.5, 2.0)
-"""seconds before a request is sent again that a busy server turned away"""
 
 ATTEMPTS = 4
 """how often the reference is asked again after a text that ended at once, for which some servers state nothing"""
 
 _SPECIAL = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|")
 _COUNTER = re.compile(r"^\S*spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE)
-
-
-class Refused(UsageError):
-    """The server answered that it does not take such a request; another form of it may do."""
 
 
 @dataclass(frozen=True)
@@ -76,63 +51,25 @@ class Answer:
     """how many tokens the server found in the prompt, where it says so"""
 
 
-class Server:
-    """An OpenAI-compatible server. Whatever goes wrong is a `UsageError` with one sentence."""
-
-    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 60.0) -> None:
-        try:
-            parts = urlsplit(url)
-            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 80) > 0
-        except ValueError:
-            fits = False
-        if not fits:
-            raise UsageError(f"{url!r} is not the address of a server; one looks like http://127.0.0.1:8000.")
-        self.url = url.rstrip("/").removesuffix("/completions").removesuffix("/v1").rstrip("/")
-        self.timeout = timeout
-        self._model = model
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key := (key or os.environ.get("OPENAI_API_KEY", "")).strip():
-            if not (key.isascii() and key.isprintable()):
-                raise UsageError("The API key holds characters that cannot be sent.")
-            self._headers["Authorization"] = f"Bearer {key}"
-        # A proxy of the system does not know this machine's own servers.
-        host = parts.hostname or ""
-        here = host in ("localhost", "::1") or host.startswith("127.")
-        handlers = [urllib.request.ProxyHandler({})] if here else []
-        self._opener = urllib.request.build_opener(*handlers)
-
-    @cached_property
-    def model(self) -> str:
-        """The name to ask for: the given one, or the first that the server lists."""
-        if self._model is not None:
-            return self._model
-        found = self._ask("/v1/models")
-        try:
-            return str(found["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise UsageError(f"The server at {self.url} lists no model; name one with --model.") from None
+class Server(Client):
+    """A server that completes prompts and reports logprobs."""
 
     def complete(self, prompt: str, **options: Any) -> list[Answer]:
         """Texts that continue a prompt, with the tokens and logprobs that the server reports."""
-        answer = self._ask("/v1/completions", {"model": self.model, "prompt": prompt, **options})
+        answer = self.ask("/v1/completions", {"model": self.model, "prompt": prompt, **options})
         try:
             choices = list(answer["choices"])
             prompt_tokens = (answer.get("usage") or {}).get("prompt_tokens")
         except (KeyError, TypeError, AttributeError):
-            raise UsageError(f"The server at {self.url} answered a completion without choices.") from None
+            choices, prompt_tokens = [], None
         if not choices:
             raise UsageError(f"The server at {self.url} answered a completion without choices.")
         return [self._read(choice, prompt_tokens) for choice in choices]
 
     def counters(self) -> tuple[int, int] | None:
         """Tokens drafted and accepted since the server started, where it counts them as vLLM does."""
-        try:
-            with self._opener.open(f"{self.url}/metrics", timeout=self.timeout) as answer:
-                page = answer.read().decode("utf-8", "replace")
-        except (OSError, http.client.HTTPException, ValueError):
-            return None
         counts: dict[str, float] = {}
-        for kind, value in _COUNTER.findall(page):
+        for kind, value in _COUNTER.findall(self.page("/metrics") or ""):
             counts[kind] = counts.get(kind, 0.0) + float(value)
         return (int(counts["draft"]), int(counts["accepted"])) if len(counts) == 2 else None
 
@@ -156,77 +93,19 @@ class Server:
                 tokens = [str(token) for token in logprobs["tokens"]]
                 tops = [_probabilities((top or {}).items()) for top in logprobs.get("top_logprobs") or ()]
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise UsageError(
-                f"The server at {self.url} returned a completion in a form that OpenAI's protocol does not have."
-            ) from None
+            raise self.malformed() from None
         return Answer(tuple(tokens), text, tuple(tops), prompt_tokens if isinstance(prompt_tokens, int) else None)
-
-    def _ask(self, path: str, payload: dict[str, Any] | None = None) -> Any:
-        body = None if payload is None else json.dumps(payload).encode()
-        for pause in (*PAUSES, None):
-            request = urllib.request.Request(self.url + path, data=body, headers=self._headers)
-            try:
-                with self._opener.open(request, timeout=self.timeout) as answer:
-                    return json.loads(answer.read())
-            except urllib.error.HTTPError as error:
-                message = message_of(error)
-                if pause is None or error.code not in (429, 500, 502, 503, 504):
-                    raise self._refusal(path, error.code, message) from None
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise UsageError(
-                    f"The server at {self.url} answered {path} with something that is not JSON; "
-                    "is it OpenAI-compatible?"
-                ) from None
-            except (OSError, http.client.HTTPException) as error:
-                reason = error.reason if isinstance(error, urllib.error.URLError) else error
-                if isinstance(reason, TimeoutError):
-                    raise UsageError(
-                        f"The server at {self.url} gave no answer to {path} within {self.timeout:g} seconds; "
-                        "give it longer with --timeout."
-                    ) from None
-                dropped = isinstance(reason, ConnectionResetError | BrokenPipeError | http.client.IncompleteRead)
-                if pause is None or not dropped:
-                    raise UsageError(f"No server answers at {self.url}: {reason_of(reason)}.") from None
-            time.sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
-
-    def _refusal(self, path: str, code: int, message: str) -> UsageError:
-        hint = {
-            401: " Give a key with --api-key or in OPENAI_API_KEY.",
-            403: " Give a key with --api-key or in OPENAI_API_KEY.",
-            404: " Is it an OpenAI-compatible server, and is the model's name right?",
-        }.get(code, "")
-        kind = Refused if code in (400, 413, 422, 501) else UsageError
-        return kind(f"The server at {self.url} answered {path} with {code}: {message}.{hint}")
 
 
 class Asker:
-    """Requests of one form; the first request finds the richest form that the server takes."""
+    """Completions of one server, in the richest form that it accepts."""
 
     def __init__(self, server: Server, forms: Sequence[dict[str, Any]]) -> None:
         self.server = server
-        self.forms = list(forms)
-        self._settled = False
-        self._turn = threading.Lock()
-
-    @property
-    def form(self) -> dict[str, Any]:
-        return self.forms[0]
+        self.forms = Forms(forms)
 
     def __call__(self, prompt: str) -> list[Answer]:
-        if self._settled:
-            return self.server.complete(prompt, **self.form)
-        with self._turn:
-            while not self._settled:
-                try:
-                    found = self.server.complete(prompt, **self.form)
-                    self._settled = True
-                    return found
-                except Refused:
-                    if len(self.forms) == 1:
-                        raise
-                    del self.forms[0]
-        return self.server.complete(prompt, **self.form)
+        return self.forms.send(lambda form: self.server.complete(prompt, **form))
 
 
 class StatedProbs:
@@ -267,10 +146,10 @@ class StatedProbs:
 
 
 def distinct(token: str) -> bool:
-    """Whether its string tells a token apart.
+    """Whether its string identifies a token.
 
-    Not so for parts of a character, nor for special tokens, which one server reports at the end of a text and another
-    leaves out. They belong to "any other token".
+    Strings of parts of a character do not, nor those of special tokens, which some servers report at the end of a text
+    and others omit. They count as "any other token".
     """
     return not ("\ufffd" in token or token.startswith("bytes:") or _SPECIAL.fullmatch(token))
 
@@ -344,7 +223,7 @@ def audit_server(
     timeout: float = 60.0,
     false_alarm: float = 1e-3,
     limit: float = 0.1,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> ServerAudit:
     """Ask whether a server keeps the distribution that the reference states, with `samples` texts for each prompt.
 
@@ -356,14 +235,10 @@ def audit_server(
     check_demands(false_alarm, limit, samples=samples, length=length, threads=threads, n=per_request)
     if timeout <= 0:
         raise UsageError(f"timeout must be above 0 seconds, not {timeout}.")
-    audited = Server(url, model=model, key=key, timeout=timeout)
-    stating = Server(reference, model=reference_model, key=reference_key or key, timeout=timeout)
-    report = progress or (lambda what, done, of: None)
+    audited = Server(url, model=model, key=key, timeout=timeout, hints=HINTS)
+    stating = Server(reference, model=reference_model, key=reference_key or key, timeout=timeout, hints=HINTS)
     sampling = {"max_tokens": length, "temperature": 1, "top_p": 1, "logprobs": 1}
-    sampler = Asker(
-        audited,
-        [sampling | extra | many for many in ({"n": per_request}, {}) for extra in (NEUTRAL, {})],
-    )
+    sampler = Asker(audited, [sampling | extra | many for many in ({"n": per_request}, {}) for extra in (NEUTRAL, {})])
     one = {"max_tokens": 1, "temperature": 1, "top_p": 1}
     stater = Asker(stating, [one | extra | {"logprobs": top} for top in TOP_LOGPROBS for extra in (NEUTRAL, {})])
     gathered: list[Gathered] = []
@@ -375,10 +250,10 @@ def audit_server(
             probs = [StatedProbs(stater, prompt) for prompt in prompts]
             jobs = [pool.submit(Partition, row, length=length, samples=samples) for row in probs]
             for done, _ in enumerate(as_completed(jobs), start=1):
-                report("probabilities of the reference", done, len(jobs))
+                progress("probabilities of the reference", done, len(jobs))
             gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]
             for entry in gathered:
-                _sample(pool, sampler, entry, samples, at_once, report)
+                _sample(pool, sampler, entry, samples, at_once, progress)
     except KeyboardInterrupt:
         doubts.append(INTERRUPTED)
     after = audited.counters()
@@ -411,7 +286,7 @@ def audit_server(
 
 
 def _sample(
-    pool: ThreadPoolExecutor, sampler: Asker, entry: Gathered, samples: int, at_once: int, report: Progress
+    pool: ThreadPoolExecutor, sampler: Asker, entry: Gathered, samples: int, at_once: int, progress: Progress
 ) -> None:
     """Ask for the texts of one prompt, about `at_once` with each request.
 
@@ -421,7 +296,7 @@ def _sample(
         requests = math.ceil((samples - len(entry.blocks)) / at_once)
         jobs = [pool.submit(sampler, entry.prompt) for _ in range(min(requests, ROUND))]
         for done, _ in enumerate(as_completed(jobs), start=1):
-            report(f"texts: {entry.name}", min(len(entry.blocks) + done * at_once, samples), samples)
+            progress(f"texts: {entry.name}", min(len(entry.blocks) + done * at_once, samples), samples)
         entry.blocks += [answer.tokens for job in jobs for answer in job.result()]
 
 
@@ -440,8 +315,8 @@ def _notes(sampler: Asker, stater: Asker, gathered: Sequence[Gathered], activity
     names = (sampler.server.model, stater.server.model)
     if names[0] != names[1]:
         notes.append(f"The servers name their models differently: {names[0]} and {names[1]}.")
-    if "top_k" not in sampler.form:
-        notes.append("The server refuses to be told top_k and min_p; cuts of its own would show as a difference.")
+    if "top_k" not in sampler.forms.best:
+        notes.append("The server refuses top_k and min_p; if it truncates by default, that shows as a difference.")
     if activity is None:
         notes.append("Whether the server speculated is not known: it shows no spec_decode counters at /metrics.")
     varied = [entry for entry in gathered if len(entry.blocks) >= 20]
@@ -457,27 +332,3 @@ def _probabilities(pairs: Any) -> dict[str, float]:
         if logprob is not None:
             found[str(token)] = found.get(str(token), 0.0) + math.exp(min(float(logprob), 0.0))
     return found
-
-
-def message_of(error: urllib.error.HTTPError) -> str:
-    """What the server says about it, as one line."""
-    try:
-        raw = error.read(100_000).decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException):
-        raw = ""
-    try:
-        said = json.loads(raw)
-        for name in ("error", "message", "detail"):
-            if isinstance(said, dict) and name in said:
-                said = said[name]
-        raw = said if isinstance(said, str) else json.dumps(said)
-    except json.JSONDecodeError:
-        raw = "" if raw.lstrip().startswith("<") else raw
-    line = " ".join(raw.split()).rstrip(".")
-    return line[:300] or str(error.reason)
-
-
-def reason_of(error: object) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.rstrip(".")
-    return str(error).rstrip(".") or type(error).__name__

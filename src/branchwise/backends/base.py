@@ -1,39 +1,116 @@
-"""The target: the model whose distribution is kept, behind five verbs.
+"""The target: the model whose output distribution is kept, behind six verbs.
 
-    open(sequence, tell)       take a slot and write keys and values of all tokens but the last, the first root; tells
-                               what follows the last `tell` of those tokens
-    fork(source, sequence)     the same for a sequence of the same tokens as an open one, by a copy of its rows
-    score(sequences, batch of trees)   one forward pass over every node of every tree; row i is what follows node i
-    commit(sequences, verdicts) keep the cache rows of the accepted paths
-    close(sequence)            give the slot back
+    reserve(sequence)            take a slot of the KV cache
+    prefill(chunks)              write keys and values of further prompt tokens, of several prompts in one pass
+    fork(source, sequence)       open a sequence with the tokens of another one, by a copy of its cache rows
+    score(sequences, batch)      one forward pass over every node of every tree; row i is what follows node i
+    commit(sequences, verdicts)  keep the cache rows of the accepted paths
+    close(sequence)              give the slot back
 
-Between steps the cache of a sequence holds exactly its tokens without the last one.
+A prompt is written without its last token, which is the first root. So between steps the cache of a sequence holds
+exactly its tokens without the last one. docs/add-a-target.md builds a target step by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from branchwise.core.batch import TreeBatch
+from branchwise.core.batch import PadShape, TreeBatch
 from branchwise.core.sequence import SequenceState
-from branchwise.verify import Verdict
+from branchwise.errors import UsageError
+from branchwise.verify import Verdict, Verdicts, Verifier
+
+CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
-class Nodes(NamedTuple):
-    """The nodes of a pass as a device knows them, padding included."""
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter asks of the passes of its target. Whatever it does not ask for, no pass computes or copies."""
+
+    prefill_logits: int = 0
+    """logits after so many of the last prompt tokens, the root excluded"""
+    hidden_layers: tuple[str, ...] = ()
+    """names of modules (`TargetInfo.layers`) whose outputs come with every pass, prefill included"""
+    topk: int = 0
+    """so many of the most probable tokens behind every node, computed on the device with the pass"""
+    pad_shape: PadShape | None = None
+    """the least size of a batch of its trees, so that CUDA graphs see the same shapes at every step"""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How passes run on a device."""
+
+    kernels: bool = False
+    """tree attention by our own Triton kernels"""
+    graphs: bool = False
+    """passes recorded as CUDA graphs"""
+    compile: bool = False
+    """layers compiled before they are recorded"""
+
+
+def weakly(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that does not keep its object alive: a target holds most of a device's memory, and goes at once."""
+    reference = WeakMethod(method)
+
+    def call(*given: Any) -> T:
+        found = reference()
+        assert found is not None, "the target is gone"
+        result: T = found(*given)
+        return result
+
+    return call
+
+
+@dataclass(frozen=True, eq=False)
+class TargetInfo:
+    """What others may know of a target."""
+
+    name: str
+    vocabulary: int
+    context: int
+    """the most tokens that a sequence may hold"""
+    max_nodes: int
+    """the largest tree that one pass may score, root included"""
+    slots: int
+    """sequences that can be open at the same time"""
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    fingerprint: str = ""
+    """the same for every load of this model with this tokenizer, different for another one"""
+    tokenizer: Any = None
+    """the transformers tokenizer, if there is one"""
+    hidden_width: int = 0
+    """numbers of a hidden state"""
+    layers: tuple[str, ...] = ()
+    """modules whose hidden states can be asked for, first layer first"""
+    weight_bytes: int | None = None
+    """bytes of weights that one pass reads"""
+    execution: Execution = Execution()
+    bucket: Callable[[int, int], tuple[int, int]] = lambda batch, nodes: (batch, nodes)
+    """the (batch, nodes) for which a pass over so many trees and nodes is really made"""
+    score: Callable[[Sequence[SequenceState], TreeBatch], Scored] | None = None
+    """a pass of the target, for a drafter that drafts with the target itself"""
+
+
+class ScoredNodes(NamedTuple):
+    """The nodes of a pass in device memory, padding included."""
 
     tokens: Tensor
     """(batch, nodes)"""
-    seen: Tensor
-    """(batch, nodes, words): ancestors as bits, its own included; padding has none"""
+    ancestor_bits: Tensor
+    """(batch, nodes, words): ancestors as bits, itself included; padding has none"""
     slots: Tensor
-    """(batch,): -1 for a tree without a text"""
+    """(batch,): -1 for a tree without a sequence"""
     lengths: Tensor
     """(batch,): committed tokens before the root"""
 
@@ -43,47 +120,154 @@ class Scored:
     """What one pass of the target found."""
 
     logits: Tensor
-    """(batch, nodes, vocabulary) of the unwarped model, in its dtype; row i is what follows node i"""
+    """(batch, nodes, vocabulary) before any warping, in the dtype of the model; row i is what follows node i"""
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
-    """tapped layer -> (batch, nodes, width)"""
-    best: Tensor | None = None
-    """(batch, nodes, 2, k) float32: the k best tokens behind every node and their probabilities, where a pass on a
-    device was asked to tell them: the host reads these in place of whole rows"""
-
-    nodes: Nodes | None = None
-    """what was scored, where a device was told"""
+    """layer -> (batch, nodes, width), for the layers that the drafter needs"""
+    topk: Tensor | None = None
+    """(batch, nodes, 2, k) float32: the k most probable tokens after every node and their probabilities, if asked for:
+    the host reads these instead of whole rows"""
+    nodes: ScoredNodes | None = None
+    """the scored nodes, if they are in device memory"""
 
     @cached_property
-    def host_best(self) -> Tensor | None:
-        """`best` on the host, read once."""
-        return None if self.best is None else self.best.cpu()
+    def host_topk(self) -> Tensor | None:
+        """`topk` on the host, copied once."""
+        return None if self.topk is None else self.topk.cpu()
 
 
-class Target(Protocol):
-    device: torch.device
-    context: int
-    """the most tokens that a sequence may hold"""
-    max_nodes: int
-    """the largest tree that one pass may score, root included"""
+class Chunk(NamedTuple):
+    """Consecutive tokens of a prompt."""
+
+    sequence: SequenceState
+    tokens: Sequence[int]
+    keep: int = 0
+    """return the logits after so many of the last of them"""
+
+
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """What the prefill of a prompt, or of a chunk of it, found."""
+
+    logits: Tensor
+    """(rows, vocabulary): what follows the last tokens, as many as were asked for"""
+    hidden: Mapping[str, Tensor] = field(default_factory=dict)
+    """layer -> (tokens, width), for the layers that the drafter needs"""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Prefill]) -> Prefill:
+        """Consecutive chunks as one."""
+        if len(parts) == 1:
+            return parts[0]
+        layers = parts[0].hidden
+        hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in layers}
+        return cls(torch.cat([part.logits for part in parts]), hidden)
+
+
+class Target(ABC):
+    """A backend subclasses it, sets `info` and supplies the six verbs."""
+
+    info: TargetInfo
+    prefill_chunk = 512
+    """tokens of a prompt that one pass writes at most"""
 
     @property
-    def vocabulary(self) -> int: ...
+    def vocabulary(self) -> int:
+        return self.info.vocabulary
+
     @property
+    def context(self) -> int:
+        return self.info.context
+
+    @property
+    def max_nodes(self) -> int:
+        return self.info.max_nodes
+
+    @property
+    def slots(self) -> int:
+        return self.info.slots
+
+    @property
+    def device(self) -> torch.device:
+        return self.info.device
+
+    @property
+    @abstractmethod
     def free_slots(self) -> int:
-        """how many more sequences can be opened"""
+        """How many more sequences can be opened."""
 
-    def room(self, batch: int, nodes: int) -> tuple[int, int]:
-        """for how many trees and nodes a pass is made where so many are wanted; trees without a sequence fill it up"""
+    def require(self, needs: Needs) -> None:
+        """From now on passes report what a drafter needs; by default they report logits alone."""
+        if needs.hidden_layers:
+            raise UsageError(f"{self.info.name} reports no hidden states, and the drafter needs them.")
 
-    def open(self, sequence: SequenceState, tell: int = 0) -> Tensor:
-        """(at most `tell`, vocabulary): the logits after the last tokens before the root."""
+    def bucket(self, batch: int, nodes: int) -> tuple[int, int]:
+        """For how many trees and nodes a pass is made, given how many are wanted."""
+        return batch, nodes
 
-    def fork(self, source: SequenceState, sequence: SequenceState) -> None: ...
-    def score(self, sequences: Sequence[SequenceState], batch: TreeBatch, taps: Sequence[str] = ()) -> Scored: ...
-    def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
-        """Where it can, a target on a device moves rows before, by `update_on_device(scored, found)`, called while the
-        verdicts are still there: nobody waits then. One that `scores_ahead` may behind that also begin a pass over the
-        trees that come next, by `launch(sequences, batch of trees, found)`; a later `score` of these trees returns the
-        same."""
+    @abstractmethod
+    def reserve(self, sequence: SequenceState) -> None: ...
 
+    @abstractmethod
+    def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]: ...
+
+    @abstractmethod
+    def fork(self, source: SequenceState, sequence: SequenceState) -> Prefill:
+        """Returns what the prefill of the source found."""
+
+    @abstractmethod
+    def score(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored: ...
+
+    @abstractmethod
+    def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None: ...
+
+    @abstractmethod
     def close(self, sequence: SequenceState) -> None: ...
+
+    def open(self, sequence: SequenceState, keep: int = 0) -> Prefill:
+        """Reserve a slot and write the whole prompt; the logits after its last `keep` tokens before the root."""
+        self.reserve(sequence)
+        try:
+            return self.extend(sequence, sequence.tokens[:-1], keep)
+        except BaseException:
+            self.close(sequence)
+            raise
+
+    def extend(self, sequence: SequenceState, tokens: Sequence[int], keep: int = 0) -> Prefill:
+        """Write further tokens of one sequence, chunk by chunk."""
+        parts = []
+        for start in range(0, max(len(tokens), 1), self.prefill_chunk):
+            chunk = tokens[start : start + self.prefill_chunk]
+            left = len(tokens) - start - len(chunk)
+            parts += self.prefill([Chunk(sequence, chunk, min(max(keep - left, 0), len(chunk)))])
+        return Prefill.joined(parts)
+
+
+class Inflight(Protocol):
+    """A forward pass enqueued before the verdict in front of it has reached the host."""
+
+    committed: bool
+    """whether that verdict was committed; the pass counts for nothing before"""
+
+    def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
+        """What the pass found, if it was made for these sequences and trees and nothing has overwritten it."""
+
+
+class PipelinedTarget(Target):
+    """A target on a device, where the next pass is enqueued while the host still waits for the verdict."""
+
+    @property
+    @abstractmethod
+    def pipelined(self) -> bool:
+        """Whether passes can be enqueued ahead; the same class may run on a host, where nothing is gained by it."""
+
+    @abstractmethod
+    def capture(self, verifier: Verifier) -> Verifier:
+        """The same verifier, recorded as the passes are."""
+
+    @abstractmethod
+    def commit_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        """Move the cache rows of accepted paths as soon as the device knows them; `commit` then only counts them."""
+
+    @abstractmethod
+    def launch(self, sequences: Sequence[SequenceState], batch: TreeBatch, after: Verdicts) -> Inflight | None:
+        """Enqueue the pass over the next trees, whose roots are the tokens of `after`; None if it cannot be."""

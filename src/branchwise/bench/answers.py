@@ -1,4 +1,4 @@
-"""Whether an answer is right: the number, the letter or the expression that it gives, found in its text and checked."""
+"""Checkers: find the number, letter or expression that an answer gives, and compare it with the right one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _LONGEST_NUMBER = 60
 def number_in(text: str) -> Fraction | None:
     """The number that an answer gives: the last of the line after "Answer:", "####" or in \\boxed{}, else the last.
 
-    Where several places are marked the last one counts that has a number; "the answer is" marks like "Answer:".
+    If several places are marked, the last one with a number counts; "the answer is" marks like "Answer:".
     """
     text = _FRACTION.sub(r"\1/\2", text.replace("{,}", ",").replace("\\!", "").replace("\\,", ""))
     lines = (line for part in marked(text) for line in part.split("\n"))
@@ -77,7 +77,7 @@ def _number_of(found: re.Match[str]) -> Fraction | None:
 
 
 def marked(text: str) -> Iterator[str]:
-    """What stands after each mark of an answer up to the next mark, the last first; of \\boxed{} the inside."""
+    """The text after each mark of an answer up to the next mark, the last first; for \\boxed{} its inside."""
     end = len(text)
     for mark in reversed(list(_MARKER.finditer(text))):
         part = text[mark.end() : end]
@@ -129,11 +129,11 @@ _LONGEST_EXPRESSION = 120
 
 
 def makes_24(text: str, numbers: Sequence[int]) -> bool:
-    """Whether the text has an expression that is exactly 24 and uses each of the numbers once and nothing else.
+    """Whether the text has an expression that is exactly 24 and uses each of the numbers once.
 
-    Numbers, brackets and the four operations count, also as ×, ÷, − or in TeX; what follows an equals sign does not
-    belong to it. It must stand alone: as a part of a longer formula, of a call or of a name it does not count.
-    The text comes from a model and is never run: it is parsed, bounded, and calculated with fractions.
+    It may use numbers, brackets and the four operations, also as ×, ÷, − or in TeX, and ends at an equals sign. It must
+    stand alone: a part of a longer formula, of a call or of a name does not count. The text comes from a model and is
+    never executed: it is parsed, bounded, and calculated with fractions.
     """
     for word, sign in _WORDS.items():
         text = text.replace(word, sign)

@@ -1,8 +1,8 @@
-"""Contestants: whatever writes answers, behind one verb.
+"""Contestants: plain decoding, methods and peers behind one verb.
 
     write(prompts, asked)   the answers to a batch of token ids, with the time they took
 
-Each counts by token ids. What a contestant cannot tell stays None; it is never guessed.
+All count by token ids. What a contestant does not report stays None; it is never guessed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Asked:
-    """What every contestant is asked for alike."""
+    """Parameters of a request, the same for every contestant."""
 
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    """empty where answers are to have the full length"""
+    """empty if answers are to have the full length"""
     forbidden: frozenset[int] = frozenset()
-    """tokens that must not be written: the ends of text, where answers are to have the full length"""
+    """tokens that must not be written: the end-of-text tokens, if answers are to have the full length"""
     seeds: tuple[int, ...] = ()
     """one for each prompt, the same for every contestant"""
 
@@ -40,7 +40,7 @@ class Answer:
     """None: decode the ids"""
     counted_by: str = "ids"
     tokens: int | None = None
-    """where someone else counted them; None: as many as there are ids"""
+    """as counted by a server; None: as many as there are ids"""
     steps: int | None = None
     drafted: int | None = None
     accepted: int | None = None
@@ -58,9 +58,11 @@ class Contestant(Protocol):
     kind: str
     """`records.PLAIN`, METHOD or PEER"""
     comparable: bool
-    """whether its sampled answers must be the baseline's, seed for seed; greedy ones always must"""
+    """whether its sampled answers must equal the baseline's, seed for seed; greedy answers always must"""
+    learns: bool
+    """whether what it wrote changes how fast it writes later requests"""
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]: ...
 
     def forget(self) -> None:
-        """Be as fresh as on the first prompt."""
+        """Drop everything learned from earlier prompts."""

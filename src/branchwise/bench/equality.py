@@ -1,7 +1,7 @@
-"""Is an answer the baseline's, token for token, and if not, how close was the call?
+"""Whether an answer is the baseline's, token for token, and how close the first difference was.
 
-In float32 greedy answers must be equal, and sampled ones under `match` with the same seeds. In lower precision a pass
-over a tree rounds otherwise than a pass over one token; a flip then shows with the gap between the two logits.
+In float32 greedy answers must be equal, and sampled ones too under `match` with the same seeds. In lower precision a
+pass over a tree rounds differently from a pass over one token; the gap between the two logits shows such a near-tie.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from branchwise.llm import LLM
 
 
 def compare(record: Record, baseline: Record, prompt: Sequence[int], llm: LLM) -> Comparison:
-    """An answer beside the baseline's to the same token ids."""
+    """Compare an answer with the baseline's to the same token ids."""
     if record.ids == baseline.ids:
         return Comparison(record.key, True, None)
     return Comparison(record.key, False, first_difference(record.ids, baseline.ids, prompt, llm))
@@ -34,7 +34,7 @@ def first_difference(ids: Sequence[int], expected: Sequence[int], prompt: Sequen
 
 
 def next_logits(llm: LLM, tokens: Sequence[int]) -> torch.Tensor:
-    """(vocabulary,) float32: what the model itself says follows, in one plain pass."""
+    """(vocabulary,) float32: the logits after these tokens, from one plain pass of the model."""
     with torch.inference_mode():
         ids = torch.tensor([list(tokens)], device=llm.model.device)
         logits: torch.Tensor = llm.model(input_ids=ids).logits[0, -1].float()
@@ -42,10 +42,10 @@ def next_logits(llm: LLM, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def to_compare(records: Iterable[Record], comparable: set[str], greedy: bool) -> list[tuple[Record, Record]]:
-    """The answers that must be the baseline's and were not looked at yet, each with the baseline's.
+    """The answers that must equal the baseline's and were not compared yet, each with the baseline's.
 
-    Greedy answers of all contestants; sampled ones only of those that share the baseline's noise. Answers to another
-    prompt, in a dialogue that took another turn, cannot be compared.
+    Greedy answers of all contestants; sampled ones only of contestants that share the baseline's random numbers.
+    Answers in dialogues whose earlier turns differ have other prompts and are not compared.
     """
     records = list(records)
     plain = {record.key[1:]: record for record in records if record.kind == PLAIN}

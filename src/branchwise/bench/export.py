@@ -1,7 +1,6 @@
 """Records in the formats of others, so that their tools can read a run of ours.
 
-Each function takes the records of one contestant; `summary.by_contestant` parts them. What records do not hold is left
-out, never made up.
+Each function takes the records of one contestant (see `summary.by_contestant`). What records do not hold is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def spec_bench_lines(records: Sequence[Record]) -> list[str]:
 
     `wall_time` of an answer is its share of the clock of its batch. Records hold how many steps accepted so many
     tokens, but not in which order: `accept_lengths` has every length as often as it occurred, the longest first, which
-    is all that Spec-Bench's mean needs. It is empty where a contestant does not tell.
+    is all that Spec-Bench's mean needs. It is empty if the contestant does not report them.
     """
     _check(records)
     times = {id(record): spent for record, spent in zip(records, shares(records), strict=True)}
@@ -54,7 +53,7 @@ def spec_bench_lines(records: Sequence[Record]) -> list[str]:
 
 
 def accept_lengths(record: Record) -> list[int]:
-    """Tokens of every step, the target's own one included, the longest first; empty where the record does not tell.
+    """Tokens of every step, the target's own one included, the longest first; empty if the record does not say.
 
     Of the steps that accepted a node at depth d, those that accepted none at d + 1 accepted d tokens.
     """
@@ -69,7 +68,7 @@ def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
     """What `vllm bench serve --save-result` would write, in its words.
 
     A draft of vLLM is a step that had one, so steps without a draft do not lower its acceptance length, and its rates
-    per position are shares of all drafts. Rates are percentages there. Times of single tokens are not in records.
+    per position are shares of all drafts. Its rates are percentages. Records hold no times of single tokens.
     """
     _check(records)
     first, duration = records[0], sum(shares(records))
@@ -94,11 +93,11 @@ def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
-    told = [r for r in records if r.drafted_per_depth and r.drafted is not None and r.accepted is not None]
-    drafted, accepted = sum(r.drafted or 0 for r in told), sum(r.accepted or 0 for r in told)
+    known = [r for r in records if r.drafted_per_depth and r.drafted is not None and r.accepted is not None]
+    drafted, accepted = sum(r.drafted or 0 for r in known), sum(r.accepted or 0 for r in known)
     if not drafted:  # vLLM leaves the keys out too
         return {}
-    drafts = sum_per_depth(told, "drafted_per_depth")[0]
+    drafts = sum_per_depth(known, "drafted_per_depth")[0]
     return {
         "spec_decode_acceptance_rate": 100 * accepted / drafted,
         "spec_decode_acceptance_length": 1 + accepted / drafts,
@@ -106,42 +105,25 @@ def _vllm_speculation(records: Sequence[Record]) -> dict[str, Any]:
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": accepted,
         "spec_decode_per_position_acceptance_rates": [
-            taken / drafts for taken in sum_per_depth(told, "accepted_per_depth")
+            taken / drafts for taken in sum_per_depth(known, "accepted_per_depth")
         ],
     }
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """The summary for spreadsheets: a line for each contestant and category, absent numbers empty.
+    """The summary for spreadsheets: one line per contestant and category, missing numbers empty.
 
-    Acceptance at each depth stands in one cell, from the first depth on, between blanks.
+    The acceptance rates of all depths are in one cell, separated by blanks.
     """
     text = io.StringIO()
-    lines = csv.writer(text)
-    lines.writerow(CSV)
+    lines = csv.DictWriter(text, CSV, extrasaction="ignore")
+    lines.writeheader()
     for row in rows:
-        speed = row.speed_up
-        lines.writerow(
-            [
-                row.contestant,
-                row.kind,
-                row.category,
-                row.state,
-                row.requests,
-                row.tokens,
-                row.seconds,
-                row.tokens_per_second,
-                *((None,) * 3 if speed is None else (speed.value, speed.low, speed.high)),
-                row.mean_acceptance_length,
-                row.block_efficiency,
-                row.nodes_per_step,
-                row.draft_passes_per_step,
-                row.memory_bound_speed_up,
-                " ".join(f"{share:.4f}" for share in row.acceptance_per_depth),
-                row.accuracy,
-                row.output_length,
-            ]
-        )
+        ratio = row.speed_up
+        interval = (None, None, None) if ratio is None else (ratio.value, ratio.low, ratio.high)
+        speed = zip(("speed_up", "speed_up_low", "speed_up_high"), interval, strict=True)
+        depths = " ".join(f"{share:.4f}" for share in row.acceptance_per_depth)
+        lines.writerow(vars(row) | dict(speed) | {"acceptance_per_depth": depths})
     return text.getvalue()
 
 

@@ -1,13 +1,11 @@
-"""The figures of a report: what each shows, the sentence that says it in numbers, and the pixels, light and dark.
+"""The figures of a report: what each shows, a sentence that says it in numbers, and its pixels, light and dark.
 
-A figure is 3.8 inches wide, so that its letters can be read on a phone, where the page is about as wide. Colours are
-those of Okabe and Ito, which colour-blind people can tell apart; shapes of marks say the same again.
+A figure is 3.8 inches wide, about as wide as a phone, so that its text stays readable. The colours of Okabe and Ito
+can be distinguished by colour-blind people; the shapes of marks repeat them.
 """
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,45 +13,14 @@ from typing import TYPE_CHECKING, Any
 from branchwise.bench.metrics import OTHER, Ratio
 from branchwise.bench.records import PLAIN, STATES, Record
 from branchwise.bench.summary import ALL, Row, shown_ratio, summarise
-from branchwise.errors import UsageError
+from branchwise.plots import Theme, png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH = 3.8
-DPI = 200
 MARKS = "os^DvPX"
 TARGET = "target"
 """the source of the target's own tokens"""
-
-
-@dataclass(frozen=True)
-class Theme:
-    name: str
-    paper: str
-    ink: str
-    faint: str
-    neutral: str
-    """what is not a matter of taste: the baseline, the rest"""
-    colours: tuple[str, ...]
-
-
-LIGHT = Theme(
-    "light",
-    "#ffffff",
-    "#1f2328",
-    "#d8dde3",
-    "#7a828c",
-    ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
-)
-DARK = Theme(
-    "dark",
-    "#161b22",
-    "#e6edf3",
-    "#363d47",
-    "#9aa4b0",
-    ("#56b4e9", "#e69f00", "#2bc49a", "#e39ac4", "#f0e442", "#ff8a5c"),
-)
 
 
 @dataclass(frozen=True)
@@ -62,7 +29,7 @@ class Figure:
     """of the file, without its ending"""
     title: str
     finding: str
-    """what the picture shows, for those who do not see it"""
+    """what the picture shows, as its alternative text"""
     reading: str
     """how to read it"""
     height: float
@@ -95,41 +62,7 @@ def figures(
 
 
 def draw(figure: Figure, theme: Theme) -> bytes:
-    """The figure as a PNG, byte for byte the same for the same numbers."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise UsageError("A report needs matplotlib. Install it with: pip install 'branchwise[plot]'") from None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
-
-    style: dict[Any, Any] = {
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "text.parse_math": False,  # names may hold dollars
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.ink,
-        "axes.edgecolor": theme.neutral,
-        "xtick.color": theme.ink,
-        "ytick.color": theme.ink,
-    }
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a name in a script that the font does not have is drawn as boxes
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(style)
-        canvas = Canvas(figsize=(WIDTH, figure.height + 0.5), facecolor=theme.paper, layout="constrained")
-        axes = canvas.add_subplot(facecolor=theme.paper)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
-        figure.paint(axes, theme)
-        handles, labels = axes.get_legend_handles_labels()
-        if labels:
-            columns = 2 if max(map(len, labels)) > 9 else 3
-            canvas.set_figheight(figure.height + 0.5 + 0.2 * -(-len(labels) // columns))
-            canvas.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, columnspacing=1.2)
-        file = io.BytesIO()
-        FigureCanvasAgg(canvas).print_figure(file, format="png", dpi=DPI, metadata={"Software": None})
-    return file.getvalue()
+    return png(figure.height, figure.paint, theme)
 
 
 # ---- speed -------------------------------------------------------------------------------------------------------
@@ -137,17 +70,16 @@ def draw(figure: Figure, theme: Theme) -> bytes:
 
 def speed_up_by_category(rows: Sequence[Row]) -> Figure | Missing:
     title = "Speed-up by category"
-    told = [row for row in rows if row.speed_up is not None]
-    if not told:
+    values = {(row.contestant, row.category): row.speed_up for row in rows if row.speed_up is not None}
+    if not values:
         return Missing(title, "No contestant has requests that the baseline has done too.")
-    overall = [row for row in told if row.category == ALL]
-    values = {(row.contestant, row.category): row.speed_up for row in told}
     return Figure(
         "speed-up",
         title,
         _sentence(
-            f"{row.contestant} is {shown_ratio(row.speed_up)} times as fast as plain decoding{_range(row, told)}"
-            for row in overall
+            f"{name} is {shown_ratio(ratio)} times as fast as plain decoding{_range(name, values)}"
+            for (name, category), ratio in values.items()
+            if category == ALL
         ),
         "Time per token of plain decoding over that of the contestant, with 95 % intervals over prompts. "
         "Right of the line is faster.",
@@ -163,23 +95,19 @@ def cold_against_warm(records: Sequence[Record]) -> Figure | Missing:
         return Missing(title, f"All records are {only}; run the benchmark in the other state too to compare.")
     rows = {state: [row for row in summarise(own) if row.category == ALL] for state, own in states.items()}
     values = {(row.contestant, state): row.speed_up for state, found in rows.items() for row in found if row.speed_up}
-    both = [name for name in _names(rows["cold"]) if all((name, state) in values for state in STATES)]
-    if not both:
+    names = [name for name in _names(rows["cold"]) if all((name, state) in values for state in STATES)]
+    if not names:
         return Missing(title, "No contestant has a speed-up in both states.")
+    both = {key: ratio for key, ratio in values.items() if key[0] in names}
     return Figure(
         "cold-warm",
         title,
         _sentence(
             f"{name} goes from {shown_ratio(values[name, 'cold'])} cold to {shown_ratio(values[name, 'warm'])} warm"
-            for name in both
+            for name in names
         ),
         "Times as fast as plain decoding. Cold: the drafter is fresh for every prompt. Warm: it keeps what it saw.",
-        *_dots(
-            {key: ratio for key, ratio in values.items() if key[0] in both},
-            _names(records),
-            "times as fast as plain decoding",
-            reference=1.0,
-        ),
+        *_dots(both, _names(records), "times as fast as plain decoding", reference=1.0),
     )
 
 
@@ -188,20 +116,18 @@ def cold_against_warm(records: Sequence[Record]) -> Figure | Missing:
 
 def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
     title = "Acceptance by depth"
-    told = [row for row in rows if row.category == ALL and row.acceptance_per_depth]
-    if not told:
+    known = [row for row in rows if row.category == ALL and row.acceptance_per_depth]
+    if not known:
         return Missing(title, "No contestant says at which depth its drafts were accepted.")
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for row in told:
+        for row in known:
             depths = range(1, 1 + len(row.acceptance_per_depth))
             shares = [100 * share for share in row.acceptance_per_depth]
             axes.plot(depths, shares, markersize=4, linewidth=1.4, **_look(row.contestant, _names(rows), theme))
         axes.set_ylim(0, 100)
-        axes.set_xlabel("depth in the draft")
-        axes.set_ylabel("accepted, %")
         axes.locator_params(axis="x", integer=True)
-        axes.grid(color=theme.faint, linewidth=0.6)
+        _label(axes, theme, "depth in the draft", "accepted, %")
 
     def ends(row: Row) -> str:
         shares = row.acceptance_per_depth
@@ -211,8 +137,8 @@ def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
     return Figure(
         "acceptance-by-depth",
         title,
-        _sentence(map(ends, told)),
-        "Of the steps whose draft reached a depth, the share that accepted a token there.",
+        _sentence(map(ends, known)),
+        "Of the steps whose draft reached a depth, the share that accepted a token at it.",
         2.4,
         paint,
     )
@@ -220,32 +146,30 @@ def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
 
 def tokens_against_nodes(rows: Sequence[Row]) -> Figure | Missing:
     title = "Tokens per step against nodes scored"
-    told = [
+    known = [
         (row, row.nodes_per_step, row.block_efficiency)
         for row in rows
         if row.nodes_per_step is not None and row.block_efficiency is not None
     ]
-    if not any(nodes != 1 for _, nodes, _ in told):
+    if not any(nodes != 1 for _, nodes, _ in known):
         return Missing(title, "No contestant says how many nodes it drafted.")
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for row, nodes, efficiency in told:
+        for row, nodes, efficiency in known:
             look = _look(row.contestant, _names(rows), theme)
             whole = row.category == ALL
             look |= {"label": look["label"] if whole else None, "markersize": 8 if whole else 4, "linestyle": "none"}
             axes.plot(nodes, efficiency, alpha=1 if whole else 0.45, **look)
-        axes.set_xlabel("nodes scored per step")
-        axes.set_ylabel("tokens per step")
         axes.set_xlim(left=0)
         axes.margins(0.08)
-        axes.grid(color=theme.faint, linewidth=0.6)
+        _label(axes, theme, "nodes scored per step", "tokens per step")
 
     return Figure(
         "tokens-against-nodes",
         title,
         _sentence(
             f"{row.contestant} writes {efficiency:.2f} tokens per step and scores {nodes:.1f} nodes"
-            for row, nodes, efficiency in told
+            for row, nodes, efficiency in known
             if row.category == ALL
         ),
         "Large marks are over all prompts, small ones are single categories. Higher is more text per pass, further "
@@ -256,39 +180,26 @@ def tokens_against_nodes(rows: Sequence[Row]) -> Figure | Missing:
 
 
 def tokens_by_source(rows: Sequence[Row]) -> Figure | Missing:
-    title = "Tokens by source"
-    told = [row for row in rows if row.category == ALL and any(name != TARGET for name in row.tokens_by_source)]
-    if not told:
-        return Missing(title, "No contestant says who proposed its tokens.")
+    counts = {row.contestant: row.tokens_by_source for row in rows if row.category == ALL}
     parts = {
-        row.contestant: {
-            name: count / (sum(row.tokens_by_source.values()) or 1) for name, count in row.tokens_by_source.items()
-        }
-        for row in told
+        name: {source: count / (sum(own.values()) or 1) for source, count in own.items()}
+        for name, own in counts.items()
+        if any(source != TARGET for source in own)
     }
-    names = [name for name in dict.fromkeys(name for part in parts.values() for name in part) if name != TARGET]
-    return Figure(
-        "tokens-by-source",
-        title,
-        _sentence(f"{name} has {_largest(part)}" for name, part in parts.items()),
-        "Who proposed the tokens that were emitted; “target” are the model's own.",
-        *_bars(parts, [*names, TARGET], TARGET, "share of tokens, %"),
-    )
+    reading = "Who proposed the tokens that were emitted; “target” are the model's own."
+    title = "Tokens by source"
+    if not parts:
+        return Missing(title, "No contestant says who proposed its tokens.")
+    return _bars("tokens-by-source", title, "has", reading, parts, TARGET, "share of tokens, %")
 
 
 def time_by_phase(rows: Sequence[Row]) -> Figure | Missing:
-    title = "Share of time by phase"
     parts = {row.contestant: row.phase_shares for row in rows if row.category == ALL and row.phase_shares}
+    reading = "Wall clock of all requests; “other” is what no phase has booked."
+    title = "Share of time by phase"
     if not parts:
         return Missing(title, "No contestant says where its time went.")
-    names = [name for name in dict.fromkeys(name for part in parts.values() for name in part) if name != OTHER]
-    return Figure(
-        "time-by-phase",
-        title,
-        _sentence(f"{name} spends {_largest(part)}" for name, part in parts.items()),
-        "Wall clock of all requests; “other” is what no phase has booked.",
-        *_bars(parts, [*names, OTHER], OTHER, "share of time, %"),
-    )
+    return _bars("time-by-phase", title, "spends", reading, parts, OTHER, "share of time, %")
 
 
 # ---- the rest ----------------------------------------------------------------------------------------------------
@@ -296,14 +207,14 @@ def time_by_phase(rows: Sequence[Row]) -> Figure | Missing:
 
 def accuracy_by_category(rows: Sequence[Row]) -> Figure | Missing:
     title = "Accuracy by category"
-    told = [row for row in rows if row.accuracy is not None]
-    if not told:
+    known = [row for row in rows if row.accuracy is not None]
+    if not known:
         return Missing(title, "No item of these records has a checker.")
-    values = {(row.contestant, row.category): Ratio(100 * (row.accuracy or 0), None, None, 1) for row in told}
+    values = {(row.contestant, row.category): Ratio(100 * (row.accuracy or 0), None, None, 1) for row in known}
     return Figure(
         "accuracy",
         title,
-        _sentence(f"{row.contestant} answers {row.accuracy:.1%} right" for row in told if row.category == ALL),
+        _sentence(f"{row.contestant} answers {row.accuracy:.1%} right" for row in known if row.category == ALL),
         "The share of right answers among those that could be checked. Lossless methods answer as plain decoding does.",
         *_dots(values, _names(rows), "right answers, %", reference=None),
     )
@@ -321,9 +232,7 @@ def scoring_cost(costs: Sequence[Mapping[str, Any]]) -> Figure | Missing:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("nodes scored in one pass")
-        axes.set_ylabel("milliseconds")
-        axes.grid(color=theme.faint, linewidth=0.6)
+        _label(axes, theme, "nodes scored in one pass", "milliseconds")
 
     (least, first), (most, last) = points[0], points[-1]
     return Figure(
@@ -344,13 +253,13 @@ Drawing = tuple[float, Callable[["Axes", Theme], None]]
 
 
 def _dots(
-    values: Mapping[tuple[str, str], Ratio | None], names: Sequence[str], label: str, reference: float | None
+    values: Mapping[tuple[str, str], Ratio], names: Sequence[str], label: str, reference: float | None
 ) -> Drawing:
     """A line for each place (a category, a state), and in it a mark with its interval for each contestant."""
     own = [name for name in names if any(key[0] == name for key in values)]
     places = list(dict.fromkeys(place for _, place in values))
     if len(places) == 2 and ALL in places:
-        places = [ALL]  # a single category is all there is
+        places = [ALL]  # the only category is the same as all
     band = len(own) + 0.6
 
     def paint(axes: Axes, theme: Theme) -> None:
@@ -365,14 +274,9 @@ def _dots(
                 axes.plot([low, high], [y, y], color=look["color"], linewidth=1.6, solid_capstyle="round")
                 axes.plot(ratio.value, y, markersize=6, **look)
                 look["label"] = None
-                axes.annotate(
-                    f"{ratio.value:.2f}" if reference is not None else f"{ratio.value:.0f}",
-                    (high, y),
-                    xytext=(6, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=8,
-                )
+                text = f"{ratio.value:.2f}" if reference is not None else f"{ratio.value:.0f}"
+                beside: Any = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+                axes.annotate(text, (high, y), **beside)
         if reference is not None:
             axes.axvline(reference, color=theme.neutral, linewidth=1, linestyle="--", zorder=0)
         for number in range(1, len(places)):
@@ -389,37 +293,40 @@ def _dots(
     return max(0.7, 0.19 * band * len(places)), paint
 
 
-def _bars(parts: Mapping[str, Mapping[str, float]], names: Sequence[str], neutral: str, label: str) -> Drawing:
-    """A bar of 100 % for each contestant, its name above it."""
+def _bars(
+    name: str, title: str, verb: str, reading: str, parts: Mapping[str, Mapping[str, float]], neutral: str, label: str
+) -> Figure:
+    """A bar of 100 % for each contestant, its name above it; the neutral part comes last and is grey."""
+    names = [part for part in dict.fromkeys(part for own in parts.values() for part in own) if part != neutral]
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for place, name in enumerate(names):
-            colour = theme.neutral if name == neutral else theme.colours[place % len(theme.colours)]
-            starts = [100 * sum(part.get(before, 0.0) for before in names[:place]) for part in parts.values()]
-            widths = [100 * part.get(name, 0.0) for part in parts.values()]
-            axes.barh(
-                range(len(parts)),
-                widths,
-                left=starts,
-                height=0.5,
-                color=colour,
-                label=_short(name),
-                edgecolor=theme.paper,
-            )
+        starts = [0.0] * len(parts)
+        for place, part in enumerate([*names, neutral]):
+            colour = theme.neutral if part == neutral else theme.colours[place % len(theme.colours)]
+            widths = [100 * own.get(part, 0.0) for own in parts.values()]
+            bars: Any = {"height": 0.5, "color": colour, "label": _short(part), "edgecolor": theme.paper}
+            axes.barh(range(len(parts)), widths, left=starts, **bars)
             for line, (start, width) in enumerate(zip(starts, widths, strict=True)):
                 if width >= 9:
-                    axes.text(
-                        start + width / 2, line, f"{width:.0f}", ha="center", va="center", color=_on(colour), fontsize=8
-                    )
-        for line, name in enumerate(parts):
-            axes.text(0, line - 0.3, _short(name, 44), va="bottom")
+                    look: Any = {"ha": "center", "va": "center", "color": _on(colour), "fontsize": 8}
+                    axes.text(start + width / 2, line, f"{width:.0f}", **look)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        for line, contestant in enumerate(parts):
+            axes.text(0, line - 0.3, _short(contestant, 44), va="bottom")
         axes.set_ylim(len(parts) - 0.6, -0.75)
         axes.set_xlim(0, 100)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(label)
 
-    return 0.5 * len(parts) + 0.1, paint
+    finding = _sentence(f"{contestant} {verb} {_largest(own)}" for contestant, own in parts.items())
+    return Figure(name, title, finding, reading, 0.5 * len(parts) + 0.1, paint)
+
+
+def _label(axes: Axes, theme: Theme, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color=theme.faint, linewidth=0.6)
 
 
 def _look(name: str, names: Sequence[str], theme: Theme) -> dict[str, Any]:
@@ -457,17 +364,13 @@ def _sentence(clauses: Iterable[str], most: int = 5) -> str:
     return "; ".join(found[:most]) + rest + "."
 
 
-def _range(row: Row, told: Sequence[Row]) -> str:
-    """Where a contestant is best and where it is worst."""
-    own = [
-        (other.speed_up.value, other.category)
-        for other in told
-        if other.contestant == row.contestant and other.category != ALL and other.speed_up
-    ]
+def _range(name: str, values: Mapping[tuple[str, str], Ratio]) -> str:
+    """The categories in which a contestant is slowest and fastest, if there are several."""
+    own = [(ratio.value, category) for (other, category), ratio in values.items() if other == name and category != ALL]
     if len(own) < 2:
         return ""
-    (worst, where), (best, there) = min(own), max(own)
-    return f", from {worst:.2f} in {where} to {best:.2f} in {there}"
+    (least, slow), (most, fast) = min(own), max(own)
+    return f", from {least:.2f} in {slow} to {most:.2f} in {fast}"
 
 
 def _largest(part: Mapping[str, float]) -> str:

@@ -1,9 +1,9 @@
-"""What records say: each number is defined here once, and everything that shows a number asks for it here.
+"""Metrics: every number of a benchmark is defined here once.
 
-A function takes the records of one contestant and leaves out those that cannot tell; where none can, the answer is
-None. `seconds` of a record is the clock of its whole group, so it is counted once for the group. Where `records` are
-only a part of the groups, as the records of one category may be, `among` holds them all, and a request answers for its
-equal share of the clock.
+A function takes the records of one contestant and skips those without the needed values; it returns None if all are
+skipped. `seconds` of a record is the time of its whole group, so it counts once per group. If `records` are only a part
+of their groups, such as the records of one category, `among` holds all records, and a request gets an equal share of
+the time of its group.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from branchwise.bench.records import PEER, Difference, Key, Record
 from branchwise.engine.stats import PHASES
 
 OTHER = "other"
-"""the phase of the time that no phase has"""
+"""the time that belongs to no phase"""
 DRAWS = 4000
 """of the bootstrap"""
 FEWEST = 3
-"""with fewer items there is no interval: a bootstrap of two can reach no further than the two themselves"""
+"""items; with fewer there is no interval, since a bootstrap cannot leave the range of its items"""
 
 
 # ---- time --------------------------------------------------------------------------------------------------------
 
 
 class Group(NamedTuple):
-    """Requests that ran together. The state is a part of it, since cold and warm runs may be read together."""
+    """Requests that ran together, in one state, since cold and warm runs may be read together."""
 
     contestant: str
     state: str
@@ -46,7 +46,7 @@ def group_of(record: Record) -> Group:
 
 
 def group_sizes(records: Iterable[Record]) -> dict[Group, int]:
-    """How many items each group has; an item counts once, also where files of several runs are read together."""
+    """How many items each group has; an item counts once, even if files of several runs are read together."""
     items: dict[Group, set[str]] = {}
     for record in records:
         items.setdefault(group_of(record), set()).add(record.item)
@@ -54,21 +54,21 @@ def group_sizes(records: Iterable[Record]) -> dict[Group, int]:
 
 
 def shares(records: Sequence[Record], among: Sequence[Record] | None = None) -> list[float]:
-    """The seconds that each request answers for: an equal share of its group's clock."""
+    """The seconds of each request: an equal share of the time of its group."""
     sizes = group_sizes(records if among is None else among)
     return [record.seconds / sizes[group_of(record)] for record in records]
 
 
 def tokens_per_second(records: Sequence[Record], among: Sequence[Record] | None = None) -> float | None:
-    """Emitted tokens over the clocks of all groups, prefill included."""
+    """Emitted tokens over the time of all groups, prefill included."""
     return _over(sum(record.tokens for record in records), sum(shares(records, among)))
 
 
 def phase_shares(records: Sequence[Record], among: Sequence[Record] | None = None) -> dict[str, float] | None:
-    """Where the time went: shares that sum to 1, with `other` for what no phase has.
+    """Shares of the time by phase, which sum to 1, with `other` for the rest.
 
-    In our engine the requests of a group are prefilled one after another and then step together: a prefill is a
-    request's own, and of the other phases the request that ran longest has seen all. A peer does all at once.
+    In our engine the requests of a group are prefilled one after another and then step together: a prefill belongs to
+    one request, and the request that ran longest has the whole time of the other phases. A peer does all at once.
     """
     among = records if among is None else among
     sizes = group_sizes(among)
@@ -77,16 +77,16 @@ def phase_shares(records: Sequence[Record], among: Sequence[Record] | None = Non
         longest = seen.setdefault((group_of(record), record.seconds), {})
         for name, spent in record.phases.items():
             longest[name] = max(spent, longest.get(name, 0.0))
-    told = [record for record in records if record.phases]
+    timed = [record for record in records if record.phases]
     sums: dict[str, float] = {}
-    for record in told:
+    for record in timed:
         for name, longest_spent in seen[group_of(record), record.seconds].items():
             alone = name == "prefill" and record.kind != PEER
             own = record.phases.get(name, 0.0) if alone else longest_spent / sizes[group_of(record)]
             sums[name] = sums.get(name, 0.0) + own
     if not any(sums.values()):
         return None
-    sums[OTHER] = max(0.0, sum(shares(told, among)) - sum(sums.values()))
+    sums[OTHER] = max(0.0, sum(shares(timed, among)) - sum(sums.values()))
     whole = sum(sums.values())
     order = ("prefill", *PHASES, *(name for name in sums if name not in ("prefill", *PHASES, OTHER)), OTHER)
     return {name: sums[name] / whole for name in order if name in sums}
@@ -103,7 +103,7 @@ class Ratio:
     low: float | None
     high: float | None
     units: int
-    """items, or batches of items, that it rests on; with one there is no interval"""
+    """items, or batches of items, in the sample"""
 
 
 def speed_up(
@@ -115,10 +115,11 @@ def speed_up(
 ) -> Ratio | None:
     """The baseline's time per token over the contestant's, on the requests that both have done.
 
-    The interval is a bootstrap over items, because prompts differ more than rounds do. Items of one batch share a clock
-    and are drawn together. Its quantiles are widened for small samples (Hesterberg, What Teachers Should Know About the
-    Bootstrap, 2015: the expanded percentile interval), without which a few items would give intervals that are far
-    too short. Where speed-ups are skewed, 8 items still cover 92 %, and 30 items 94 %; the tests simulate it.
+    The interval is a bootstrap over items, because prompts differ more than rounds do. Items of one batch share their
+    time and are drawn together. Its quantiles are widened for small samples (Hesterberg, What Teachers Should Know
+    About the Bootstrap, 2015: the expanded percentile interval); without that, intervals over a few items would be far
+    too short. With skewed speed-ups, intervals over 8 items still cover 92 %, over 30 items 94 %; the tests simulate
+    it.
     """
     among = [*records, *baseline] if among is None else among
     both = {_asked(record) for record in records} & {_asked(record) for record in baseline}
@@ -147,12 +148,12 @@ def _ratio(sums: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
 
 
 def _asked(record: Record) -> tuple[str, int, int, str]:
-    """What two contestants must share to be compared; runs in different states have clocks of their own."""
+    """What two requests must share to be compared."""
     return record.item, record.turn, record.round, record.state
 
 
 def _units(records: Iterable[Record]) -> dict[str, int]:
-    """A number for each item, the same for items that ever ran in one group."""
+    """A number for each item, equal for items that ever ran in one group."""
     leader: dict[str, str] = {}
 
     def lead(item: str) -> str:
@@ -175,13 +176,13 @@ def _over(above: float, below: float) -> float | None:
 
 
 def _per_step(records: Sequence[Record], count: Callable[[Record], int | None]) -> float | None:
-    """The sum of a count over the sum of steps, of the records that have both."""
-    told = [(counted, record.steps) for record in records if (counted := count(record)) is not None and record.steps]
-    return _over(sum(counted for counted, _ in told), sum(steps for _, steps in told))
+    """The sum of a count over the sum of steps, for records that have both."""
+    known = [(counted, record.steps) for record in records if (counted := count(record)) is not None and record.steps]
+    return _over(sum(counted for counted, _ in known), sum(steps for _, steps in known))
 
 
 def mean_acceptance_length(records: Sequence[Record]) -> float | None:
-    """1 + accepted drafts per step: what vLLM calls so. The last step counts whole where a text ends within it."""
+    """1 + accepted drafts per step, as in vLLM. A last step in which the text ends counts whole."""
     accepted = _per_step(records, lambda record: record.accepted)
     return None if accepted is None else 1 + accepted
 
@@ -192,7 +193,7 @@ def block_efficiency(records: Sequence[Record]) -> float | None:
 
 
 def nodes_per_step(records: Sequence[Record]) -> float | None:
-    """What a pass of the target scores for one text: the drafted nodes and the root."""
+    """Nodes that a pass of the target scores for one text: the drafted ones and the root."""
     drafted = _per_step(records, lambda record: record.drafted)
     return None if drafted is None else 1 + drafted
 
@@ -206,9 +207,9 @@ def draft_passes_per_step(records: Sequence[Record]) -> float | None:
 
 
 def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | None]) -> float | None:
-    """In our engine a pass serves all texts of a group, which has the passes and steps of the text that ran longest.
+    """In our engine a pass serves all texts of a group, so a group has the passes and steps of its longest text.
 
-    A peer that tells of passes writes the texts of a group one after another.
+    A peer that reports passes writes the texts of a group one after another.
     """
     longest: dict[tuple[Group, float], tuple[int, int]] = {}
     for record in records:
@@ -223,8 +224,8 @@ def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | 
 def memory_bound_speed_up(records: Sequence[Record], draft_cost: float | None = None) -> float | None:
     """MBSU, the speed-up if time were bytes read: block efficiency / (1 + draft cost · draft passes per step).
 
-    `draft_cost` is the bytes of the draft model over those of the target, by default as the records tell it. It is not
-    needed where no draft model runs.
+    `draft_cost` is the bytes of the draft model over those of the target, by default from the records. It is not needed
+    without a draft model.
     """
     efficiency, passes = block_efficiency(records), draft_passes_per_step(records)
     if draft_cost is None:
@@ -235,20 +236,20 @@ def memory_bound_speed_up(records: Sequence[Record], draft_cost: float | None = 
 
 
 def acceptance_per_depth(records: Sequence[Record]) -> tuple[float, ...]:
-    """Of the steps whose tree reached a depth, the share that accepted a node there; index d - 1 is depth d."""
+    """Of the steps whose tree reached a depth, the share that accepted a node at it; index d - 1 is depth d."""
     drafted, accepted = (sum_per_depth(records, name) for name in ("drafted_per_depth", "accepted_per_depth"))
     pairs = takewhile(lambda pair: pair[0], zip_longest(drafted, accepted, fillvalue=0))
     return tuple(taken / reached for reached, taken in pairs)
 
 
 def sum_per_depth(records: Sequence[Record], field: str) -> list[int]:
-    """Counts per depth, summed; a record that never went so deep counts nothing there."""
+    """Counts per depth, summed over records."""
     rows = [getattr(record, field) for record in records]
     return [sum(row[depth] for row in rows if depth < len(row)) for depth in range(max(map(len, rows), default=0))]
 
 
 def tokens_by_source(records: Sequence[Record]) -> dict[str, int]:
-    """Emitted tokens by who proposed them, the largest first."""
+    """Emitted tokens by drafter, the largest count first."""
     counts: Counter[str] = Counter()
     for record in records:
         counts.update(record.by_source)
@@ -265,11 +266,11 @@ class Equality:
     compared: int
     equal: int
     differences: tuple[tuple[Key, Difference], ...]
-    """where each of the others parts from it"""
+    """the first difference of each of the others"""
 
     @property
     def max_gap(self) -> float | None:
-        """The widest gap between the target's logits at a first difference: near 0 for a near-tie."""
+        """The widest gap between the target's logits at a first difference; near 0 for a near-tie."""
         return max((found.gap for _, found in self.differences if found.gap is not None), default=None)
 
 
@@ -293,7 +294,7 @@ def output_length(records: Sequence[Record]) -> float | None:
 
 
 def repeat_rate(records: Sequence[Record], size: int = 4) -> float | None:
-    """The share of an answer's runs of four tokens that it had written before: high where a model loops."""
+    """The share of an answer's 4-grams that occurred earlier in it; high if the model loops."""
     seen = new = 0
     for record in records:
         runs = max(0, len(record.ids) - size + 1)

@@ -18,10 +18,10 @@ from branchwise.methods import Method
 
 
 class Ours:
-    """One method on a loaded model. Contestants of one model take turns on its weights and its cache."""
+    """One method on a loaded model. Contestants of one model share its weights and its KV cache."""
 
     def __init__(self, llm: LLM, method: Method, most: Budget | None = None) -> None:
-        """`most` bounds every tree, where methods are compared at an equal budget or depth."""
+        """`most` bounds every tree, to compare methods at an equal budget or depth."""
         self.name = method.name
         self.kind = PLAIN if method == PLAIN_METHOD else METHOD
         self.comparable = method.verify == "match"
@@ -33,7 +33,7 @@ class Ours:
     def forget(self) -> None:
         drafter, verifier = self._method.build()
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most)
-        self.learns = bool(getattr(drafter, "learns", False))
+        self.learns = drafter.learns
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
         requests = [
@@ -52,7 +52,7 @@ class Ours:
             for prompt, seed in zip(prompts, asked.seeds, strict=True)
         ]
         engine = self._engine
-        passes = getattr(engine.drafter, "passes", 0)
+        passes = engine.drafter.passes
         start = synchronized(engine.target.device)
         generations: list[Generation] = []
         try:
@@ -63,7 +63,7 @@ class Ours:
             for generation in generations:
                 engine.cancel(generation)
         seconds = synchronized(engine.target.device) - start
-        drafted = getattr(engine.drafter, "passes", 0) - passes
+        drafted = engine.drafter.passes - passes
         return [self._answer(generation, seconds, drafted) for generation in generations]
 
     def _answer(self, generation: Generation, seconds: float, draft_passes: int) -> Answer:
@@ -84,13 +84,13 @@ class Ours:
             by_source=sources,
             target_passes=stats.steps,
             draft_passes=draft_passes,
-            draft_cost=getattr(self._engine.drafter, "cost", None),
+            draft_cost=self._engine.drafter.cost,
             phases={"prefill": stats.prefill_seconds, **stats.seconds},
         )
 
 
 def synchronized(device: torch.device) -> float:
-    """The time when everything that was asked of a device is done."""
+    """The time when a device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,23 +1,24 @@
 """Problems of five kinds, with answers that can be checked.
 
-The data sets of StyleBench (Guo et al., 2025, arXiv 2509.20868) were not to be had, so the problems are our own;
-a task whose name ends in "-like" is a SUBSTITUTE, and its numbers are not numbers of the set it is named after:
+The data sets of StyleBench (Guo et al., 2025, arXiv 2509.20868) were not available, so the problems are our own;
+a task whose name ends in "-like" is a SUBSTITUTE, and results on it are not results on the set it is named after:
 
-    gsm8k               real, where a file of it is given
-    gsm8k-like          word problems from templates, in its place where none is
-    aime-like           number theory and counting from templates, with whole answers from 0 to 999
-    game24              real: four numbers of 1 to 13 that make 24, found by enumeration
+    gsm8k               real, if a file of it is given
+    gsm8k-like          word problems from templates; used if no file is given
+    aime-like           number theory and counting from templates, with integer answers from 0 to 999
+    game24              real: four numbers from 1 to 13 that make 24, found by enumeration
     commonsense-like    five options, from a small table of everyday facts
     logic-like          four options: syllogisms and orders
 
-A template draws a problem from the random numbers it is given; answers are calculated, never written down.
+Templates and facts are in data/problems.jsonl; answers are calculated, never stored.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -25,15 +26,15 @@ from pathlib import Path
 from random import Random
 
 from branchwise.bench.answers import LetterIs, Makes24, NumberIs
-from branchwise.bench.prompts import read_items
+from branchwise.bench.prompts import read_data, read_items
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
 
 TASKS = ("gsm8k", "gsm8k-like", "aime-like", "game24", "commonsense-like", "logic-like")
 MOST_PROBLEMS = 500
-"""of a task: as many as the paper asks, and every template has as many different ones to give"""
+"""per task, as in the paper; every template can make as many different ones"""
 SHOWN = {(1, 2, 3, 4), (2, 5, 7, 8), (2, 6, 7, 12), (2, 9, 10, 12), (3, 3, 3, 8), (3, 5, 7, 9), (4, 4, 6, 8)}
-"""hands of 24 that the worked examples of the styles solve; they are never asked"""
+"""hands that the worked examples solve; they are never asked"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Problem:
 
 
 def problems(task: str, count: int, seed: int = 0, gsm8k: Path | None = None) -> list[Problem]:
-    """Different problems of a task; the first of many are those of few. `gsm8k` is needed for that task alone."""
+    """Different problems of a task; a larger count only adds problems. Only the task gsm8k needs a file."""
     if not 1 <= count <= MOST_PROBLEMS:
         raise UsageError(f"The problems of a task must be from 1 to {MOST_PROBLEMS}, not {count}.")
     random = Random(f"{seed}/{task}")  # a text, so that tasks do not share their draws
@@ -89,6 +90,13 @@ def _choice(task: str, question: str, right: str, wrong: Sequence[str], random: 
     return Problem(task, "\n".join([question, *lines]), gold, LetterIs(gold, letters))
 
 
+_DATA = read_data("problems.jsonl")
+_WORD_PROBLEMS, _COMPETITION = (
+    [line for line in _DATA if line.get("task") == task] for task in ("gsm8k-like", "aime-like")
+)
+_PLACES: dict[str, list[str]] = {line["place"]: line["things"] for line in _DATA if "place" in line}
+_USES: dict[str, str] = {line["thing"]: line["use"] for line in _DATA if "use" in line}
+"""everyday facts: each thing fits its own place or use and none of the others"""
 _PEOPLE = ("Ada", "Bruno", "Chloe", "Dario", "Elif", "Femi", "Greta", "Hugo", "Ines", "Jonas")
 
 
@@ -96,115 +104,34 @@ def _word_problem(random: Random) -> Problem:
     a, b, c = (random.randint(3, 19) for _ in range(3))
     small, big = random.randint(2, 9), random.randint(30, 90)
     one, two, three = random.sample(_PEOPLE, 3)
-    question, value = random.choice(
-        [
-            (
-                (
-                    f"{one} buys {a} pencils at {small} coins each and {b} folders at {c} coins each, and pays with "
-                    f"1000 coins. How many coins does {one} get back?"
-                ),
-                1000 - a * small - b * c,
-            ),
-            (
-                (
-                    f"{one} reads {a} pages on every day from Monday to Friday and {b} pages on each day of the "
-                    f"weekend. How many pages does {one} read in {small} weeks?"
-                ),
-                small * (5 * a + 2 * b),
-            ),
-            (
-                (
-                    f"A baker bakes {small * a + b} rolls. {b} of them burn, and the others go into bags of {small}. "
-                    "How many bags are filled?"
-                ),
-                a,
-            ),
-            (
-                (
-                    f"A train runs for {small} hours at {big} kilometres an hour, and then for {a} hours at {big + c} "
-                    "kilometres an hour. How many kilometres does it run?"
-                ),
-                small * big + a * (big + c),
-            ),
-            (
-                (
-                    f"{one} has {a} stamps. {two} has {small} times as many as {one}, and {three} has {b} more than "
-                    f"{two}. How many stamps do the three have together?"
-                ),
-                a + 2 * small * a + b,
-            ),
-            (
-                (
-                    f"{one} saves {2 * a} coins a week for {b} weeks, spends half of them on a lamp, and then finds "
-                    f"{c} coins. How many coins does {one} have?"
-                ),
-                a * b + c,
-            ),
-            (
-                (
-                    f"{a} hives give {big} jars of honey each. {one} keeps {b} jars and sells the others at {small} "
-                    f"coins a jar. How many coins does {one} earn?"
-                ),
-                (a * big - b) * small,
-            ),
-            (
-                (
-                    f"A hall has {a} rows of {big} seats. On Friday {b} seats stay empty, and on Saturday {c} more "
-                    "than on Friday. How many seats are taken on the two evenings together?"
-                ),
-                2 * a * big - 2 * b - c,
-            ),
-        ]
-    )
-    return _number("gsm8k-like", question, value)
+    values = {"a": a, "b": b, "c": c, "small": small, "big": big, "one": one, "two": two, "three": three}
+    return _number("gsm8k-like", *_calculated(random.choice(_WORD_PROBLEMS), values))
 
 
 def _competition(random: Random) -> Problem:
     a, b = random.sample(range(3, 30), 2)
     n, m = random.randint(100, 999), random.randint(50, 999)
     p, q, r = (random.randint(2, 7) for _ in range(3))
-    question, value = random.choice(
-        [
-            (f"What is the remainder when {a}^{n} is divided by {m}?", pow(a, n, m)),
-            (
-                f"How many whole numbers from 1 to {n} are divisible by {a} or by {b}, but not by both?",
-                sum((k % a == 0) != (k % b == 0) for k in range(1, n + 1)),
-            ),
-            (f"What is the greatest common divisor of {n * a * p} and {n * b * q}?", math.gcd(n * a * p, n * b * q)),
-            (
-                f"How many positive divisors of 2^{p} * 3^{q} * 5^{r} are divisible by 6?",
-                sum(i > 0 and j > 0 for i in range(p + 1) for j in range(q + 1) for _ in range(r + 1)),
-            ),
-            (
-                (
-                    f"A walk leads from (0, 0) through ({p}, {q}) to ({p + r}, {q + r}) by steps of length 1 to the "
-                    "right or up. What is the remainder when the number of such walks is divided by 1000?"
-                ),
-                math.comb(p + q, p) * math.comb(2 * r, r) % 1000,
-            ),
-            (
-                (
-                    f"A sequence begins with {a} and {b}, and each further term is the sum of the two terms before it "
-                    f"plus {p}. What is the remainder when its term number {m} is divided by 1000?"
-                ),
-                _term(a, b, p, m) % 1000,
-            ),
-            (f"In how many zeros does the product of all whole numbers from 1 to {n} end?", _zeros(n)),
-        ]
-    )
+    values = {"a": a, "b": b, "n": n, "m": m, "p": p, "q": q, "r": r}
+    question, value = _calculated(random.choice(_COMPETITION), values)
     if value > 999:
         return _competition(random)
     return _number("aime-like", f"{question} The answer is a whole number from 0 to 999.", value)
+
+
+def _calculated(template: Mapping[str, str], values: Mapping[str, object]) -> tuple[str, int]:
+    """The question with its expressions in braces filled in, and the answer. Templates are part of the package, so
+    that evaluating them runs no foreign code."""
+    functions = {"comb": math.comb, "gcd": math.gcd, "lcm": math.lcm, "pow": pow, "term": _term}
+    known = {"__builtins__": {}, **functions, **values}
+    question = re.sub(r"\{(.+?)\}", lambda found: str(eval(found[1], known)), template["question"])
+    return question, int(eval(template["answer"], known))
 
 
 def _term(first: int, second: int, plus: int, number: int) -> int:
     for _ in range(number - 1):
         first, second = second, (first + second + plus) % 1000
     return first
-
-
-def _zeros(n: int) -> int:
-    return sum(n // 5**k for k in range(1, 6))
 
 
 def _games(count: int, random: Random) -> list[Problem]:
@@ -220,7 +147,7 @@ def _games(count: int, random: Random) -> list[Problem]:
 
 
 def _solution(numbers: tuple[int, ...]) -> str | None:
-    """An expression of the numbers that is 24. Only the last operation is sought; its sides are known by heart."""
+    """An expression of the numbers that is 24: a search for its last operation, whose sides have cached values."""
     for chosen, others in _splits(numbers):
         known = _reachable(others)
         for x, left in _reachable(chosen).items():
@@ -237,7 +164,7 @@ def _solution(numbers: tuple[int, ...]) -> str | None:
 
 @cache
 def _reachable(numbers: tuple[int, ...]) -> dict[Fraction, str]:
-    """Every value that an expression of all the numbers can have, with one that has it."""
+    """Every value of an expression of all the numbers, with one such expression."""
     if len(numbers) == 1:
         return {Fraction(numbers[0]): str(numbers[0])}
     found: dict[Fraction, str] = {}
@@ -257,41 +184,6 @@ def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[i
         for places in itertools.combinations(range(len(numbers)), size):
             chosen = tuple(numbers[place] for place in places)
             yield chosen, tuple(number for place, number in enumerate(numbers) if place not in places)
-
-
-_PLACES = {
-    "a kitchen": ("a frying pan", "a rolling pin", "a whisk"),
-    "a bedroom": ("a mattress", "a duvet", "a bedside lamp"),
-    "a farm": ("a tractor", "a haystack", "a herd of cows"),
-    "an airport": ("a runway", "a control tower", "a boarding gate"),
-    "a hospital": ("an operating table", "a stretcher", "an X-ray machine"),
-    "a harbour": ("a fishing boat", "a cargo ship", "an anchor chain"),
-    "a library": ("a shelf of novels", "a catalogue of books", "a reading room"),
-    "a garage": ("a car jack", "a spare tyre", "a can of engine oil"),
-    "a theatre": ("a stage curtain", "an orchestra pit", "a row of actors"),
-    "a classroom": ("a blackboard", "a piece of chalk", "a row of pupils"),
-    "a swimming pool": ("a diving board", "a lane rope", "a swimming coach"),
-    "a zoo": ("a lion's cage", "a monkey house", "a penguin basin"),
-}
-_USES = {
-    "a hammer": "driving a nail into a wall",
-    "an umbrella": "staying dry in the rain",
-    "a needle": "sewing on a button",
-    "a broom": "sweeping the floor",
-    "a ladder": "reaching a roof",
-    "a thermometer": "measuring a fever",
-    "a spade": "digging a hole",
-    "a kettle": "boiling water",
-    "a razor": "shaving a beard",
-    "a stamp": "posting a letter",
-    "a candle": "lighting a dark room",
-    "a saw": "cutting a plank",
-    "a comb": "tidying hair",
-    "an alarm clock": "waking up in time",
-    "a bandage": "covering a wound",
-    "a corkscrew": "opening a bottle of wine",
-}
-"""facts of our own: each thing fits its own place or use and none of the others"""
 
 
 def _thing_in_place(random: Random) -> Problem:
@@ -317,16 +209,16 @@ def _order(random: Random) -> Problem:
         [("taller", "shorter", "tallest"), ("older", "younger", "oldest"), ("faster", "slower", "fastest")]
     )
     people = random.sample(_PEOPLE, 5)
-    told = [
+    stated = [
         f"{x} is {more} than {y}." if random.random() < 0.5 else f"{y} is {less} than {x}."
         for x, y in itertools.pairwise(people)
     ]
-    random.shuffle(told)
+    random.shuffle(stated)
     place = random.randrange(5)
     right = people.pop(place)
     rank = ("", "second ", "third ", "fourth ", "fifth ")[place]
     wrong = random.sample(people, 3)
-    return _choice("logic-like", f"{' '.join(told)} Who is the {rank}{most} of the five?", right, wrong, random)
+    return _choice("logic-like", f"{' '.join(stated)} Who is the {rank}{most} of the five?", right, wrong, random)
 
 
 _SAYINGS = ("All {} are {}.", "No {} are {}.", "Some {} are {}.", "Some {} are not {}.")
@@ -338,20 +230,20 @@ Saying = tuple[int, int, int]
 def _syllogism(random: Random) -> Problem:
     premises, follows, does_not = random.choice(_syllogisms())
     classes = random.sample(_CLASSES, 3)
-    told, right, *wrong = (
+    stated, right, *wrong = (
         [_SAYINGS[kind].format(classes[x], classes[y]) for kind, x, y in sayings]
         for sayings in (premises, [random.choice(follows)], random.sample(does_not, 3))
     )
-    return _choice("logic-like", f"{' '.join(told)} Which of these must be true?", right[0], wrong[0], random)
+    return _choice("logic-like", f"{' '.join(stated)} Which of these must be true?", right[0], wrong[0], random)
 
 
 @cache
 def _syllogisms() -> list[tuple[list[Saying], list[Saying], list[Saying]]]:
     """Pairs of premises, what follows from them about the outer classes, and what does not.
 
-    Found by looking at every world: a world says of each of the eight mixtures of three classes whether there are any.
-    What follows does so even where a class is empty; what does not fails even where none is, so that no reading of
-    "all" makes two options right.
+    Found by enumerating worlds: a world says for each of the eight combinations of three classes whether it occurs.
+    What follows does so even if a class is empty; what does not fails even if no class is, so that no reading of "all"
+    makes two options right.
     """
     worlds = [[mixture for mixture in range(8) if world >> mixture & 1] for world in range(256)]
     full = [world for world in worlds if all(any(mixture >> x & 1 for mixture in world) for x in range(3))]

@@ -1,4 +1,4 @@
-"""Where items come from: prompt files in the forms that benchmarks are published in, told apart by what is in them.
+"""Prompts: files in the formats in which benchmarks are published, recognised by their content, and ten of our own.
 
     form          a line                                      item
     Spec-Bench    {"question_id", "category", "turns"}        a dialogue; so is MT-bench
@@ -7,14 +7,14 @@
     ours          {"prompt"}                                  a question, category "prompts"
     plain text    any line that is not empty                  a question, category "prompts"
 
-The first four are JSON lines; any of them may be packed with gzip. The first line tells the form, and every other line
+The first four are JSON lines; all may be compressed with gzip. The first line decides the form, and every other line
 must have it. A line of plain text is one prompt, so a prompt of several lines needs one of the other forms.
 
 Spec-Bench holds the 80 dialogues of MT-bench as eight categories of ten (writing, roleplay, reasoning, math, coding,
 extraction, stem, humanities). They keep these names: there is no category "mt-bench" here, and a mean over the
 thirteen categories weighs MT-bench more than the six tasks of the paper do.
 
-The data sets are not part of Branchwise. They are read where they lie, and never copied.
+The data sets are not part of Branchwise; they are read in place and never copied.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from branchwise.bench.answers import NumberIs, number_in
-from branchwise.bench.items import Item
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
 
+PACKAGE_DATA = Path(__file__).parent / "data"
 FOLDER_VARIABLE = "BRANCHWISE_DATA"
 
 _SPEC_BENCH_FILES = ("spec_bench.jsonl", "spec_bench/question.jsonl")
@@ -46,7 +46,45 @@ SUITES: dict[str, tuple[str, ...]] = {
     "humaneval": ("humaneval.jsonl", "HumanEval.jsonl"),
     "gsm8k": ("gsm8k.jsonl", "gsm8k/test.jsonl"),
 }
-"""the sets that are known by name, and the file names under which they are looked for; each may end in .gz"""
+"""sets that are known by name, and their possible file names; each may end in .gz"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a benchmark: a text to continue, or the user's side of a dialogue."""
+
+    id: str
+    """unique within a set"""
+    suite: str
+    category: str
+    turns: tuple[str, ...]
+    """the user's messages; the model's own answers stand between them"""
+    raw: bool = False
+    """one text to continue as it is, without the chat template"""
+    check: Callable[[str], bool] | None = None
+    """whether an answer to the last turn is right; None if the item has no checker"""
+
+
+def read_data(name: str) -> list[dict[str, Any]]:
+    """The JSON lines of a file that is part of the package."""
+    return [json.loads(line) for line in (PACKAGE_DATA / name).read_text(encoding="utf-8").split("\n") if line]
+
+
+OWN = read_data("own.jsonl")
+"""the prompts that come with Branchwise: free writing has little to repeat, editing has much"""
+FREE, EDITING = (
+    tuple(line["prompt"] for line in OWN if line["category"] == category) for category in ("free writing", "editing")
+)
+
+
+def own_items(limit: int | None = None) -> list[Item]:
+    """At most `limit` of each of the two categories."""
+    sets = {"free writing": FREE[:limit], "editing": EDITING[:limit]}
+    return [
+        Item(f"own/{category.replace(' ', '-')}-{number}", "own", category, (prompt,))
+        for category, prompts in sets.items()
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def load_items(
@@ -91,7 +129,7 @@ def load_items(
 
 
 def find_suite(name: str, folder: Path | None = None) -> Path:
-    """The file of a set that is known by name: in `folder`, else in the folder that BRANCHWISE_DATA names."""
+    """The file of a set that is known by name, in `folder` or in the folder that BRANCHWISE_DATA names."""
     if name not in SUITES:
         raise UnknownName(
             f"Unknown set of prompts {name!r}.{nearest(name, SUITES)} Known: {', '.join(SUITES)}, stylebench."
@@ -106,7 +144,7 @@ def find_suite(name: str, folder: Path | None = None) -> Path:
     for place in folders:
         for file in SUITES[name]:
             for path in (place / file, place / f"{file}.gz"):
-                if os.path.isfile(path):  # unlike Path.is_file this never raises: a closed folder holds nothing
+                if os.path.isfile(path):  # unlike Path.is_file this never raises for a folder without permission
                     return path
     raise UsageError(
         f"The set {name!r} was not found: none of {', '.join(SUITES[name])}, with or without .gz, lies in "
@@ -115,7 +153,7 @@ def find_suite(name: str, folder: Path | None = None) -> Path:
 
 
 def _items_of(path: Path, suite: str) -> list[Item]:
-    """The items of a set that was found by its file name, which may hold something else."""
+    """The items of a set that was found by its file name; the file may turn out to hold something else."""
     items = read_items(path)
     if suite == "mt-bench" and items[0].suite == "spec-bench":
         items = [
@@ -169,7 +207,7 @@ def _text_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of JSON that knows its place, and takes nothing from it unchecked."""
+    """A line of JSON with checked access to its fields; errors name the line."""
 
     values: dict[str, Any]
     number: int
@@ -246,7 +284,7 @@ def _function(entry: _Line) -> Item:
 
 
 def _word_problem(entry: _Line) -> Item:
-    """A problem of GSM8K has no name of its own; the number of its line is stable, and finds it in the file."""
+    """Problems of GSM8K have no ids; the line number is stable and finds them in the file."""
     _, marker, after = entry.text("answer").rpartition("####")
     value = number_in(after) if marker else None
     if value is None:

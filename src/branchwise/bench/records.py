@@ -1,7 +1,7 @@
-"""What a request leaves behind: one JSON line, complete in itself.
+"""Records: every request is one complete JSON line.
 
-A line is written whole or not at all, and is on the disk before the next request starts. After Ctrl-C, a crash or
-`kill -9` the same command finds out which requests are done and goes on with the others.
+A line is on the disk before the next request starts. After Ctrl-C, a crash or `kill -9` the same command continues with
+the requests that have no record yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 from branchwise.errors import UsageError
 
 VERSION = 1
-"""of the schema: a reader refuses what it does not know"""
+"""of the schema; other versions are refused"""
 
 PLAIN, METHOD, PEER = "plain", "method", "peer"
 KINDS = (PLAIN, METHOD, PEER)
@@ -27,7 +27,7 @@ STATES = ("cold", "warm")
 
 
 class Key(NamedTuple):
-    """Which request a record is of; no two records of a file share it."""
+    """Identifies a request; unique within a file."""
 
     contestant: str
     item: str
@@ -37,22 +37,22 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer parts from the baseline's."""
+    """The first difference between an answer and the baseline's."""
 
     place: int
     """index of the first token that differs"""
     token: int | None
-    """what stands there; None where the answer ended"""
+    """the token at that place; None if the answer ended"""
     expected: int | None
-    """what the baseline has there"""
+    """the baseline's token at that place"""
     gap: float | None
-    """how far the target's logits of the two lie apart there; None where one of the two texts ended"""
+    """between the target's logits of the two tokens; None if one of the two texts ended"""
 
 
 @dataclass(frozen=True)
 class Record:
     contestant: str
-    """as it was asked for: `plain`, a method, a peer"""
+    """the name given on the command line: `plain`, a method, a peer"""
     kind: str
     """plain, method or peer"""
     suite: str
@@ -66,11 +66,11 @@ class Record:
     group: str
     """shared by the requests of one batch in one round for one contestant"""
     state: str
-    """cold: the drafter was fresh for the item; warm: it goes on with what the items before taught it"""
+    """cold: the drafter was new for the item; warm: it had learned from the items before"""
 
     prompt_tokens: int
     prompt_hash: str
-    """of the prompt's ids: in a dialogue they hold the contestant's own earlier answers"""
+    """of the prompt's ids, which in a dialogue include the contestant's earlier answers"""
     tokens: int
     """emitted, counted by ids"""
     ids: tuple[int, ...]
@@ -80,9 +80,9 @@ class Record:
     seconds: float
     """wall clock of the whole group, prefill included"""
     counted_by: str = "ids"
-    """ids, or for a server that gives none: usage (its own count) or retokenised"""
+    """ids; for a server that reports none: usage (its own count) or retokenised"""
 
-    # What only speculation of our own engine, or a peer that tells, can say.
+    # Known for our own engine, and for peers that report it.
     steps: int | None = None
     drafted: int | None = None
     """nodes below the roots"""
@@ -90,21 +90,21 @@ class Record:
     drafted_per_depth: tuple[int, ...] = ()
     accepted_per_depth: tuple[int, ...] = ()
     by_source: dict[str, int] = field(default_factory=dict)
-    """emitted tokens by who proposed them; `target` are the target's own"""
+    """emitted tokens by drafter; `target` are the target's own"""
     target_passes: int | None = None
     """passes that scored trees; prefill is not counted, except by peers whose first pass is both"""
     draft_passes: int | None = None
-    """passes of a draft model; 0 where drafting needs none"""
+    """passes of a draft model; 0 if the drafter has none"""
     draft_cost: float | None = None
-    """bytes of the draft model over those of the target, where there is one"""
+    """bytes of the draft model over those of the target"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds by phase: prefill, draft, score, verify, commit"""
 
     equal: bool | None = None
-    """whether the ids are the baseline's; None where nothing was compared: the baseline itself, or free sampling"""
+    """whether the ids are the baseline's; None if not compared: the baseline itself, or free sampling"""
     difference: Difference | None = None
     correct: bool | None = None
-    """whether the answer is right, where the item has a checker"""
+    """whether the answer is right, if the item has a checker"""
 
     run: dict[str, Any] = field(default_factory=dict)
     """provenance; see provenance.py"""
@@ -120,7 +120,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How an answer compares with the baseline's: a line of its own, since either of the two may be written first."""
+    """An answer compared with the baseline's: a separate line, since either of the two may be written first."""
 
     key: Key
     equal: bool
@@ -133,12 +133,12 @@ class Comparison:
 
 
 def hash_ids(ids: Iterable[int]) -> str:
-    """Sixteen hexadecimal digits that stand for a list of token ids."""
+    """Sixteen hexadecimal digits of a hash of token ids."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
 def parse(line: str, where: str) -> Record | Comparison:
-    """A record or a comparison from its line; `where` names the place in errors."""
+    """The record or comparison of a line; `where` names the line in errors."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -162,7 +162,7 @@ def parse(line: str, where: str) -> Record | Comparison:
 
 
 def parse_lines(text: str, name: str) -> list[Record]:
-    """The records of a file, each with what its comparison found."""
+    """The records of a file, each with the result of its comparison."""
     records: dict[Key, Record] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):  # other ends are text
         where = f"{name}, line {number}"
@@ -193,14 +193,14 @@ def read(path: Path) -> list[Record]:
 
 
 STARTS = (b'{"contestant":', b'{"version":')
-"""how the lines of a record and of a comparison begin"""
+"""the first bytes of the lines of a record and of a comparison"""
 
 
 class Ledger:
-    """A file of records that grows by whole lines, and is only ever written by one process."""
+    """A file of records that grows by whole lines and is written by one process at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file to go on with; a last line that a crash cut short is dropped."""
+        """Open or continue a file; an incomplete last line is dropped."""
         self.path = path
         self._new = not path.exists()
         try:
@@ -218,7 +218,7 @@ class Ledger:
             raise
 
     def _whole_lines(self) -> list[Record]:
-        """What the file holds. Only the beginning of a line of ours is ever cut off; what others wrote stays."""
+        """The records of the file. Only an incomplete line of a ledger is cut off, never the text of another file."""
         self._file.seek(0)
         text = self._file.read()
         keep = text.rfind(b"\n") + 1
@@ -250,14 +250,14 @@ class Ledger:
         self._records[found.key] = compared(self._records[found.key], found)
 
     def _write(self, line: str) -> None:
-        """One call for a whole line, and on the disk before anything else happens."""
+        """Write a whole line and wait until it is on the disk."""
         self._file.write(line.encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
-        if self._new and not self._records:  # a run that was refused leaves nothing behind
+        if self._new and not self._records:  # a run that was refused leaves no file
             self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Ledger:
@@ -272,7 +272,7 @@ class Ledger:
 def _lock(file: IO[bytes], path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # a system without it has no second terminal to fear
+    except ImportError:  # not a POSIX system
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

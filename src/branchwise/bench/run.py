@@ -1,7 +1,7 @@
 """The contest: every contestant on every item, in turn, one record at a time.
 
-Order decides what is compared. Interleaved, all contestants write one item before the next one begins, and who starts
-moves on by one from item to item: a machine that gets slower, or a first call that pays for the rest, meets all alike.
+If interleaved, all contestants write one item before the next one begins, and the first of them changes from item to
+item, so that a machine that gets slower, or a first call that pays for later ones, affects all alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from branchwise.bench.contest import Answer, Asked, Contestant
 from branchwise.bench.equality import compare, to_compare
-from branchwise.bench.items import Item
+from branchwise.bench.prompts import Item
 from branchwise.bench.records import Key, Ledger, Record, hash_ids
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
@@ -24,12 +24,12 @@ from branchwise.progress import Progress, silent
 
 ORDERS = ("interleaved", "sequential")
 WARM_UP = 16
-"""tokens that everyone writes before the clock; on a device a whole answer, in which all that it needs is recorded"""
+"""tokens that every contestant writes untimed; on a device a whole answer, so that all CUDA graphs are recorded"""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is the same for all."""
+    """Settings that all contestants share."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -37,7 +37,7 @@ class Rules:
     top_k: int = 0
     seed: int = 0
     full_length: bool = False
-    """write on where the model would end, so that all answers have one length"""
+    """forbid the end of text, so that all answers have one length"""
     batch: int = 1
     rounds: int = 1
     order: str = "interleaved"
@@ -88,7 +88,7 @@ def plan(contestants: Sequence[Contestant], items: Sequence[Item], rules: Rules)
 
 @dataclass
 class Contest:
-    """A run over a ledger; what the ledger already holds is not done again."""
+    """A run that writes a ledger; requests that the ledger already holds are not repeated."""
 
     llm: LLM
     contestants: Sequence[Contestant]
@@ -111,7 +111,7 @@ class Contest:
         self._warm_up()
         for place, play in enumerate(plays):
             self.progress(f"{play.contestant.name}: {play.items[0].id}", len(self.ledger.records), total)
-            learning = self.rules.state == "warm" and getattr(play.contestant, "learns", False)
+            learning = self.rules.state == "warm" and play.contestant.learns
             if not self._is_done(play) or (learning and any(not self._is_done(later) for later in plays[place:])):
                 self._play(play)
             if place + 1 == len(plays) or plays[place + 1].items != play.items:
@@ -122,7 +122,7 @@ class Contest:
         return all(self.ledger.get(key) for key in play.keys)
 
     def _warm_up(self) -> None:
-        """First calls choose kernels and fill caches; nobody's clock runs yet. Shapes and options are those to come."""
+        """Untimed first calls, which choose kernels and fill caches, with the shapes and options of the contest."""
         items = self.items[: self.rules.batch]
         prompts = [self._encode(item, [{"role": "user", "content": item.turns[0]}]) for item in items]
         asked = self._asked(items, 0, 0)
@@ -134,7 +134,7 @@ class Contest:
             contestant.forget()
 
     def _play(self, play: Play) -> None:
-        """A group of dialogues, turn by turn; each goes on with the answers that this contestant gave."""
+        """A group of dialogues, turn by turn; each continues with this contestant's own answers."""
         if self.rules.state == "cold":
             play.contestant.forget()
         said: dict[str, list[dict[str, str]]] = {item.id: [] for item in play.items}
@@ -144,8 +144,8 @@ class Contest:
                 said[item.id].append({"role": "user", "content": item.turns[turn]})
             keys = [Key(play.contestant.name, item.id, turn, play.round) for item in items]
             known = [self.ledger.get(key) for key in keys]
-            # A drafter that learns must have seen the earlier turns, also those that are recorded already.
-            if not all(known) or getattr(play.contestant, "learns", False):
+            # A drafter that learns must see the earlier turns again, even if they are recorded already.
+            if not all(known) or play.contestant.learns:
                 prompts = [self._encode(item, said[item.id]) for item in items]
                 answers = play.contestant.write(prompts, self._asked(items, turn, play.round))
                 for item, prompt, answer, record in zip(items, prompts, answers, known, strict=True):
@@ -179,6 +179,13 @@ class Contest:
         ended = answer.finish_reason == "stop" and answer.ids[-1:] and answer.ids[-1] in self.llm.stop_tokens
         text = answer.text if answer.text is not None else self.llm.decode(answer.ids[:-1] if ended else answer.ids)
         last = turn == len(item.turns) - 1
+        counted = {
+            "ids": tuple(answer.ids),
+            "tokens": len(answer.ids) if answer.tokens is None else answer.tokens,
+            "text": text,
+            "drafted_per_depth": tuple(answer.drafted_per_depth),
+            "accepted_per_depth": tuple(answer.accepted_per_depth),
+        }
         return Record(
             contestant=play.contestant.name,
             kind=play.contestant.kind,
@@ -191,29 +198,14 @@ class Contest:
             state=self.rules.state,
             prompt_tokens=len(prompt),
             prompt_hash=hash_ids(prompt),
-            tokens=len(answer.ids) if answer.tokens is None else answer.tokens,
-            ids=tuple(answer.ids),
             ids_hash=hash_ids(answer.ids),
-            text=text,
-            finish_reason=answer.finish_reason,
-            seconds=answer.seconds,
-            counted_by=answer.counted_by,
-            steps=answer.steps,
-            drafted=answer.drafted,
-            accepted=answer.accepted,
-            drafted_per_depth=tuple(answer.drafted_per_depth),
-            accepted_per_depth=tuple(answer.accepted_per_depth),
-            by_source=answer.by_source,
-            target_passes=answer.target_passes,
-            draft_passes=answer.draft_passes,
-            draft_cost=answer.draft_cost,
-            phases=answer.phases,
             correct=item.check(text) if item.check is not None and last else None,
             run=self.run,
+            **vars(answer) | counted,
         )
 
     def _compare(self) -> None:
-        """Look at the answers that can be compared by now."""
+        """Compare the answers whose baseline is recorded by now."""
         comparable = {contestant.name for contestant in self.contestants if contestant.comparable}
         for record, baseline in to_compare(self.ledger.records, comparable, greedy=self.rules.temperature == 0):
             prompt = self._prompt_of(baseline)
@@ -234,14 +226,13 @@ class Contest:
 
 
 def digest(items: Sequence[Item]) -> str:
-    """What was asked, in sixteen hexadecimal digits: the same names may stand for other questions another day."""
+    """Sixteen hexadecimal digits of the prompts: files of the same name may hold other prompts later."""
     asked = [(item.id, item.category, item.turns, item.raw) for item in items]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def fitting(items: Sequence[Item], llm: LLM, max_new_tokens: int) -> list[Item]:
-    """The items that the model can be asked: whole dialogues that fit into the context, and no dialogue where the model
-    has no template for one."""
+    """The items that fit into the context; dialogues only if the model has a chat template."""
 
     def length(item: Item) -> int:
         return sum(len(llm.encode(turn, raw=item.raw)) + max_new_tokens for turn in item.turns)
@@ -255,7 +246,7 @@ SAME = ("model", "dtype", "device", "machine", "threads", "seed", "source", "arg
 
 
 def check_same_run(ledger: Ledger, run: dict[str, Any]) -> None:
-    """Records of different code, machines or questions must not be taken for one run."""
+    """Refuse to mix records of different code, machines or prompts in one file."""
     for record in ledger.records[:1]:
         for name in SAME:
             before, now = record.run.get(name), run.get(name)

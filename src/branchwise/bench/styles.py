@@ -8,11 +8,11 @@ same five kinds of problem.
     sot     sketch of thought: shorthand, one kind per task      \\boxed{…}
     cod     chain of draft: at most five words a step            #### …
 
-The wording of every prompt is our own. So are most problems, which stand in for data sets that were not to be had: a
-task whose name ends in "-like" is a SUBSTITUTE, as `problems.py` says.
+The wording of every prompt is our own, and so are most problems: a task whose name ends in "-like" is a SUBSTITUTE for
+a data set that was not available (see `problems.py`).
 
-Small models seldom solve these. What is measured is how fast a style is written; whether the answer is right stands
-beside it.
+Small models rarely solve these. The benchmark measures how fast a style is written, and also whether the answer is
+right.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from branchwise.bench.items import Item
 from branchwise.bench.problems import TASKS, Problem, problems
+from branchwise.bench.prompts import Item, read_data
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
 
@@ -29,7 +29,7 @@ STYLES = ("cot", "tot", "aot", "sot", "cod")
 
 
 def style_items(styles: Sequence[str], problems_per_task: int, seed: int = 0, gsm8k: Path | None = None) -> list[Item]:
-    """The same problems in every style, as items of the category "<style>/<task>"; the same seed gives the same."""
+    """The same problems in every style, as items of the category "<style>/<task>"; a seed determines all of them."""
     if not styles:
         raise UsageError(f"There is no style to ask in; choose from {', '.join(STYLES)}.")
     for style in styles:
@@ -78,85 +78,8 @@ _END = {
 }
 _PLAIN_END = "Close with a line that has 'Answer:' and then {wanted}."
 
-_SHOTS = {
-    ("aot", "number"): """\
-Problem: A box holds red and blue balls, 14 in all, with 4 more red than blue. How many are red?
-Try 7 red: 7 blue, difference 0. Dead end, go back.
-Try 10 red: 4 blue, difference 6. Dead end, go back.
-Try 9 red: 5 blue, difference 4. Solved.
-Answer: 9""",
-    ("aot", "expression"): """\
-Problem: Make 24 from the numbers 2, 5, 7 and 8.
-8 + 7 = 15 (left: 2 5 15). 15 + 5 = 20 (left: 2 20). 20 + 2 = 22. Dead end, go back to 2 5 7 8.
-2 * 5 = 10 (left: 7 8 10). 10 - 7 = 3 (left: 3 8). 3 * 8 = 24. Solved.
-Answer: (2 * 5 - 7) * 8""",
-    ("aot", "letter"): """\
-Problem: What do you need to open a locked door? A) a spoon B) a key C) a hat D) a song
-Try A: a spoon eats soup, the lock stays shut. Dead end, go back.
-Try B: a key turns the lock, the door opens. Solved.
-Answer: B""",
-    ("sot", "number"): """\
-Problem: A pen costs 3 coins and a book 5 coins more. What do two books cost?
-<think>p = 3; b = p + 5 = 8; 2b = 16</think>
-\\boxed{16}
-
-Problem: A rope of 20 metres is cut into 4 equal parts, and one of them in half. How long is a half?
-<think>r = 20; q = r / 4 = 5; h = q / 2 = 2.5</think>
-\\boxed{2.5}""",
-    ("sot", "expression"): """\
-Problem: Make 24 from the numbers 3, 5, 7 and 9.
-<think>3 + 5 = 8; 7 + 9 = 16; 8 + 16 = 24</think>
-\\boxed{(3 + 5) + (7 + 9)}
-
-Problem: Make 24 from the numbers 2, 6, 7 and 12.
-<think>7 - 6 = 1; 2 * 12 = 24; 24 * 1 = 24</think>
-\\boxed{2 * 12 * (7 - 6)}""",
-    ("sot", "letter"): """\
-Problem: What melts in the sun? A) stone B) glass C) snow D) wood
-<think>sun -> heat -> frozen water -> snow</think>
-\\boxed{C}
-
-Problem: Iva is older than Jo, and Jo is older than Kim. Who is the youngest? A) Iva B) Jo C) nobody D) Kim
-<think>Iva -> Jo -> Kim -> end -> youngest</think>
-\\boxed{D}""",
-    ("cod", "number"): """\
-Problem: Of 30 plums 12 are eaten. How many are left?
-30 - 12 = 18. #### 18
-
-Problem: Five cars have four wheels each. How many wheels are there?
-5 * 4 = 20. #### 20
-
-Problem: A film of 90 minutes starts 20 minutes late. How many minutes until it ends?
-late 20; 20 + 90 = 110. #### 110
-
-Problem: Half of a class of 26 are boys, and 3 boys are ill. How many boys are there today?
-26 / 2 = 13; 13 - 3 = 10. #### 10""",
-    ("cod", "expression"): """\
-Problem: Make 24 from the numbers 1, 2, 3 and 4.
-2 * 3 = 6; 6 * 4 = 24. #### 1 * 2 * 3 * 4
-
-Problem: Make 24 from the numbers 4, 4, 6 and 8.
-4 + 8 = 12; 6 - 4 = 2. #### (4 + 8) * (6 - 4)
-
-Problem: Make 24 from the numbers 2, 9, 10 and 12.
-10 - 9 = 1; 2 * 12 = 24. #### 2 * 12 * (10 - 9)
-
-Problem: Make 24 from the numbers 3, 3, 3 and 8.
-3 * 8 = 24; 3 - 3 = 0. #### 3 * 8 + 3 - 3""",
-    ("cod", "letter"): """\
-Problem: What do bees make? A) milk B) honey C) bread D) paper
-bees; flowers; honey. #### B
-
-Problem: Which is the coldest? A) ice B) tea C) soup D) fire
-ice is frozen. #### A
-
-Problem: Every owl is a bird. Olu is an owl. What is Olu? A) a fish B) a stone C) a tree D) a bird
-owl, so bird. #### D
-
-Problem: What comes after Tuesday? A) Sunday B) Monday C) Wednesday D) Friday
-Tuesday, then Wednesday. #### C""",
-}
-"""worked examples; no problem that is asked is among them"""
+_SHOTS = {(line["style"], line["kind"]): line["text"] for line in read_data("examples.jsonl")}
+"""worked examples by style and kind of answer; no problem that is asked is among them"""
 
 
 def prompt(style: str, problem: Problem) -> str:

@@ -23,13 +23,13 @@ MOST_DEPTHS = 8
 
 @dataclass(frozen=True)
 class Row:
-    """All numbers of one contestant in one category, or in all. None is what its records do not tell."""
+    """All numbers of one contestant in one category, or in all. None is what its records do not say."""
 
     contestant: str
     kind: str
     category: str
     state: str
-    """cold or warm; both where the records are mixed"""
+    """cold, warm, or both if the records are mixed"""
     items: int
     requests: int
     tokens: int
@@ -50,6 +50,13 @@ class Row:
     accuracy: float | None
     output_length: float | None
     repeat_rate: float | None
+
+
+OF_OWN_RECORDS = (
+    "mean_acceptance_length", "block_efficiency", "nodes_per_step", "target_passes_per_step", "draft_passes_per_step",
+    "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "output_length", "repeat_rate",
+)  # fmt: skip
+"""the numbers of a row that follow from the contestant's own records alone, as functions of `metrics`"""
 
 
 def by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -94,19 +101,9 @@ def _row(
         seconds=sum(metrics.shares(own, among)),
         tokens_per_second=metrics.tokens_per_second(own, among),
         speed_up=None if own[0].kind == PLAIN else metrics.speed_up(own, baseline, among),
-        mean_acceptance_length=metrics.mean_acceptance_length(own),
-        block_efficiency=metrics.block_efficiency(own),
         memory_bound_speed_up=metrics.memory_bound_speed_up(own, draft_cost),
-        nodes_per_step=metrics.nodes_per_step(own),
-        target_passes_per_step=metrics.target_passes_per_step(own),
-        draft_passes_per_step=metrics.draft_passes_per_step(own),
-        acceptance_per_depth=metrics.acceptance_per_depth(own),
         phase_shares=metrics.phase_shares(own, among),
-        tokens_by_source=metrics.tokens_by_source(own),
-        equality=metrics.equality(own),
-        accuracy=metrics.accuracy(own),
-        output_length=metrics.output_length(own),
-        repeat_rate=metrics.repeat_rate(own),
+        **{name: getattr(metrics, name)(own) for name in OF_OWN_RECORDS},
     )
 
 
@@ -169,15 +166,15 @@ DRAFTED = ("drafts/step", "MBSU", "by depth")
 EXPENDABLE = (
     "tokens/step", "length", "nodes/step", "max gap", "by depth", "MBSU", "drafts/step", "accuracy", "acceptance",
 )  # fmt: skip
-"""columns that a narrow terminal goes without, in this order"""
+"""columns that a narrow terminal omits, in this order"""
 
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Titles and texts of a table; a column that no row can fill is left out."""
+    """Titles and texts of a table; a column without values is left out."""
     full = {title: [show(row) for row in rows] for title, show in COLUMNS.items()}
     kept = {title: texts for title, texts in full.items() if set(texts) != {ABSENT}}
     if not any(row.draft_passes_per_step for row in rows):
-        for title in DRAFTED:  # no draft model runs: they say nothing more
+        for title in DRAFTED:  # no draft model runs
             kept.pop(title, None)
     if {row.category for row in rows} == {ALL}:
         kept.pop("category")
@@ -192,7 +189,7 @@ def in_order(rows: Sequence[Row], per_category: bool) -> list[Row]:
 
 
 def table(rows: Sequence[Row], per_category: bool = False, width: int = 120) -> Table:
-    """What fits into so many characters: numbers are never cut, the less telling columns go first."""
+    """A table of at most this many characters: numbers are never cut, the least important columns go first."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,15 +1,16 @@
-"""`branchwise bench` and `branchwise report`. Heavy imports wait until a command needs them: help is instant."""
+"""`branchwise bench` and `branchwise report`: records of a comparison, and a page made from them."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from branchwise.cli.console import console, print_notice
 from branchwise.cli.options import (
+    AsJson,
     Compile,
     Device,
     DraftModel,
@@ -21,6 +22,7 @@ from branchwise.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
+    Warmup,
 )
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
@@ -29,7 +31,7 @@ from branchwise.registry import split_specs
 
 if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
-    from branchwise.bench.items import Item
+    from branchwise.bench.prompts import Item
     from branchwise.bench.records import Record
     from branchwise.llm import LLM
 
@@ -39,40 +41,45 @@ STYLEBENCH = "stylebench"
 def bench(
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="File of prompts: Spec-Bench, MT-bench, HumanEval, GSM8K, or text; may be repeated."),
+        typer.Option(help="File of prompts: Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated."),
     ] = None,
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="Known set, found in --data: spec-bench, mt-bench, humaneval, gsm8k; or stylebench; may be repeated."
+            help="Set of prompts in --data: spec-bench, mt-bench, humaneval or gsm8k; or stylebench, which needs no "
+            "--data; may be repeated."
         ),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of known sets.", show_default="$BRANCHWISE_DATA")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None,
     methods: Annotated[
         str,
-        typer.Option(help="Presets (see `branchwise methods`), draft/tree/verify specs, or all; between commas."),
+        typer.Option(
+            help="Methods by name or as draft/tree/verify, separated by commas, or all; see `branchwise methods`."
+        ),
     ] = "ngram",
     draft_model: DraftModel = None,
     index: Index = None,
     peers: Annotated[
         str,
         typer.Option(
-            help="transformers, transformers-lookup, transformers-assisted:MODEL, llama.cpp, openai:URL; as --methods."
+            help="Other decoders, separated by commas: transformers, transformers-lookup, transformers-assisted:MODEL, "
+            "llama.cpp, openai:URL."
         ),
     ] = "",
     model: Model = DEFAULT_MODEL,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="The most tokens of an answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
     full_length: Annotated[
-        bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have one length.")
+        bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have the same length.")
     ] = False,
     batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
     context: Annotated[
         int | None,
         typer.Option(
-            help="The most tokens of a prompt and its answer: every method with a draft model has a cache of its own.",
+            help="Tokens of a prompt and its answer at most; every method with a draft model needs a cache of this "
+            "size.",
             show_default="the model's own",
         ),
     ] = None,
@@ -80,32 +87,33 @@ def bench(
         list[str] | None,
         typer.Option(help="Only prompts of this category of a set or file; may be repeated.", show_default="all"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="The first prompts of each category.", show_default="all")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Use only the first prompts of each category.", show_default="all")
+    ] = None,
     problems: Annotated[int, typer.Option(help="Problems for each task of stylebench.")] = 10,
     repeat: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
     order: Annotated[
-        str, typer.Option(help="interleaved: all contestants on a prompt before the next; or sequential.")
+        str, typer.Option(help="interleaved: all contestants on a prompt before the next prompt; or sequential.")
     ] = "interleaved",
     budget: Annotated[
         int | None,
         typer.Option(
-            help="The most drafted nodes of a tree, the root not counted, for every method alike: a larger tree is cut "
+            help="Drafted nodes of a tree at most, the root not counted, for every method alike; a larger tree is cut "
             "by its own rule."
         ),
     ] = None,
-    length: Annotated[int | None, typer.Option(help="The most levels of a tree, for every method alike.")] = None,
+    length: Annotated[int | None, typer.Option(help="Levels of a tree at most, for every method alike.")] = None,
     state: Annotated[
-        str, typer.Option(help="cold: a fresh drafter for every prompt; warm: one that goes on learning.")
+        str, typer.Option(help="cold: a new drafter for every prompt; warm: a drafter that goes on learning.")
     ] = "cold",
-    seed: Annotated[int, typer.Option(help="Of sampling; every contestant gets the same seeds.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling, the same for every contestant.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
     compile: Compile = False,
+    warmup: Warmup = True,
     trust_remote_code: TrustRemoteCode = False,
-    out: Annotated[Path, typer.Option(help="Records, one JSON line per request. The same command goes on.")] = Path(
-        "bench.jsonl"
-    ),
+    out: Annotated[Path, typer.Option(help="File of records, one JSON line per request.")] = Path("bench.jsonl"),
     categories: Annotated[bool, typer.Option("--categories", help="Show a row for every category.")] = False,
     spec_bench_out: Annotated[
         Path | None, typer.Option(help="Folder for Spec-Bench's own JSON lines, one file per contestant.")
@@ -114,21 +122,24 @@ def bench(
         Path | None, typer.Option(help="Folder for results with the keys of `vllm bench serve --save-result`.")
     ] = None,
     csv_out: Annotated[
-        Path | None, typer.Option(help="File for every number of the summary, a row per contestant and category.")
+        Path | None, typer.Option(help="CSV file for the whole summary, a row per contestant and category.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git to ask.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git repository.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure methods and peers against plain decoding: same process, same token ids, in turn.
+    """Measure methods and peers against plain decoding.
+
+    All contestants run in one process, from the same token ids, in turn on every prompt. Every request is one line of
+    JSON in --out; after Ctrl-C the same command goes on. Without --prompts or --suite, ten prompts of Branchwise run.
 
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
-    from branchwise.bench.provenance import without_folder
     from branchwise.bench.records import STATES, Ledger
     from branchwise.bench.run import Contest, Rules, digest, fitting
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.base import Budget
     from branchwise.methods import PLAIN, PRESETS, find_methods
+    from branchwise.provenance import without_folder
 
     SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     rules = Rules(
@@ -185,12 +196,13 @@ def bench(
     }
     with Ledger(out) as ledger:
         llm, contestants = enter(
-            model, chosen, split_specs(peers), batch, context, dtype, device, threads, compile, trust_remote_code,
+            model, chosen, split_specs(peers), batch, context, dtype, device, threads, compile, warmup,
+            trust_remote_code,
             None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9),
         )  # fmt: skip
         kept = fitting(items, llm, max_new_tokens)
         if len(kept) < len(items):
-            tell(
+            print_notice(
                 f"{len(items) - len(kept)} of {len(items)} prompts cannot be asked here and are left out: they are "
                 "longer than the context, or dialogues for a model without a chat template."
             )
@@ -199,18 +211,18 @@ def bench(
         run = {**about(llm, model, arguments, seed, commit), "questions": digest(kept)}
         contest = Contest(llm, contestants, kept, rules, ledger, run)
         if ledger.records:
-            tell(f"{out} holds {len(ledger.records)} records of this run; going on with what is missing.")
+            print_notice(f"{out} holds {len(ledger.records)} records of this run; going on with what is missing.")
         try:
             with showing() as contest.progress:
                 contest.play()
         except KeyboardInterrupt:
-            tell(f"Stopped with {len(ledger.records)} records in {out}; the same command goes on.")
+            print_notice(f"Stopped with {len(ledger.records)} records in {out}; the same command goes on.")
             raise
         records = ledger.records
     write_exports(records, spec_bench_out, vllm_out, csv_out)
     show(records, out, categories, as_json)
     if broken := unequal(records, lossy={method.name for method in chosen if not method.lossless}):
-        tell(
+        print_notice(
             f"NOT EQUAL: {len(broken)} answers differ from plain decoding in float32, the first is {broken[0].key}. "
             "This is a bug in Branchwise; please report it."
         )
@@ -218,13 +230,13 @@ def bench(
 
 
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Files of branchwise bench.")],
+    records: Annotated[list[Path], typer.Argument(help="Files of records that `branchwise bench` wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = Path("report"),
     costs: Annotated[
-        Path | None, typer.Option(help="What `branchwise tune --json` printed, for a figure of the cost of a pass.")
+        Path | None, typer.Option(help="Output of `branchwise tune --json`, for a figure of the cost of a pass.")
     ] = None,
 ) -> None:
-    """Make one HTML page with figures from records alone.
+    """Make one HTML page with figures from the records of a benchmark.
 
     branchwise report run.jsonl --out report
     """
@@ -238,7 +250,7 @@ def report(
 
 
 def check_peers(specs: list[str]) -> None:
-    """A misspelt peer should not cost the loading of a model."""
+    """Refuse an unknown peer before a model is loaded."""
     from branchwise.bench.peers import PEERS
 
     for spec in specs:
@@ -248,7 +260,7 @@ def check_peers(specs: list[str]) -> None:
 
 
 def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
-    """Answers of methods that must be plain decoding's, bit by bit, and are not."""
+    """Answers in float32 of lossless methods that differ from plain decoding."""
     from branchwise.bench.records import METHOD
 
     exact = (record for record in records if record.kind == METHOD and record.run.get("dtype") == "float32")
@@ -264,8 +276,7 @@ def find_items(
     seed: int,
     categories: list[str],
 ) -> list[Item]:
-    from branchwise.bench.own import own_items
-    from branchwise.bench.prompts import find_suite, load_items
+    from branchwise.bench.prompts import find_suite, load_items, own_items
     from branchwise.bench.styles import STYLES, style_items
 
     items: list[Item] = []
@@ -279,7 +290,7 @@ def find_items(
             gsm8k = find_suite("gsm8k", folder)
         except UsageError:
             gsm8k = None
-            tell("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
+            print_notice("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
         items += style_items(list(STYLES), problems, seed, gsm8k)
     if not files and not suites:
         items = own_items(limit)
@@ -296,10 +307,11 @@ def enter(
     device: str,
     threads: int | None,
     compile: bool,
+    warmup: bool,
     trust_remote_code: bool,
     most: Any,
 ) -> tuple[LLM, list[Contestant]]:
-    """The model, and everyone who writes with it: plain decoding first."""
+    """The model and all contestants, plain decoding first."""
     from branchwise.bench.ours import Ours
     from branchwise.bench.peers import build_peer
     from branchwise.llm import load
@@ -312,6 +324,7 @@ def enter(
         device=device,
         threads=threads,
         compile=compile,
+        warmup=warmup,
         context=context,
         max_batch=batch,
         trust_remote_code=trust_remote_code,
@@ -321,7 +334,7 @@ def enter(
 
 
 def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: str | None) -> dict[str, Any]:
-    from branchwise.bench.provenance import provenance, without_folder
+    from branchwise.provenance import provenance, without_folder
 
     found = provenance(llm.model.device, arguments, commit)
     return {**found, "model": without_folder(model), "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}
@@ -355,11 +368,9 @@ def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> N
     if as_json:
         print(json.dumps({"records": str(out), "rows": summary.as_json(rows)}))
         return
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(summary.table(rows, per_category=categories, width=console.width))
-    console.print(f"{len(records)} records in {out}; branchwise report {out} draws them.", style="dim")
+    shown = console(width=120)
+    shown.print(summary.table(rows, per_category=categories, width=shown.width))
+    shown.print(f"{len(records)} records in {out}; branchwise report {out} draws them.", style="dim")
 
 
 def read_costs(path: Path | None) -> list[dict[str, Any]] | None:
@@ -370,7 +381,3 @@ def read_costs(path: Path | None) -> list[dict[str, Any]] | None:
         return [{"nodes": int(point["nodes"]), "seconds": float(point["seconds"])} for point in points]
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"{path} is not what `branchwise tune --json` prints.") from None
-
-
-def tell(line: str) -> None:
-    print(f"branchwise: {line}", file=sys.stderr)

@@ -1,22 +1,28 @@
-"""Plain and speculative decoding side by side on a real model.
-
-Equality is a promise in float32 and is proven there. Speed is measured in bfloat16, where a pass over a tree rounds
-otherwise than a pass over one token, so that near-ties can fall the other way; the first such place is shown.
-"""
+"""`branchwise demo`: plain and speculative decoding side by side, on a prompt to copy and on free writing."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from branchwise.cli import write
+from branchwise.bench.prompts import FREE
+from branchwise.cli.console import console, refuse_incomplete, write_answer
+from branchwise.cli.options import Device, Dtype, MaxNewTokens, Model, Threads
 from branchwise.errors import BranchwiseError
-from branchwise.llm import LLM, Completion, load
+from branchwise.models import DEFAULT_MODEL
+from branchwise.progress import showing
 
-PROMPT = """Repeat this note word for word.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from branchwise.llm import LLM, Completion
+    from branchwise.methods import Method
+
+COPY = """Repeat this note word for word.
 
 The committee meets on Thursday at nine in the small hall behind the library. Please bring the printed plans of the \
 new footbridge, the letter from the water board, and the list of families who offered to help with the planting along \
@@ -24,60 +30,143 @@ the river. After the meeting on Thursday we walk to the river together, look at 
 and decide where the new footbridge should begin. If it rains on Thursday, the committee meets in the school."""
 
 ROUNDS = 3
+SECONDS = 40
+"""no round begins later than this, so that the demo also ends soon on a slow machine"""
 
 
-def run(console: Console, *, model: str, max_new_tokens: int, threads: int | None) -> None:
-    console.print(PROMPT, style="dim")
-    _prove_equality(console, model, max_new_tokens, threads)
-    _measure_speed(console, model, max_new_tokens, threads)
+@dataclass
+class Trial:
+    """The answers to one prompt, a pair for every round; the rounds differ only in their times.
+
+    Every round has a new drafter, because a drafter that learns would remember the answer of the round before.
+    """
+
+    name: str
+    prompt: str
+    plain: list[Completion]
+    drafted: list[Completion]
 
 
-def _prove_equality(console: Console, model: str, max_new_tokens: int, threads: int | None) -> None:
-    llm = load(model, draft="none", dtype="float32", threads=threads, max_batch=1)
-    console.print("\n[bold]float32, plain decoding[/bold]")
-    plain = write(console, llm, PROMPT, {"max_new_tokens": max_new_tokens}, show_draft=False)
-    console.print("\n[bold]float32, speculative[/bold] (green: drafted and accepted)")
-    drafting = llm.with_drafter("ngram")
-    speculative = write(console, drafting, PROMPT, {"max_new_tokens": max_new_tokens}, show_draft=True)
-    if plain.token_ids != speculative.token_ids:
-        raise BranchwiseError("The tokens differ in float32. This is a bug in Branchwise; please report it.")
-    console.print(f"\nfloat32: all {len(plain.token_ids)} tokens are equal.", style="green")
+def demo(
+    model: Model = DEFAULT_MODEL,
+    method: Annotated[
+        str, typer.Option(help="Method that drafts without a model; see `branchwise methods`.")
+    ] = "ngram",
+    max_new_tokens: MaxNewTokens = 128,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+) -> None:
+    """Show plain and speculative decoding side by side: same tokens, measured speed.
+
+    One prompt asks for a copy, where most tokens can be drafted, and one for free writing, where few can.
+
+    branchwise demo --method default
+    """
+    import torch
+
+    from branchwise.llm import load
+    from branchwise.methods import choose_method
+
+    chosen = choose_method(method)
+    chosen.build()  # refuse what cannot draft before a model is loaded
+    llm = load(model, draft="none", dtype=dtype, device=device, threads=threads, max_batch=1)
+    shown = console()
+    precision = str(llm.model.dtype).removeprefix("torch.")
+    place = f"{torch.get_num_threads()} CPU threads" if llm.model.device.type == "cpu" else str(llm.model.device)
+    shown.print(f"{llm.name} in {precision} on {place}, greedy, method {chosen.name}", style="bold")
+    started = time.monotonic()
+    for warm in (llm, llm.with_method(chosen)):
+        warm.generate(COPY, max_new_tokens=8)  # the first passes are slower: libraries choose their kernels
+    trials = [
+        _show(shown, llm, chosen, name, prompt, max_new_tokens)
+        for name, prompt in (("copy", COPY), ("free writing", FREE[0]))
+    ]
+    rounds = 1
+    with showing() as progress:
+        while rounds < ROUNDS and time.monotonic() - started < SECONDS:
+            for number, trial in enumerate(trials):
+                progress(
+                    f"measuring again: {trial.name}", (rounds - 1) * len(trials) + number, (ROUNDS - 1) * len(trials)
+                )
+                trial.plain.append(llm.generate(trial.prompt, max_new_tokens=max_new_tokens))
+                trial.drafted.append(llm.with_method(chosen).generate(trial.prompt, max_new_tokens=max_new_tokens))
+            rounds += 1
+    _print_table(shown, trials, f"{precision}, median of {rounds} rounds" if rounds > 1 else f"{precision}, one round")
+    for trial in trials:
+        shown.print(_gain(trial))
+    shown.print(
+        "The gain comes from drafted tokens that the model accepts: one pass then writes several tokens. The drafter\n"
+        "finds them in the prompt and in the text so far, so it gains most where an answer repeats earlier text."
+    )
 
 
-def _measure_speed(console: Console, model: str, max_new_tokens: int, threads: int | None) -> None:
-    plain_llm = load(model, draft="none", dtype="bfloat16", threads=threads, max_batch=1)
-    methods = {"plain": plain_llm, "ngram": plain_llm.with_drafter("ngram")}
-    runs: dict[str, list[Completion]] = {name: [] for name in methods}
-    with console.status("bfloat16: measuring, plain and speculative in turn"):
-        for llm in methods.values():
-            llm.generate(PROMPT, max_new_tokens=8)  # first passes are slower: libraries choose their kernels
-        for _ in range(ROUNDS):
-            for name, llm in methods.items():
-                runs[name].append(llm.generate(PROMPT, max_new_tokens=max_new_tokens))
-    speed = {name: median(run.stats.tokens_per_second for run in done) for name, done in runs.items()}
-    table = Table(title=f"bfloat16, {plain_llm.engine.target.device}, median of {ROUNDS}", title_justify="left")
-    for column in ("drafter", "tokens/s", "ratio", "steps", "mean acceptance length"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
-    for name, done in runs.items():
-        stats = done[0].stats
-        ratio = f"{speed[name] / speed['plain']:.2f}"
-        table.add_row(name, f"{speed[name]:.1f}", ratio, str(stats.steps), f"{stats.mean_acceptance_length:.2f}")
-    console.print()
-    console.print(table)
-    console.print(_first_difference(plain_llm, runs["plain"][0], runs["ngram"][0]))
+def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_new_tokens: int) -> Trial:
+    """Print both answers to a prompt as they are written, and whether they are equal."""
+    shown.print(f"\n{prompt}", style="dim")
+    shown.print(f"\n{name}, plain decoding", style="bold")
+    plain = write_answer(shown, llm, prompt, {"max_new_tokens": max_new_tokens}, show_draft=False)
+    refuse_incomplete(plain)
+    shown.print(f"\n{name}, speculative (green: drafted and accepted)", style="bold")
+    drafted = write_answer(shown, llm.with_method(method), prompt, {"max_new_tokens": max_new_tokens}, show_draft=True)
+    refuse_incomplete(drafted)
+    shown.print(f"\n{_comparison(llm, prompt, plain, drafted)}", style="green")
+    return Trial(name, prompt, [plain], [drafted])
 
 
-def _first_difference(llm: LLM, plain: Completion, speculative: Completion) -> str:
-    """Where two outputs part, and how close the two tokens were for the model."""
-    pairs = list(zip(plain.token_ids, speculative.token_ids, strict=False))
+def _comparison(llm: LLM, prompt: str, plain: Completion, drafted: Completion) -> str:
+    """Whether two answers are equal: a promise in float32, and in other types true except for near-ties.
+
+    A pass over a tree rounds differently from a pass over one token, so that two tokens with nearly equal logits can
+    change places.
+    """
+    import torch
+
+    pairs = list(zip(plain.token_ids, drafted.token_ids, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None:
-        return f"bfloat16: all {len(pairs)} tokens are equal."
-    tokens = llm.encode(PROMPT) + plain.token_ids[:place]
+    if place is None and len(plain.token_ids) == len(drafted.token_ids):
+        return f"All {len(pairs)} tokens are equal."
+    if place is None or llm.model.dtype == torch.float32:
+        raise BranchwiseError("The tokens differ. This is a bug in Branchwise; please report it.")
+    tokens = llm.encode(prompt) + plain.token_ids[:place]
     with torch.inference_mode():
         logits = llm.model(input_ids=torch.tensor([tokens], device=llm.model.device)).logits[0, -1].float()
     a, b = pairs[place]
     return (
-        f"bfloat16: first difference at token {place + 1}, {llm.decode([a])!r} against {llm.decode([b])!r}, "
-        f"with a logit gap of {abs(logits[a] - logits[b]).item():.3f}: a near-tie that rounding decides."
+        f"The first {place} tokens are equal, then {llm.decode([a])!r} against {llm.decode([b])!r}: "
+        f"a near-tie with a logit gap of {abs(logits[a] - logits[b]).item():.3f}, which rounding decides."
     )
+
+
+def _print_table(shown: Console, trials: list[Trial], title: str) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in ("prompt", "decoding", "tokens/s", "tokens per pass", "speed"):
+        table.add_column(column, justify="left" if column in ("prompt", "decoding") else "right")
+    for trial in trials:
+        for decoding, answers in (("plain", trial.plain), ("speculative", trial.drafted)):
+            times = f"{_speed(answers) / _speed(trial.plain):.2f} x"
+            table.add_row(trial.name, decoding, f"{_speed(answers):.1f}", f"{_per_pass(answers):.2f}", times)
+    shown.print()
+    shown.print(table)
+
+
+def _gain(trial: Trial) -> str:
+    """Where the speed of a trial comes from: tokens per pass, against the time of a pass."""
+    speed = _speed(trial.drafted) / _speed(trial.plain)
+    tokens = _per_pass(trial.drafted) / _per_pass(trial.plain)
+    stats = trial.drafted[0].stats
+    return (
+        f"{trial.name}: {stats.accepted_tokens} of {stats.emitted_tokens} tokens were drafted and accepted. "
+        f"{tokens:.2f} times the tokens per pass, at {tokens / speed:.2f} times the time per pass: "
+        f"{speed:.2f} times the speed."
+    )
+
+
+def _speed(answers: list[Completion]) -> float:
+    return median(answer.stats.tokens_per_second for answer in answers)
+
+
+def _per_pass(answers: list[Completion]) -> float:
+    return answers[0].stats.emitted_tokens / answers[0].stats.steps

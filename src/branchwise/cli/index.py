@@ -1,4 +1,4 @@
-"""`branchwise index`. Heavy imports wait until a command needs them, so that help is instant."""
+"""`branchwise index`: a corpus as an index for drafting by retrieval."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from branchwise.cli.options import AsJson, Model, TrustRemoteCode
+from branchwise.cli.options import AsJson, Model, TrustRemoteCode, group
 from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 
 if TYPE_CHECKING:
     from branchwise.index import About
 
-app = typer.Typer(
-    name="index",
-    help="Index texts for drafting by retrieval.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = group("Index texts for drafting by retrieval.")
 
 Files = Annotated[
     list[Path],
-    typer.Argument(help="Text, code, JSON lines with a field text or prompt, or folders of such.", show_default=False),
+    typer.Argument(
+        help="Text, code, JSON lines with a field text or prompt, or folders of such files.", show_default=False
+    ),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The index.", show_default=False)]
 
@@ -34,13 +31,13 @@ def build(
     files: Files,
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     model: Model = DEFAULT_MODEL,
-    force: Annotated[bool, typer.Option("--force", help="Replace an index that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing index.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Index texts for the tokenizer of a model.
 
-    The folder is then part of a drafter:  --draft retrieval:DIR
+    The folder then names a drafter: --draft retrieval:DIR
 
     branchwise index build docs src --model smollm2 --out my-index
     """
@@ -59,12 +56,13 @@ def add(
     folder: Folder,
     files: Files,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Where its tokenizer is now.", show_default="as it was built")
+        str | None,
+        typer.Option("--model", "-m", help="Model with the same tokenizer.", show_default="the model it was built for"),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Add texts to an index, as if it had been built of all.
+    """Add texts to an index; the result is the index of all texts together.
 
     branchwise index add my-index more.txt
     """
@@ -81,10 +79,13 @@ def add(
 @app.command()
 def info(
     folder: Folder,
-    check: Annotated[bool, typer.Option("--check", help="Read everything, and compare the checksums.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read all files and compare their checksums.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what an index holds."""
+    """Print what an index holds.
+
+    branchwise index info my-index --check
+    """
     from branchwise.index import Index
 
     index = Index(folder)

@@ -1,25 +1,27 @@
-"""`branchwise methods`: the published methods that run here, each by its name.
-
-Heavy imports wait until the command runs, so that help is instant.
-"""
+"""`branchwise methods`: the published methods by name."""
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from branchwise.cli.console import console
+from branchwise.cli.options import AsJson
 
 if TYPE_CHECKING:
     from branchwise.methods import Method
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Tell more of this one.", show_default="all of them")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Describe this method alone.", show_default="all methods")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List the methods: paper, drafter, tree, verifier, and whether the distribution of the target is kept.
+    """List the methods: paper, drafter, tree, verifier, lossless or lossy.
+
+    A lossless method keeps the distribution of the target. Any drafter, tree and verifier that fit together are a
+    method too, as in ngram/chain:4/match.
 
     branchwise methods cascade
     """
@@ -29,9 +31,9 @@ def methods(
     if as_json:
         print(json.dumps({"methods": [as_dict(method) for method in chosen]}))
     elif name is None:
-        _list(chosen)
+        _print_table(chosen)
     else:
-        _update(chosen[0])
+        _print_one(chosen[0])
 
 
 def as_dict(method: Method) -> dict[str, Any]:
@@ -49,35 +51,34 @@ def as_dict(method: Method) -> dict[str, Any]:
     }
 
 
-def _list(methods: list[Method]) -> None:
-    from rich.console import Console
+def _print_table(methods: list[Method]) -> None:
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+    shown = console()
     table = Table(
         "method", "drafter", "tree", "verifier", "distribution", "paper", box=None, header_style="bold", pad_edge=False
     )
     for column in table.columns[:5]:
         column.no_wrap = True
     for method in methods:
-        probs = "lossless" if method.lossless else "lossy"
-        table.add_row(method.name, method.draft, method.tree or "", method.verify, probs, method.paper)
-    console.print(table)
-    console.print(
-        "\nThe drafter model is the one that --draft-model names, and retrieval reads the --index; "
-        "branchwise methods NAME tells more of a method.",
+        kept = "lossless" if method.lossless else "lossy"
+        table.add_row(method.name, method.draft, method.tree or "", method.verify, kept, method.paper)
+    shown.print(table)
+    shown.print(
+        "\nThe drafter `model` is the model that --draft-model names; `retrieval` reads the --index. "
+        "branchwise methods NAME describes a method.",
         style="dim",
     )
 
 
-def _update(method: Method) -> None:
-    probs = "the target's (lossless)" if method.lossless else "changed (lossy); branchwise audit methods measures it"
+def _print_one(method: Method) -> None:
+    kept = "the target's (lossless)" if method.lossless else "changed (lossy); branchwise audit methods measures it"
     parts = {
         "paper": method.paper,
         "drafter": method.draft,
         "tree": method.tree or "the drafter's own",
         "verifier": method.verify,
-        "distribution": probs,
+        "distribution": kept,
         "run it": method.command,
         "prove it": f"branchwise audit methods {method.name}",
     }

@@ -1,4 +1,4 @@
-"""`branchwise train`. Heavy imports wait until a command needs them, so that help is instant."""
+"""`branchwise train` and `branchwise calibrate`: what drafters learn from texts that the target writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from branchwise.cli.options import AsJson, Device, Dtype, Model, Threads, TrustRemoteCode
+from branchwise.cli.options import AsJson, Device, Dtype, Model, Threads, TrustRemoteCode, group
 from branchwise.errors import ModelError, PairingError, UsageError
 from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
@@ -20,23 +20,14 @@ if TYPE_CHECKING:
     from branchwise.draft.tree_drafter import TreeDrafter
     from branchwise.train.stop import Fan, Lesson
 
-app = typer.Typer(
-    name="train",
-    help="Train what helps a drafter, in minutes and on a CPU.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+train = group("Train what helps a drafter, in minutes and on a CPU.")
+calibrate = group("Count which tokens a target writes, for drafters that need it.")
 
 BATCH = 4
 """texts that are written together"""
 
 
-@app.callback()
-def _group() -> None:
-    """A group of commands, also while there is only one."""
-
-
-@app.command()
+@train.command()
 def stop(
     model: Model = DEFAULT_MODEL,
     draft_model: Annotated[
@@ -46,21 +37,21 @@ def stop(
     kind: Annotated[
         str,
         typer.Option(
-            help="hard: from entropy and the ten largest probabilities, will both models agree? "
-            "soft: from hidden states of the draft model, how much will be accepted?"
+            help="hard: predict from entropy and the ten largest probabilities whether both models agree; "
+            "soft: predict from hidden states of the draft model how much is accepted."
         ),
     ] = "hard",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of prompts, text or JSON lines, as for `branchwise bench`.", show_default="our own"),
+        typer.Option(help="File of prompts, as for `branchwise bench`.", show_default="prompts of Branchwise"),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Drafted nodes to learn from and to test with.")] = 4000,
-    epochs: Annotated[int, typer.Option(help="Rounds over the samples; the best one is kept.")] = 10,
+    samples: Annotated[int, typer.Option(help="Drafted nodes to train and to test on.")] = 4000,
+    epochs: Annotated[int, typer.Option(help="Rounds over the samples; the best round is kept.")] = 10,
     threshold: Annotated[
-        float, typer.Option(help="A tree ends where no node scores above it; can be changed when the stop is used.")
+        float, typer.Option(help="A tree ends where no node scores above it; --tree can name another.")
     ] = 0.4,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of the texts that are written.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same file.")] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same file.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
@@ -68,16 +59,16 @@ def stop(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("stop.safetensors"),
     as_json: AsJson = False,
 ) -> None:
-    """Learn where a tree should end, from texts that the target writes and a drafter drafts for.
+    """Learn where a tree should end.
 
-    The file is then part of a tree:  --tree chain:12,stop=learned:stop.safetensors
+    A small network learns from texts that the target writes and a drafter drafts for. The file then ends trees:
+    --tree chain:12,stop=learned:stop.safetensors
 
     branchwise train stop --model Qwen/Qwen2.5-1.5B-Instruct --draft-model Qwen/Qwen2.5-0.5B-Instruct
     """
     spec = _spec(draft, draft_model)
     _check(kind, samples, epochs, threshold, out)
-    from branchwise.bench.own import own_items
-    from branchwise.bench.prompts import load_items
+    from branchwise.bench.prompts import load_items, own_items
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.policies.stop import Scorer, write_scorer
     from branchwise.llm import load
@@ -126,7 +117,7 @@ def _spec(draft: str | None, draft_model: str | None) -> str:
 
 
 def _check(kind: str, samples: int, epochs: int, threshold: float, out: Path) -> None:
-    """What would spoil the training is told before anything is loaded for it."""
+    """Refuse wrong values before anything is loaded."""
     from branchwise.draft.policies.stop import KINDS, read_scorer
 
     if kind not in KINDS:
@@ -175,3 +166,56 @@ def _print(lesson: Lesson, kind: str, threshold: float, out: Path) -> None:
     if lesson.loss >= lesson.blind_loss:
         print("It learned nothing that helps; try more samples, or the other kind.")
     print(f"Use it with --tree chain:12,stop=learned:{out}")
+
+
+@calibrate.command()
+def vocab(
+    model: Model = DEFAULT_MODEL,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File of prompts like those of later use, as for `branchwise bench`; may be repeated.",
+            show_default="prompts of Branchwise",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens to write and count.")] = 20_000,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same counts.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the tokens that a target writes.
+
+    A draft head can then be trimmed to the frequent tokens. The table is kept in the cache beside the model;
+    --draft model:ID,trim=8192 reads it. Ctrl-C keeps what was counted.
+
+    branchwise calibrate vocab --model smollm2 --prompts questions.jsonl
+    """
+    if tokens < 1:
+        raise UsageError(f"--tokens must be at least 1, not {tokens}.")
+    from branchwise.bench.prompts import load_items, own_items
+    from branchwise.core.sampling import SamplingParams
+    from branchwise.draft.model.trim import save_counts
+    from branchwise.llm import load
+    from branchwise.train import vocab as counting
+
+    SamplingParams(temperature=temperature)
+    items = own_items() if not prompts else load_items(prompts)
+    llm = load(model, draft="ngram", dtype=dtype, device=device, threads=threads, max_batch=counting.BATCH)
+    with showing() as progress:
+        counts = counting.count_tokens(llm, items, tokens=tokens, temperature=temperature, seed=seed, progress=progress)
+    counted = int(counts.sum())
+    if not counted:
+        raise UsageError("Nothing was counted, so nothing was kept.")
+    about = {"model": llm.name, "tokens": str(counted), "temperature": str(temperature), "seed": str(seed)}
+    path = save_counts(llm.engine.target.info, counts, about)
+    seen = int((counts > 0).sum())
+    shares = counting.coverage(counts)
+    if as_json:
+        print(json.dumps({"file": str(path), "tokens": counted, "distinct": seen, "coverage": shares}))
+        return
+    print(f"{counted:,} tokens counted, {seen:,} different ones of {len(counts):,}.")
+    print("; ".join(f"the {size:,} most frequent are {share:.1%} of the text" for size, share in shares.items()) + ".")
+    print(f"Kept in {path}. Use it with --draft model:ID,trim=N")

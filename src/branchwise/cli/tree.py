@@ -1,7 +1,4 @@
-"""`branchwise tree`: what shape a draft should have for a pair of models on this machine.
-
-Heavy imports wait until a command runs, so that help is instant.
-"""
+"""`branchwise tree`: the shape that a draft should have for a pair of models on this machine."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from branchwise.bench.own import own_items
-from branchwise.cli.options import Device, DraftModel, Dtype, Model, Threads, TrustRemoteCode
+from branchwise.bench.prompts import own_items
+from branchwise.cli.options import Device, DraftModel, Dtype, Model, PromptFile, Threads, TrustRemoteCode, group
 from branchwise.errors import PairingError, UsageError
 from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import Progress, showing
@@ -21,15 +18,10 @@ if TYPE_CHECKING:
     from branchwise.llm import LLM
     from branchwise.tune.sequoia import Acceptance, Shape, Shapes, Size
 
-app = typer.Typer(
-    name="tree",
-    help="Find the shape that drafts should have.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = group("Find the shape that drafts should have.")
 
 LEVELS = 4
-"""how deep the drafts are whose time is taken"""
+"""depth of the drafts that are timed"""
 
 
 @app.command()
@@ -37,33 +29,31 @@ def optimise(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
     draft: Annotated[
-        str | None,
-        typer.Option(help="Drafter that draws from distributions, in place of a draft model, such as disturbed:1."),
+        str | None, typer.Option(help="Drafter that samples, in place of a draft model, such as disturbed:1.")
     ] = None,
     nodes: Annotated[int, typer.Option(help="The most nodes below the root.")] = 24,
     depth: Annotated[int, typer.Option(help="The most levels below the root.")] = 8,
     width: Annotated[int, typer.Option(help="The most children of a node.")] = 8,
-    fill: Annotated[bool, typer.Option("--fill", help="Use all nodes, whatever they cost; nothing is timed.")] = False,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of the texts on which is counted.")] = 1.0,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='Text with one prompt a line, or JSON lines with "prompt", "turns" or "question"; may end in .gz.',
-            show_default="ten that come with Branchwise",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to write for a prompt.")] = 64,
+    fill: Annotated[bool, typer.Option("--fill", help="Use all nodes whatever they cost, and time nothing.")] = False,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", help="Temperature of the texts that are written.")
+    ] = 1.0,
+    prompts: PromptFile = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Tokens to write for each prompt.")
+    ] = 64,
     out: Annotated[Path | None, typer.Option(help="File for the template.", show_default="standard output")] = None,
-    seed: Annotated[int, typer.Option(help="Other texts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Find the best shape for a pair of models and write it as a template for --tree template:FILE.json.
+    """Find the best shape for a pair of models.
 
-    Counts on real texts how often the first, second, … child of a node is accepted, times passes of both models, and
-    works out the shape and size that take the least time for a token (Sequoia, arXiv 2402.12374).
+    The shape is written as a template for --tree template:FILE.json. The command counts on real texts how often the
+    first, second, … child of a node is accepted, times passes of both models, and computes the shape and size with the
+    least time per token (Sequoia, arXiv 2402.12374).
 
     branchwise tree optimise --model TARGET --draft-model DRAFT --out tree.json
     """
@@ -80,7 +70,7 @@ def optimise(
     from branchwise.llm import load
     from branchwise.tune.sequoia import Shapes, measure_acceptance
 
-    SamplingParams(temperature=temperature)  # what is no temperature is told before a model is loaded
+    SamplingParams(temperature=temperature)  # refuse a wrong temperature before a model is loaded
     items = own_items() if prompts is None else read_items(prompts)
     build_drafter(source, f"rsd-c:{width}")
     llm = load(
@@ -124,7 +114,7 @@ def optimise(
 
 
 def _source(draft: str | None, draft_model: str | None) -> str:
-    """What drafts, which must have distributions to draw from."""
+    """The spec of the drafter, which must have distributions to sample from."""
     if (draft is None) == (draft_model is None):
         raise UsageError("Say what drafts: a model with --draft-model, or a drafter with --draft; one of the two.")
     if draft is None:
@@ -143,7 +133,7 @@ def _source(draft: str | None, draft_model: str | None) -> str:
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a place that a template cannot take, before anything is measured for it."""
+    """Refuse a file that cannot be written, before anything is measured."""
     from branchwise.draft.policies.template import read_template
 
     if out.suffix != ".json":
@@ -158,7 +148,7 @@ def _check_place(out: Path) -> None:
 
 
 def _timed(llm: LLM, source: str, texts: Sequence[Sequence[int]], shapes: Shapes, progress: Progress) -> Size:
-    """The size that takes the least time for a token, by passes that are timed here."""
+    """The size with the least time per token, from passes that are timed on this machine."""
     from branchwise.tune import measure, measure_drafter
     from branchwise.tune.passes import SIZES
     from branchwise.tune.sequoia import best_size

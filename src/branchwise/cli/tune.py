@@ -1,7 +1,4 @@
-"""`branchwise tune`: what a pass over n nodes costs on this machine, as a table, one JSON object or a picture.
-
-Heavy imports wait until the command runs, so that help is instant.
-"""
+"""`branchwise tune`: what a pass over n nodes costs on this machine, as a table, one JSON object or a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from branchwise.bench.own import CODE, FREE, SPELLING
+from branchwise.bench.prompts import EDITING, FREE
+from branchwise.cli.console import console
 from branchwise.cli.options import AsJson, Compile, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
 from branchwise.errors import UsageError
 from branchwise.models import DEFAULT_MODEL
@@ -22,14 +20,12 @@ from branchwise.progress import showing
 from branchwise.registry import split_specs
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from branchwise.tune import Costs, DraftCost
 
 BAR = 30
 
-PROMPTS = (SPELLING, CODE, FREE[0])
-"""what drafters are timed on: answers that repeat their prompt, and one that does not"""
+PROMPTS = (EDITING[0], EDITING[2], FREE[0])
+"""prompts that drafters are timed on: two whose answers repeat them, and one of free writing"""
 
 
 def tune(
@@ -42,27 +38,29 @@ def tune(
     context: Annotated[int, typer.Option(help="Tokens before the tree.")] = 512,
     nodes: Annotated[
         str | None,
-        typer.Option(help="Sizes to begin with, separated by commas.", show_default="1 to 128, as far as they fit"),
+        typer.Option(help="Sizes to measure first, separated by commas.", show_default="1 to 128, as far as they fit"),
     ] = None,
     repeat: Annotated[int, typer.Option(help="Timed passes for each size.")] = 9,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Drafter to time; may be repeated, or several with commas.", show_default="ngram"),
+        typer.Option(help="Drafter to time; may be repeated, or several separated by commas.", show_default="ngram"),
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="Method whose drafter to time with its tree; may be repeated; see `branchwise methods`."),
+        typer.Option(help="Method whose drafter and tree to time; may be repeated; see `branchwise methods`."),
     ] = None,
     draft_model: DraftModel = None,
     index: Index = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the cache knows.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Measure what scoring n nodes costs here, and where one node more costs too much.
+    """Measure what a pass over n nodes costs on this machine.
 
-    The costs of passes are kept in the cache and measured again when the model, the machine or a version changes.
+    A pass over a few nodes costs nearly as much as a pass over one, up to a size where one node more costs clearly more
+    (a cliff). Drafts should stay below it. Costs are kept in the cache, and measured again if the model, the machine or
+    a version changes.
 
     branchwise tune --model smollm2 --batch 4 --context 1024
     """
@@ -78,7 +76,7 @@ def tune(
     from branchwise.tune import measure, measure_drafter
 
     timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model, index)]
-    for found in timed:  # an unknown name is told before a model is loaded, and so is what changes the distribution
+    for found in timed:  # refuse an unknown name, and warn of a lossy method, before a model is loaded
         found.build()
         found.warn_if_lossy()
     llm = load(
@@ -146,10 +144,10 @@ def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
 
     from branchwise.tune.curve import CLIFF
 
-    console = _console()
-    console.print(_title(costs))
+    shown = console()
+    shown.print(_title(costs))
     again = "; --fresh measures again" if costs.remembered else ""
-    console.print(f"measured {costs.measured}{again}\n", style="dim")
+    shown.print(f"measured {costs.measured}{again}\n", style="dim")
     cliffs = {cliff.nodes for cliff in costs.cliffs}
     dearest = max(point.seconds for point in costs.points)
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -165,14 +163,14 @@ def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
             "█" * max(1, round(BAR * point.seconds / dearest)),
             style="yellow" if point.nodes in cliffs else None,
         )
-    console.print(table)
-    console.print()
+    shown.print(table)
+    shown.print()
     for cliff in costs.cliffs:
-        console.print(f"{cliff.nodes} nodes cost {cliff.times:.2f} times {cliff.stay_at}: stay at {cliff.stay_at}.")
+        shown.print(f"{cliff.nodes} nodes cost {cliff.times:.2f} times {cliff.stay_at}: stay at {cliff.stay_at}.")
     if not costs.cliffs:
-        console.print(f"No cliff: no size was found that clearly costs {CLIFF:.0%} more than the one before.")
+        shown.print(f"No cliff: no size was found that clearly costs {CLIFF:.0%} more than the one before.")
     for name, cost in drafting:
-        console.print(
+        shown.print(
             f"{name} drafts in {1e3 * cost.seconds:.3f} ms a step, {cost.drafted:.1f} nodes on average "
             f"({cost.seconds / costs.seconds(1):.1%} of a pass over one node)."
         )
@@ -207,12 +205,3 @@ def _draw(costs: Costs, file: Path) -> None:
     axis.set_title(_title(costs), fontsize=8, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     save(figure, file)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 160  # a table in a file is not cut to a screen that is not there
-    return console

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.core.rows import gather_rows
-from branchwise.core.topology import Topology, words_for
+from branchwise.core.rows import gather_rows, words_for
+from branchwise.core.topology import Topology
 from branchwise.core.tree import DraftTree
 
 
@@ -50,7 +50,7 @@ class TreeLayout(NamedTuple):
     """(batch, nodes): levels below the root"""
     parents: NDArray[np.int64]
     """(batch, nodes): -1 for roots and padding, so a search for children never finds padding"""
-    seen: NDArray[np.int32]
+    ancestor_bits: NDArray[np.int32]
     """(batch, nodes, words): the ancestors of every node, itself included, as bits. Padding has none."""
 
 
@@ -59,12 +59,12 @@ def lay_out(shapes: tuple[Topology, ...], nodes: int) -> TreeLayout:
     """Where trees keep their shapes from step to step, this is the same at every step."""
     depths = np.zeros((len(shapes), nodes), dtype=np.int64)
     parents = np.full((len(shapes), nodes), -1, dtype=np.int64)
-    seen = np.zeros((len(shapes), nodes, words_for(nodes)), dtype=np.int32)
+    ancestor_bits = np.zeros((len(shapes), nodes, words_for(nodes)), dtype=np.int32)
     for row, shape in enumerate(shapes):
         depths[row, : len(shape)] = shape.depths
         parents[row, : len(shape)] = shape.parents
-        seen[row, : len(shape), : shape.bits.shape[1]] = shape.bits
-    return TreeLayout(depths, parents, seen)
+        ancestor_bits[row, : len(shape), : shape.bits.shape[1]] = shape.bits
+    return TreeLayout(depths, parents, ancestor_bits)
 
 
 class TreeBatch:
@@ -77,15 +77,15 @@ class TreeBatch:
         self,
         trees: Sequence[DraftTree],
         device: torch.device | str = "cpu",
-        room: PadShape | None = None,
+        pad_shape: PadShape | None = None,
         roots: Sequence[int] | None = None,
     ) -> None:
         """`roots` stand in the place of the trees' own."""
         assert trees, "a batch of trees has at least one tree"
         self.trees = tuple(trees)
         self.device = torch.device(device)
-        self.room = room or PadShape()
-        self.nodes = max(self.room.nodes, *map(len, trees))
+        self.pad_shape = pad_shape or PadShape()
+        self.nodes = max(self.pad_shape.nodes, *map(len, trees))
         self.depth = max(tree.depth for tree in trees)
         self._roots = roots
         self._host: dict[str, Tensor] = {}
@@ -124,12 +124,12 @@ class TreeBatch:
         return torch.from_numpy(self.layout.parents).to(self.device, copy=True)
 
     @cached_property
-    def seen(self) -> Tensor:
+    def ancestor_bits(self) -> Tensor:
         """(batch, nodes, words) int32: the ancestors of every node as bits"""
         if self._source is not None:
             source, rows = self._source
-            return source.seen[rows]
-        return torch.from_numpy(self.layout.seen).to(self.device, copy=True)
+            return source.ancestor_bits[rows]
+        return torch.from_numpy(self.layout.ancestor_bits).to(self.device, copy=True)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -206,7 +206,7 @@ class TreeBatch:
     @cached_property
     def widths(self) -> list[int]:
         """The most children that a node has, level by level; how long the loops over siblings must be."""
-        widths = [self.room.children] * self.depth
+        widths = [self.pad_shape.children] * self.depth
         for tree in self.trees:
             for depth, below in zip(tree.topology.depths, tree.topology.children, strict=True):
                 if below:
@@ -237,7 +237,7 @@ class TreeBatch:
     def take(self, rows: Tensor) -> TreeBatch:
         """The batch of trees of the given trees, which may repeat; nothing is looked up again on the host."""
         taken: TreeBatch = copy.copy(self)
-        for name in ("q", "seen", *LOOKED_UP):
+        for name in ("q", "ancestor_bits", *LOOKED_UP):
             taken.__dict__.pop(name, None)
         taken.tokens, taken.parents, taken.depths = self.tokens[rows], self.parents[rows], self.depths[rows]
         taken._source = (self, rows)
@@ -251,17 +251,17 @@ class TreeBatch:
         return self.host(name).to(self.device)
 
     def _array(self, name: str) -> NDArray[np.int64]:
-        room = self.room
+        shape = self.pad_shape
         least = {
-            "children": (self.nodes, room.children),
-            "levels": (0, room.width),
+            "children": (self.nodes, shape.children),
+            "levels": (0, shape.width),
             "postorder": (self.nodes,),
-            "forks": (room.forks,),
+            "forks": (shape.forks,),
         }
         return padded([LOOKED_UP[name](tree) for tree in self.trees], least.get(name, ()))
 
 
-NODES = ("tokens", "parents", "depths", "seen")
+NODES: tuple[str, ...] = ("tokens", "parents", "depths", "ancestor_bits")
 """what a batch of trees knows of every node"""
 
 LOOKED_UP: dict[str, Callable[[DraftTree], Any]] = {
@@ -274,6 +274,9 @@ LOOKED_UP: dict[str, Callable[[DraftTree], Any]] = {
     "trusted": lambda tree: int(tree.trusted),
 }
 """the tables of a batch of trees, from each of its trees"""
+
+TABLES = (*NODES, *LOOKED_UP)
+"""all that a verifier may read of a batch"""
 
 
 def padded(lists: Sequence[Any], least: tuple[int, ...] = ()) -> NDArray[np.int64]:

@@ -1,60 +1,58 @@
-"""Where every random decision comes from.
+"""The source of every random decision: counter-based, so that a draw depends on its key alone.
 
 A verifier never touches a random generator; it asks a `Chance`, which answers for the whole batch. In production the
-answers come from a counter-based generator keyed by (seed, position, purpose): a draw depends on nothing else, so
-batch, budget and device do not change it. An audit can put an enumerator in its place and follow every outcome of
-the same code.
+answers are hashes of (seed, position, purpose): batch size, budget and device do not change them. The audit passes an
+enumerator instead and follows every outcome of the same code.
+
+A categorical draw is an exponential race. `race` is the race over tensors, on any device, and `race_sparse` the same
+race over a few tokens in Python integers; `draft/recycle/paths_kernel.py` has it in Triton.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from branchwise.core.rows import BLOCK, filled_blocks
+
 
 class Chance(Protocol):
     """The random decisions of one step for a batch of sequences.
 
-    `draw` tells apart the decisions of one kind within a step: each (kind, draw) pair is used at most once.
+    `draw` numbers the decisions of one kind within a step: each (kind, draw) pair is used at most once.
     """
 
     def token(self, probs: Tensor, depth: int) -> Tensor:
-        """One token per distribution (batch, vocabulary) for the position `depth` + 1 behind the root.
+        """One token per distribution (batch, vocabulary) for the position `depth` + 1 after the root.
 
-        Keyed by the position itself and not by the step, so whichever step reaches a position draws the same token
-        from the same distribution. That is what makes `match` equal plain decoding seed for seed; it is exact because a
-        position's noise is used once: when the walk leaves the tree, the token it drew is emitted.
+        The key is the position and not the step, so every step that reaches a position draws the same token from the
+        same distribution. Therefore `match` equals plain decoding seed for seed; it is exact because the noise of a
+        position is used once: when the walk leaves the tree, the token that it drew is emitted.
         """
         ...
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
-        """(batch,) int64: toss n coins with these odds (batch, n) in order and say which is the first success.
+        """(batch,) int64: toss n coins with these odds (batch, n) in order; index of the first success, n if all fail.
 
-        n where all fail. The coins are numbered draw, draw + 1, …: tossing them in several calls changes nothing.
+        The coins are numbered draw, draw + 1, …: tossing them in several calls changes nothing.
         """
         ...
 
     def hopes(self, bounds: Tensor, draw: int) -> Tensor:
         """(batch, n) bool: which of n coins could succeed at odds up to these bounds.
 
-        Asked before `first` about the same coins, it spares working out the odds of those that fail in any case.
+        Called before `first` for the same coins, it saves computing the odds of coins that fail in any case.
         """
         ...
 
     def pick(self, probs: Tensor, draw: int = 0) -> Tensor:
         """(batch,) int64: one token from each distribution (batch, vocabulary), which need not be normalised."""
-        ...
-
-    def order(self, probs: Tensor, k: int, draw: int) -> Tensor:
-        """(batch, k) int64: k tokens drawn from each distribution without replacement, in draw order.
-
-        Where a distribution carries fewer than k tokens, the rest of its row is -1.
-        """
         ...
 
 
@@ -65,8 +63,8 @@ class SeededChance:
         """`seeds` (batch,) int64, and `roots` (batch,) int64, the position of each root in its sequence.
 
         Every step emits at least one token, so no two steps of a sequence have the same root position: it is the
-        step's own key. `role` keeps a drafter's noise apart from a verifier's: a draft made with the noise that judges
-        it would be no draw at all. Both are brought to the `device` when they are first needed there.
+        key of the step. `role` separates a drafter's noise from a verifier's: a draft made with the noise that judges
+        it would not be an independent draw. Both tensors are copied to the `device` when they are first used on it.
         """
         self.host = seeds, roots
         self.role = role
@@ -87,7 +85,7 @@ class SeededChance:
     def tokens(self, probs: Tensor, depths: Tensor) -> Tensor:
         """(batch, n) int64: `token` for many nodes (batch, n, vocabulary) at their depths (batch, n) at once.
 
-        Nodes of one depth share their noise: of all of them, a walk comes to one.
+        Nodes of one depth share their noise: a walk visits at most one of them.
         """
         keys = self._keys("token", self.roots[:, None] + (depths + 1), 0)
         return race(probs.flatten(0, 1), keys.flatten()).view(depths.shape)
@@ -95,7 +93,7 @@ class SeededChance:
     def first(self, odds: Tensor, draw: int) -> Tensor:
         count = odds.shape[1]
         places = torch.arange(count, device=odds.device)
-        # A least place and no running product: a device takes a scan by itself and a minimum along with the rest.
+        # A minimum instead of a running product: the compiler fuses a minimum, and a scan is a kernel of its own.
         found = torch.where(self.hopes(odds, draw), places, count)
         return torch.nn.functional.pad(found, (0, 1), value=count).amin(dim=1)
 
@@ -105,19 +103,8 @@ class SeededChance:
     def pick(self, probs: Tensor, draw: int = 0) -> Tensor:
         return race(probs, self._keys("pick", self.roots, draw))
 
-    def order(self, probs: Tensor, k: int, draw: int) -> Tensor:
-        return race_on(probs, self._keys("order", self.roots, draw), k)
-
-    def keys(self, purpose: str, draw: int) -> Tensor:
-        """(batch,) int64: what the draws of one purpose in this step are made from."""
-        return self._keys(purpose, self.roots, draw)
-
-    def waits(self, draw: int) -> Tensor:
-        """(batch,) float64: standard exponential times, never 0."""
-        return -torch.log((_shift(mix(self.keys("wait", draw)), 12).double() + 0.5) * 2.0**-52)
-
     def _tossed(self, start: int, count: int) -> Tensor:
-        """(batch, count) float64: coins start, start + 1, …; tossed many at once, since tossing one costs as much."""
+        """(batch, count) float64: coins start, start + 1, …, in chunks: a chunk costs as much as one coin."""
         first, last = start // COINS, (start + count - 1) // COINS
         for chunk in range(first, last + 1):
             if chunk not in self._coins:
@@ -127,68 +114,51 @@ class SeededChance:
         return coins[:, start - first * COINS : start - first * COINS + count]
 
     def _keys(self, purpose: str, positions: Tensor, draw: int) -> Tensor:
-        # The seed is mixed before anything joins it: users count seeds up from 0 just as verifiers count draws.
+        # The seed is mixed before anything is added: users count seeds up from 0 just as verifiers count draws.
         stream = stream_of(self.role, purpose, draw)
         seeds = self.seeds if positions.ndim == 1 else self.seeds[:, None]
         return mix(mix(mix(seeds) + stream) + positions * GAMMA)
 
 
 def stream_of(role: str, purpose: str, draw: int) -> int:
-    """What tells draws of one seed and one position apart."""
+    """The part of a key that separates draws of one seed and one position."""
     return zlib.crc32(f"{role} {purpose}".encode()) << 31 | draw
 
 
 COINS = 64
-BLOCK = 256
+"""coins that are tossed at once"""
 
 
 def race(probs: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
-    """(batch,) int64: one token from each distribution (batch, vocabulary), decided by noise that belongs to the
-    tokens.
+    """(batch,) int64: one token from each distribution (batch, vocabulary), by an exponential race.
 
-    Every token arrives after an exponential time divided by its mass, and the first one wins: token i with probability
-    distribution[i] / total. A last digit more or less in the distribution can only change the winner of a photo finish.
-    (One uniform against the running sum of the distribution would be cheaper to explain, but there a rare token is as
-    narrow as the rounding of all tokens before it, so a pass over a tree would draw other rare tokens than a pass over
-    one node.)
+    Every token arrives after an exponential time divided by its mass, and the first to arrive wins: token i with
+    probability probs[i] / total. Noise belongs to tokens, so rounding in the distribution changes the winner only in a
+    photo finish. (One uniform against the running sum would be cheaper, but then the interval of a rare token is as
+    narrow as the rounding of all tokens before it: a pass over a tree would draw other rare tokens than a pass over one
+    node.)
 
-    To spare noise for the whole vocabulary, blocks of tokens race first, each with the mass of its tokens, and then the
+    To save noise for the whole vocabulary, blocks of tokens race first, each with the mass of its tokens, and then the
     tokens of the winning block.
 
-    Where several draws share a distribution, `rows` (draws,) says which distribution (distributions, vocabulary) each
-    of the keys (draws,) is for.
+    If several draws share a distribution, `rows` (draws,) is the index of the distribution for each key (draws,).
     """
-    batch, vocabulary = probs.shape
+    vocabulary = probs.shape[1]
     if vocabulary <= BLOCK:
         return _first(probs if rows is None else probs[rows], keys, torch.arange(vocabulary, device=probs.device))
-    probs = torch.nn.functional.pad(probs, (0, -vocabulary % BLOCK))
-    blocks = probs.view(batch, -1, BLOCK)
+    blocks = filled_blocks(probs)
     sums = blocks.sum(dim=-1)
     winner = _first(sums if rows is None else sums[rows], mix(keys), torch.arange(blocks.shape[1], device=probs.device))
     tokens = winner[:, None] * BLOCK + torch.arange(BLOCK, device=probs.device)  # (draws, BLOCK)
-    inside = _first(probs.gather(1, tokens) if rows is None else blocks[rows, winner], keys, tokens)
-    return tokens.gather(1, inside[:, None])[:, 0]
-
-
-def race_among(tokens: Tensor, masses: Tensor, keys: Tensor) -> Tensor:
-    """(draws,) int64: what `race` draws from distributions that are a few tokens (draws, few) with masses (draws, few)
-    float64.
-
-    A token without a mass stands for nothing.
-    """
-    blocks = tokens // BLOCK
-    shared = blocks[:, :, None] == blocks[:, None, :]
-    sums = torch.where(masses > 0, (shared * masses[:, None, :]).sum(dim=2), 0.0)
-    winner = blocks.gather(1, _first(sums, mix(keys), blocks)[:, None])
-    inside = _first(torch.where(blocks == winner, masses, 0.0), keys, tokens)
+    inside = _first(blocks.flatten(1).gather(1, tokens) if rows is None else blocks[rows, winner], keys, tokens)
     return tokens.gather(1, inside[:, None])[:, 0]
 
 
 def race_on(probs: Tensor, keys: Tensor, k: int) -> Tensor:
-    """(batch, k) int64: the first k tokens of each distribution (batch, vocabulary), each a race of those that are
-    left.
+    """(batch, k) int64: k tokens of each distribution (batch, vocabulary) without replacement, each by a race of the
+    tokens that are left.
 
-    Where a distribution carries fewer, the rest of its row is -1.
+    If a distribution has fewer tokens, the rest of its row is -1.
     """
     left = probs.clone()
     drawn = []
@@ -200,13 +170,13 @@ def race_on(probs: Tensor, keys: Tensor, k: int) -> Tensor:
 
 
 def _first(mass: Tensor, keys: Tensor, names: Tensor) -> Tensor:
-    """(batch,) int64: which of the runners (batch, count) arrives first; `names` tell their noise apart."""
+    """(batch,) int64: which of the runners with this mass (batch, count) arrives first; `names` key their noise."""
     bits = _shift(mix(keys[:, None] + spaced(names)), 12)
     uniform = (bits.double() + 0.5) * 2.0**-52  # strictly between 0 and 1, so that no time is 0 and 0 / 0 never met
     return torch.where(mass > 0, -torch.log(uniform) / mass, torch.inf).argmin(dim=-1)
 
 
-# SplitMix64 (Steele, Lea, Flood 2014): a counter stepped by an odd constant and a bijective mixer behind it. int64
+# SplitMix64 (Steele, Lea, Flood 2014): a counter stepped by an odd constant, then a bijective mixer. int64
 # multiplication wraps like uint64; only the right shift needs its sign bits masked away.
 
 
@@ -221,7 +191,7 @@ FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def spaced(names: Tensor) -> Tensor:
-    """Counters a long way apart. The idle xor keeps a compiler from taking a product of indices for 32 bits wide."""
+    """Counters far apart. The xor with 0 keeps the compiler from treating a product of indices as 32 bits wide."""
     return (names ^ 0) * GAMMA
 
 
@@ -241,15 +211,31 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-# The same for one draw on the host, in whole numbers from 0 to below 2**64: a tensor of one number costs far more.
+# The same in Python integers from 0 to below 2**64, for one draw on the host: a tensor of one number costs far more.
 
 
 def key_of(role: str, purpose: str, seed: int, position: int, draw: int) -> int:
-    """What one draw is made from: the key of `SeededChance`."""
-    return mix_one(mix_one(mix_one(seed) + stream_of(role, purpose, draw)) + position * GAMMA)
+    """The key that `SeededChance` makes for a draw."""
+    return mix_int(mix_int(mix_int(seed) + stream_of(role, purpose, draw)) + position * GAMMA)
 
 
-def mix_one(x: int) -> int:
+def race_sparse(masses: Mapping[int, float], key: int) -> int:
+    """The token that `race` draws from this distribution as a row: tokens without mass cannot win."""
+    blocks: dict[int, float] = {}
+    for token, mass in masses.items():
+        blocks[token // BLOCK] = blocks.get(token // BLOCK, 0.0) + mass
+    winner = _first_int(blocks, mix_int(key))
+    return _first_int({token: mass for token, mass in masses.items() if token // BLOCK == winner}, key)
+
+
+def _first_int(runners: dict[int, float], key: int) -> int:
+    if len(runners) == 1:
+        return next(iter(runners))
+    times = [wait_of(key + name * GAMMA) / mass for name, mass in runners.items()]
+    return min(zip(times, runners, strict=True))[1]
+
+
+def mix_int(x: int) -> int:
     x &= ALL
     x = (x ^ x >> 30) * FACTORS[0] & ALL
     x = (x ^ x >> 27) * FACTORS[1] & ALL
@@ -258,7 +244,7 @@ def mix_one(x: int) -> int:
 
 def wait_of(key: int) -> float:
     """A standard exponential time, never 0."""
-    return -math.log(((mix_one(key) >> 12) + 0.5) * 2.0**-52)
+    return -math.log(((mix_int(key) >> 12) + 0.5) * 2.0**-52)
 
 
 ALL = (1 << 64) - 1

@@ -1,18 +1,20 @@
-"""Rows over a vocabulary: taken from a table and summed, the same in a batch as alone.
+"""Operations on rows: gathered, summed, blanked, packed into bits; a row of a batch gives what it gives alone.
 
-A row of 150,000 numbers is worth not copying and not converting; these two do neither where they can.
+A row over a vocabulary has 150,000 numbers, so these functions avoid copying and converting rows.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 256
 
 
 def gather_rows(table: Tensor, nodes: Tensor) -> Tensor:
-    """The entries of a table (batch, nodes, …) at nodes (batch,) or (batch, n). May be a view: do not write to it."""
+    """The entries of a table (batch, nodes, …) at nodes (batch,) or (batch, n). Possibly a view: do not write to it."""
     size = table.shape[1]
     if table.device.type == "cpu" and len(table) == 1 and nodes.numel() == 1:
         return table[0, int(nodes)].expand(*nodes.shape, *table.shape[2:])
@@ -25,13 +27,13 @@ def gather_rows(table: Tensor, nodes: Tensor) -> Tensor:
 def row_sum(rows: Tensor) -> Tensor:
     """(…,) float64: the sum of each row (…, vocabulary).
 
-    Blocks are added up in the rows' own type and then in float64: as exact as it needs to be, at a tenth of the cost of
-    converting every number. A block is small enough that no threads share it, so a row alone and a row of a batch give
-    the same sum.
+    Blocks are summed in the rows' own type and then in float64: exact enough, at a tenth of the cost of converting
+    every number. A block is so small that torch does not split it between threads, so a row alone and a row of a batch
+    give the same sum.
     """
     if rows.dtype == torch.float64 or rows.shape[-1] <= BLOCK:
         return rows.sum(dim=-1, dtype=torch.float64)
-    if rows.device.type != "cpu":  # a launch less, and the padding is never written
+    if rows.device.type != "cpu":  # one launch less, and the compiler never materialises the padding
         return filled_blocks(rows).sum(dim=-1).sum(dim=-1, dtype=torch.float64)
     whole = rows.shape[-1] // BLOCK * BLOCK
     blocks: Tensor = rows[..., :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1)
@@ -39,35 +41,58 @@ def row_sum(rows: Tensor) -> Tensor:
 
 
 def filled_blocks(rows: Tensor, value: float = 0.0) -> Tensor:
-    """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last one filled up with a value."""
+    """(…, blocks, BLOCK): rows (…, vocabulary) in blocks, the last one padded with a value."""
     filled = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK), value=value)
     blocks: Tensor = filled.unflatten(-1, (-1, BLOCK))
     return blocks
 
 
 def in_memory(numbers: Tensor) -> Tensor:
-    """The same numbers, as values that a compiler may not work out again wherever they are used.
-
-    It would carry their formula into the loop that uses them. What is looked at by its strides has to lie somewhere.
-    """
+    """The same numbers, materialised: `as_strided` needs memory, so the compiler cannot recompute the numbers inside
+    the loop that uses them."""
     return numbers.as_strided(numbers.shape, numbers.stride())
 
 
 def blank(rows: Tensor, tokens: Tensor) -> Tensor:
-    """Rows (…, vocabulary) with nothing on one token each (…,), written over the given ones where that is cheaper.
-
-    On a device a comparison is part of whatever reads the rows next, and writing to them would be a pass of its own.
-    """
+    """Rows (…, vocabulary) with 0 on one token each (…,). The given rows are overwritten if that is cheaper: on a
+    device the comparison is fused into the kernel that reads the rows next, and a write would be its own kernel."""
     if rows.device.type == "cpu":
         return rows.scatter_(-1, tokens[..., None], 0.0)
     return rows.where(torch.arange(rows.shape[-1], device=rows.device) != tokens[..., None], 0.0)
 
 
+def top_tokens(logits: Tensor, count: int) -> Tensor:
+    """(…, 2, count) float32: the best tokens of logits (…, vocabulary), best first, and their probabilities.
+
+    Tokens are small enough to be exact as float32.
+    """
+    with torch.inference_mode():
+        values, tokens = logits.topk(count, dim=-1)
+        masses = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+        return torch.stack([tokens.float(), masses], dim=-2)
+
+
+WORD = 32
+"""columns whose bits share a word"""
+
+
+def words_for(columns: int) -> int:
+    return -(-columns // WORD)
+
+
 def pack_bits(marks: Tensor) -> Tensor:
     """(…, words) int32 from bool (…, columns): bit j % 32 of word j // 32 is column j."""
-    bits: Tensor = torch.nn.functional.pad(marks.int(), (0, -marks.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    bits: Tensor = torch.nn.functional.pad(marks.int(), (0, -marks.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
     # Distinct powers add up without a carry; the last is the sign.
-    return (bits << torch.arange(32, dtype=torch.int32, device=bits.device)).sum(dim=-1, dtype=torch.int32)
+    return (bits << torch.arange(WORD, dtype=torch.int32, device=bits.device)).sum(dim=-1, dtype=torch.int32)
+
+
+def pack_array(marks: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """`pack_bits` of an array: every tree of a new shape needs it, and numpy takes a thirtieth of torch's time."""
+    columns = marks.shape[-1]
+    packed = np.zeros((*marks.shape[:-1], 4 * words_for(columns)), dtype=np.uint8)
+    packed[..., : -(-columns // 8)] = np.packbits(marks, axis=-1, bitorder="little")
+    return packed.view("<i4")
 
 
 def unpack_bits(words: Tensor, columns: int) -> Tensor:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,6 +99,15 @@ class Context:
     prompt_length: int
 
 
+class History(NamedTuple):
+    """The tokens before every row of a batch, as tensors on the device of its logits."""
+
+    seen: Tensor
+    """(batch, n, vocabulary) bool: tokens of the prompt or of the output, those of the row's own path included"""
+    counts: Tensor
+    """(batch, n, vocabulary) float32: how often each token is in the output, the row's own path included"""
+
+
 class Warp:
     """From the logits of a batch to its distributions; row b of every call follows sampling[b].
 
@@ -110,9 +119,11 @@ class Warp:
         self.sampling = sampling
         self.greedy = all(params.greedy for params in sampling)
         self.looks_back = any(params.looks_back for params in sampling)
+        self.processes = any(params.processors for params in sampling)
         self.adjusts = self.looks_back or any(params.logit_bias for params in sampling)
 
         self._device = device
+        self._vocabulary = vocabulary
         self._some_certain = any(params.greedy for params in sampling)
         self._plain = all(params.temperature == 1 for params in sampling)
         self._ks = [params.top_k if params.top_k < vocabulary else 0 for params in sampling]
@@ -120,8 +131,33 @@ class Warp:
         self._cuts_p = min(float(params.top_p) for params in sampling) < 1
         self._cuts_min_p = max(float(params.min_p) for params in sampling) > 0
 
+    @property
+    def structure(self) -> tuple[object, ...]:
+        """What two warps must agree in for the same operations to serve both; all else are values in tensors."""
+        return (
+            len(self.sampling),
+            self.greedy,
+            self._some_certain,
+            self._plain,
+            self._largest_k,
+            self._cuts_p,
+            self._cuts_min_p,
+            any(params.logit_bias for params in self.sampling),
+        )
+
+    def assign(self, other: Warp) -> None:
+        """Take the parameters of another warp of the same structure, in the tensors that are on the device already."""
+        if self.sampling == other.sampling:
+            return
+        for name in ("_certain", "_temperature", "_k", "_all_k", "_p", "_min_p", "_bias"):
+            if isinstance(mine := self.__dict__.get(name), Tensor):
+                mine.copy_(Warp.__dict__[name].func(other), non_blocking=True)
+        self.sampling = other.sampling
+
     def bring(self) -> None:
         """Have everything on the device before operations are recorded there."""
+        if self.adjusts:
+            _ = self._bias
         if not self.greedy:
             _ = self._certain, self._temperature, self._k, self._all_k, self._p, self._min_p
 
@@ -131,6 +167,25 @@ class Warp:
     @cached_property
     def _certain(self) -> Tensor:
         return self._column([params.greedy for params in self.sampling])
+
+    @cached_property
+    def _bias(self) -> Tensor | None:
+        """(batch, 1, vocabulary), if any text has a bias."""
+        if not any(params.logit_bias for params in self.sampling):
+            return None
+        bias = torch.zeros(len(self.sampling), 1, self._vocabulary)
+        for row, params in zip(bias, self.sampling, strict=True):
+            row[0, list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        return bias.to(self._device, non_blocking=True)
+
+    @cached_property
+    def _penalties(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Repetition, presence and frequency penalty of every text, each (batch, 1, 1)."""
+        return (
+            self._column([float(params.repetition_penalty) for params in self.sampling]),
+            self._column([float(params.presence_penalty) for params in self.sampling]),
+            self._column([float(params.frequency_penalty) for params in self.sampling]),
+        )
 
     @cached_property
     def _temperature(self) -> Tensor:
@@ -153,14 +208,16 @@ class Warp:
     def _min_p(self) -> Tensor:
         return self._column([float(params.min_p) for params in self.sampling])
 
-    def __call__(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
+    def __call__(
+        self, logits: Tensor, contexts: Sequence[Context] | None = None, history: History | None = None
+    ) -> Tensor:
         """The distributions (…, vocabulary) float32 of logits (batch, vocabulary) or (batch, n, vocabulary).
 
         `contexts` has an entry for each row, in order; None will do where no distribution looks back.
         """
         if logits.ndim == 2:
-            return self(logits[:, None], contexts)[:, 0]
-        logits = self.adjust(logits, contexts)
+            return self(logits[:, None], contexts, history)[:, 0]
+        logits = self.adjust(logits, contexts, history)
         if self.greedy:
             return one_hot(logits.argmax(dim=-1), logits.shape[-1])
         scaled = logits if self._plain else logits / self._temperature
@@ -174,11 +231,19 @@ class Warp:
             probs = torch.where(self._certain, one_hot(logits.argmax(dim=-1), logits.shape[-1]), probs)
         return probs
 
-    def adjust(self, logits: Tensor, contexts: Sequence[Context] | None = None) -> Tensor:
-        """The stages before temperature, same shape, float32; greedy decoding takes the argmax of these."""
+    def adjust(
+        self, logits: Tensor, contexts: Sequence[Context] | None = None, history: History | None = None
+    ) -> Tensor:
+        """The stages before temperature, same shape, float32; greedy decoding takes the argmax of these.
+
+        What comes before a row is given as its context, row by row, or as tensors for the whole batch, which a device
+        needs: it then does the same without the host.
+        """
         logits = logits.float()
         if not self.adjusts or not logits.numel():
             return logits
+        if contexts is None and logits.device.type != "cpu":
+            return self._adjust_batch(logits[:, None] if logits.ndim == 2 else logits, history).view(logits.shape)
         flat = logits.reshape(-1, logits.shape[-1])
         each = len(flat) // len(self.sampling)
         rows = []
@@ -190,6 +255,15 @@ class Warp:
                 row = _penalise(row, params, contexts[index])
             rows.append(_bias(row, params))
         return torch.stack(rows).view(logits.shape)
+
+    def _adjust_batch(self, logits: Tensor, history: History | None) -> Tensor:
+        """Penalties and bias of a whole batch (batch, n, vocabulary) as tensor operations."""
+        if history is not None:
+            repetition, presence, frequency = self._penalties
+            repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits = torch.where(history.seen, repeated, logits)
+            logits = logits - torch.where(history.counts > 0, presence + frequency * history.counts, 0.0)
+        return logits if self._bias is None else logits + self._bias
 
     def _keep_top_k(self, probs: Tensor) -> Tensor:
         if not self._largest_k:

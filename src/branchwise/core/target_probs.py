@@ -9,13 +9,14 @@ import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from branchwise.core.batch import TreeBatch
-from branchwise.core.rows import gather_rows
-from branchwise.core.sampling import Context, Warp
+from branchwise.core.rows import gather_rows, unpack_bits
+from branchwise.core.sampling import Context, History, Warp
 from branchwise.core.sequence import SequenceState
 
 
@@ -41,7 +42,7 @@ class TargetProbs(Protocol):
         reads the rows on its way. One that comes to nearly every node asks for `all_at_once`.
         """
 
-    def rows(self, nodes: Tensor) -> Tensor:
+    def at(self, nodes: Tensor) -> Tensor:
         """(…, vocabulary) float32 for nodes (batch,) or (batch, n): in each tree the distributions after the given
         nodes."""
 
@@ -105,9 +106,9 @@ class WarpedProbs:
     def greedy(self) -> bool:
         return self._warp.greedy
 
-    def rows(self, nodes: Tensor) -> Tensor:
-        # Where distributions depend on the text before, a device is asked for all at once: a look at `nodes` would be a
-        # sync.
+    def at(self, nodes: Tensor) -> Tensor:
+        # If probabilities depend on the text before, a device computes those of all nodes: a look at `nodes` would make
+        # the host wait.
         if not self.lazy and (self.together or self._warp.looks_back):
             return gather_rows(self._all, nodes)
         return self._warp(gather_rows(self.logits, nodes), self._contexts(nodes))
@@ -115,18 +116,25 @@ class WarpedProbs:
     @cached_property
     def _all(self) -> Tensor:
         """(batch, nodes, vocabulary): on a device one launch for all rows costs less than a launch for each."""
-        nodes = torch.arange(self.logits.shape[1], device=self.logits.device).expand(len(self.logits), -1)
-        return self._warp(self.logits, self._contexts(nodes))
+        return self._warp(self.logits, self._contexts(self._every_node), self._history)
+
+    @property
+    def _every_node(self) -> Tensor:
+        return torch.arange(self.logits.shape[1], device=self.logits.device).expand(len(self.logits), -1)
 
     @property
     def capturable(self) -> bool:
-        """Whether the distributions depend on nothing but logits, in fixed shapes on a device."""
-        return not self.lazy and not self._warp.adjusts
+        """Whether the probabilities depend on nothing but logits, in fixed shapes on a device."""
+        return not self.lazy and not self._warp.looks_back
 
     @property
-    def shape(self) -> tuple[object, ...]:
+    def structure(self) -> tuple[object, ...]:
         """What two batches must agree in for the same operations to serve both."""
-        return tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in self._warp.sampling)
+        return self._warp.structure
+
+    def assign(self, other: WarpedProbs) -> None:
+        """Take the sampling parameters of other probabilities of the same structure, in place."""
+        self._warp.assign(other._warp)
 
     def bring(self) -> None:
         """Have everything that does not change on the device."""
@@ -136,7 +144,7 @@ class WarpedProbs:
         """The way of warping alone, for distributions that depend on nothing but logits."""
         assert self.capturable or self.lazy, "these distributions depend on the texts"
         other: WarpedProbs = copy.copy(self)
-        for name in ("_all", "logits", "batch"):  # both are given when it is put over others
+        for name in ("_all", "_history", "logits", "batch"):  # both are given when it is put over others
             other.__dict__.pop(name, None)
         other._sequences = ()
         return other
@@ -144,20 +152,40 @@ class WarpedProbs:
     def over(self, logits: Tensor, batch: TreeBatch) -> WarpedProbs:
         """The same way of warping over other logits."""
         other: WarpedProbs = copy.copy(self)
-        other.__dict__.pop("_all", None)
+        for name in ("_all", "_history"):
+            other.__dict__.pop(name, None)
         other.logits, other.batch = logits, batch
         return other
 
     def best(self, nodes: Tensor) -> Tensor:
+        if not self.lazy and self._warp.looks_back:
+            adjusted = self._warp.adjust(self.logits, self._contexts(self._every_node), self._history)
+            return gather_rows(adjusted.argmax(dim=-1), nodes)
         rows = gather_rows(self.logits, nodes)
         if not self._warp.adjusts and not self.lazy:
             return rows.argmax(dim=-1)  # in float32 it would be the same
         return self._warp.adjust(rows, self._contexts(nodes)).argmax(dim=-1)
 
+    @cached_property
+    def _history(self) -> History | None:
+        """What comes before every node, on the device and without the host; None if no penalty asks for it."""
+        if self.lazy or not self._warp.looks_back or self._warp.processes:
+            return None
+        texts = [*self._sequences, *[self._sequences[-1]] * (len(self.batch) - len(self._sequences))]
+        known = [_counted(text, self.logits.shape[-1], self.logits.device) for text in texts]
+        nodes = self.batch.nodes
+        below = unpack_bits(self.batch.ancestor_bits, nodes).float()
+        below[:, :, 0] = 0  # the root is in the text
+        size = len(self.batch), nodes, self.logits.shape[-1]
+        places = self.batch.tokens[:, None, :].expand(-1, nodes, -1)
+        path = torch.zeros(size, device=self.logits.device).scatter_add_(2, places, below)
+        seen, counts = (torch.stack(rows)[:, None] for rows in zip(*known, strict=True))
+        return History(seen | (path > 0), counts + path)
+
     def _contexts(self, nodes: Tensor) -> list[Context] | None:
         """What stands before each row, in the order of the flattened nodes; None where no distribution depends on
         it."""
-        if not self._warp.looks_back:
+        if not self._warp.looks_back or (not self.lazy and not self._warp.processes):
             return None
         contexts = []
         texts = [*self._sequences, *[self._sequences[-1]] * (len(self.batch) - len(self._sequences))]
@@ -167,3 +195,28 @@ class WarpedProbs:
                 drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()
                 contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
         return contexts
+
+
+class _Counts:
+    """How often tokens are in a text, in device memory; only what is new in the text is counted."""
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self.output = torch.zeros(vocabulary, device=device)
+        self.length = 0
+
+
+_counts: WeakKeyDictionary[SequenceState, _Counts] = WeakKeyDictionary()
+
+
+def _counted(text: SequenceState, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which tokens are in a text (vocabulary,), and how often each is in its output (vocabulary,)."""
+    counts = _counts.get(text)
+    if counts is None or counts.output.device != device:
+        counts = _counts[text] = _Counts(vocabulary, device)
+    new = torch.tensor(text.tokens[counts.length :]).to(device, non_blocking=True)
+    written = new[max(text.prompt_length - counts.length, 0) :]
+    counts.seen.index_fill_(0, new, True)
+    counts.output.index_add_(0, written, torch.ones(len(written), device=device))
+    counts.length = len(text.tokens)
+    return counts.seen, counts.output

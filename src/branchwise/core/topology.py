@@ -1,6 +1,6 @@
-"""The shapes of trees: parents of nodes, and all that follows from them alone.
+"""Shapes of trees: the parents of the nodes, and what follows from the parents alone.
 
-Nodes stand in level order, so the mask of the first levels is the leading block of the whole mask.
+Nodes are in level order, so the attention mask of the first levels is the leading block of the whole mask.
 """
 
 from __future__ import annotations
@@ -15,26 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from branchwise.core.rows import pack_array
 from branchwise.errors import UsageError
-
-WORD = 32
-"""nodes whose bits share a word"""
-
-
-def words_for(nodes: int) -> int:
-    return -(-nodes // WORD)
-
-
-def bits_of(marks: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """(…, words) from (…, columns): bit j % 32 of word j // 32 is column j."""
-    columns = marks.shape[-1]
-    packed = np.zeros((*marks.shape[:-1], 4 * words_for(columns)), dtype=np.uint8)
-    packed[..., : -(-columns // 8)] = np.packbits(marks, axis=-1, bitorder="little")
-    return packed.view("<i4")
 
 
 class Topology:
-    """The shape of a tree without its tokens; shared by every tree of that shape, checked once."""
+    """The shape of a tree without its tokens; checked once, and shared by all trees of that shape."""
 
     def __init__(self, parents: tuple[int, ...]) -> None:
         if not parents or parents[0] != -1:
@@ -62,7 +48,7 @@ class Topology:
         """(nodes, nodes) bool: row i marks the nodes on the path from the root to node i, node i included."""
         if self._whole is not None:
             return self._whole.ancestors[: len(self), : len(self)]
-        mask = np.eye(len(self), dtype=np.bool_)  # torch would take ten times as long, and paths rarely repeat a shape
+        mask = np.eye(len(self), dtype=np.bool_)  # torch takes ten times as long, and paths rarely repeat a shape
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
         return torch.from_numpy(mask)
@@ -70,7 +56,7 @@ class Topology:
     @cached_property
     def bits(self) -> NDArray[np.int32]:
         """(nodes, words): the same mask as bits."""
-        return bits_of(self.ancestors.numpy())
+        return pack_array(self.ancestors.numpy())
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -101,7 +87,7 @@ class Topology:
         return path[::-1]
 
     def leading(self, nodes: int) -> Topology:
-        """The shape of the first nodes. Its mask is a view of this one's, so nothing is built when a draft stops early.
+        """The shape of the first nodes. Its mask is a view of this mask, so a draft that stops early builds nothing.
 
         The sliced topology-aware mask of improved MCSD (Lu et al. 2024, arXiv 2409.10644): no node sees a later one, so
         what is left of the mask is its leading block.
@@ -114,15 +100,15 @@ class Topology:
 
 
 MOST_SHAPES = 1024
-"""topologies that are kept at hand, those used last"""
+"""topologies in the cache, the most recently used"""
 
 _shapes: OrderedDict[tuple[int, ...], Topology] = OrderedDict()
-_shapes_turn = threading.Lock()  # engines of several threads share the shapes
+_shapes_lock = threading.Lock()  # engines of several threads share the cache
 
 
 def topology(parents: tuple[int, ...]) -> Topology:
-    """The shape of these parents. One that is kept is neither checked nor built again."""
-    with _shapes_turn:
+    """The shape of these parents, from the cache if possible."""
+    with _shapes_lock:
         shape = _shapes.get(parents)
         if shape is not None:
             _shapes.move_to_end(parents)
@@ -131,7 +117,7 @@ def topology(parents: tuple[int, ...]) -> Topology:
 
 
 def plant(parents: tuple[int, ...]) -> Topology:
-    """A shape, kept with those of its first levels: whichever level a draft stops at, its mask is there already."""
+    """A shape, cached with the shapes of its first levels: a draft may stop at any level without a new mask."""
     whole = topology(parents)
     for level in whole.levels[:-1]:
         _keep(whole.leading(level[-1] + 1))
@@ -139,7 +125,7 @@ def plant(parents: tuple[int, ...]) -> Topology:
 
 
 def _keep(shape: Topology) -> Topology:
-    with _shapes_turn:
+    with _shapes_lock:
         _shapes[shape.parents] = shape
         _shapes.move_to_end(shape.parents)
         if len(_shapes) > MOST_SHAPES:
@@ -148,7 +134,8 @@ def _keep(shape: Topology) -> Topology:
 
 
 def branched(widths: Sequence[int], most: int = 512) -> tuple[int, ...]:
-    """The parents of a tree in which every node at depth d has widths[d] children; whole levels up to `most` nodes."""
+    """The parents of a tree in which every node at depth d has widths[d] children; complete levels, at most `most`
+    nodes."""
     parents, level = [-1], range(1)
     for width in widths:
         if len(parents) + len(level) * width > most:

@@ -11,15 +11,13 @@ import gc
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.errors import first_line
@@ -133,20 +131,17 @@ class GraphedFunction(Generic[T]):
         writes: bool = False,
         still: Callable[..., AbstractContextManager[object]] | None = None,
         capture: bool = True,
-        compile: bool = False,
-        **options: Hashable,
+        **options: Any,
     ) -> None:
         """`own` are tensors that come before all others, always the same. Recording calls the function, and that must
         not count: `writes` says that it changes those tensors, which are then restored, and `still` is a way to let the
-        places it is called with say nothing meanwhile. `capture` may forbid to record, and what is recorded may be
-        compiled before."""
+        places it is called with say nothing meanwhile. `capture` may forbid to record."""
         self._function = function
         self._device = device
         self._own = own
         self._options = options
         self._writes = own if writes else ()
         self._still = still or (lambda *places: nullcontext())
-        self._compile = compile
         self._pool = Pool(device)
         self._recorded: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
         self._seen: Counter[Any] = Counter()
@@ -171,10 +166,9 @@ class GraphedFunction(Generic[T]):
             return False
         before = [tensor.clone() for tensor in self._writes]
         try:
-            run = self._compiled(places) if self._compile else self._run
             key = tuple(map(_place, places))
             with self._still(*places):
-                self._recorded[key] = self._pool.record(lambda: run(*places))
+                self._recorded[key] = self._pool.record(lambda: self._run(*places))
         except torch.OutOfMemoryError:
             return False
         except RuntimeError as error:
@@ -199,41 +193,27 @@ class GraphedFunction(Generic[T]):
         self._seen[key] += 1
         return self._seen[key] > 1
 
-    def _compiled(self, places: Sequence[Tensor]) -> Callable[..., T]:
-        """The function as the compiler makes it, once for all that have inputs of the same form; where the compiler
-        fails, the function as it is, which is slower and no less right."""
-        inputs = (*self._own, *places)
-        key = self._function, tuple(sorted(self._options.items())), tuple(map(_form, inputs))
-        if key not in _programs:
-            try:
-                program = make_fx(partial(self._function, **self._options))(*inputs)
-                _programs[key] = torch.compile(program, fullgraph=True, dynamic=False)
-                _programs[key](*inputs)
-            except Exception as error:
-                log.warning("%s is recorded uncompiled: %s", self._function.__name__, first_line(error))
-                _programs[key] = partial(self._function, **self._options)
-        return partial(_programs[key], *self._own)
-
-
-_programs: dict[Any, Callable[..., Any]] = {}
-"""compiled functions, by what they were compiled for"""
-
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
 class PassOutputs(NamedTuple):
-    """What a pass over a sheet finds."""
+    """What a pass finds."""
 
     logits: Tensor
     """(batch, nodes, vocabulary)"""
-    best: Tensor | None
-    """(batch, nodes, 2, k) float32: best tokens and their probabilities, where they are asked for"""
+    topk: Tensor | None
+    """(batch, nodes, 2, k) float32: the most probable tokens and their probabilities, if they are asked for"""
+    hidden: dict[str, Tensor]
+    """layer -> (batch, nodes, width), for the layers that are asked for"""
+
+    def cut(self, batch: int, nodes: int) -> PassOutputs:
+        """Without the padding."""
+        hidden = {layer: states[:batch, :nodes] for layer, states in self.hidden.items()}
+        return PassOutputs(
+            self.logits[:batch, :nodes], None if self.topk is None else self.topk[:batch, :nodes], hidden
+        )
 
 
 class Recorded:

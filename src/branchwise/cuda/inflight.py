@@ -1,16 +1,15 @@
-"""A pass that begins before the host knows what it stands behind.
+"""A forward pass enqueued before the previous verdict reaches the host.
 
-A verdict lies on the device a while before the host has read it. Where a drafter foresees its next trees there, all
-that a pass over them still has to be told is how long each text has become and which token it ends with, and the device
-knows both. So the pass is launched right behind the verdict, and a device need not wait for a host that keeps up.
+A verdict is in device memory a while before the host has read it. If a drafter knows its next trees by then, all that a
+pass over them still lacks is how long each text has become and which token it ends with, and the device knows both. So
+the pass is enqueued right after the verdict, and the device never waits for the host.
 
-It counts for nothing until the verdict is committed, and for no other texts and trees: whoever wants others scores them
-as ever, over the same rows.
+The pass counts for nothing until the verdict is committed, and only for these sequences and trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,29 +22,36 @@ from branchwise.core.sequence import SequenceState
 
 @dataclass(eq=False)
 class InflightPass:
-    """Which texts and trees a pass was begun for, and where it finds what follows them."""
+    """The sequences and trees of an enqueued pass, and where its results will be."""
 
     sequences: tuple[SequenceState, ...]
     batch: TreeBatch
     scored: Scored
+    intact: Callable[[], bool]
+    """whether no other pass has overwritten the results and no slot has moved since"""
     committed: bool = False
-    """whether the verdict before it is"""
+    """whether the verdict in front of it was committed"""
 
-    def serves(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> bool:
+    def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
+        if not (self.committed and self.intact() and self._serves(sequences, batch)):
+            return None
+        if batch.host_tokens is None:
+            batch.tokens = self.batch.tokens
+        return self.scored
+
+    def _serves(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> bool:
         mine, theirs = self.batch.trees, batch.trees
-        same = self.committed and self.sequences == tuple(sequences)
-        same &= (self.batch.nodes, len(mine)) == (batch.nodes, len(theirs))
-        # A bare root is any other: it is the device that says which token it is.
-        return same and all(
-            one is other or len(one) == len(other) == 1 for one, other in zip(mine, theirs, strict=True)
-        )
+        if self.sequences != tuple(sequences) or (self.batch.nodes, len(mine)) != (batch.nodes, len(theirs)):
+            return False
+        # Any bare root serves for another one: the device knows which token it is.
+        return all(one is other or len(one) == len(other) == 1 for one, other in zip(mine, theirs, strict=True))
 
 
-def step_on(
+def advance_inputs(
     tokens: Tensor, positions: Tensor, lengths: Tensor, starts: Tensor, paths: Tensor, following: Tensor
 ) -> None:
-    """Move what a sheet tells, (batch, nodes) and (batch,), behind accepted paths (batch, steps) padded with -1, each
-    of which is followed by one token more, the new root."""
+    """Move the inputs of a pass, (batch, nodes) and (batch,), behind accepted paths (batch, steps) padded with -1, each
+    of which is followed by one more token, the new root."""
     kept = (paths >= 0).sum(dim=1, dtype=lengths.dtype)
     lengths += kept
     starts += kept
@@ -54,12 +60,12 @@ def step_on(
 
 
 @contextmanager
-def standing(*places: Tensor) -> Iterator[None]:
-    """Let `step_on` move nothing for good meanwhile: what steps on twice is too far."""
-    told = places[:4]
-    before = [place.clone() for place in told]
+def inputs_restored(*places: Tensor) -> Iterator[None]:
+    """Undo what `advance_inputs` does meanwhile: a recording calls it several times."""
+    inputs = places[:4]
+    before = [place.clone() for place in inputs]
     try:
         yield
     finally:
-        for place, values in zip(told, before, strict=True):
+        for place, values in zip(inputs, before, strict=True):
             place.copy_(values)

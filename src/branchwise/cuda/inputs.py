@@ -1,8 +1,8 @@
-"""What a pass on a device is told: one sheet of numbers that one copy brings over.
+"""Inputs of a forward pass, packed for one host-to-device copy.
 
-A captured pass reads from fixed places, so a sheet has a size and a text fills part of it. What is left over is
-padding: an entry without a slot writes nothing and reads nothing, a node without bits sees the text at most, and
-nobody looks at what is found for either.
+A CUDA graph reads from fixed addresses, so packed inputs have a size, and the trees of a step fill part of it. The rest
+is padding: a tree without a slot writes nothing and reads nothing, a node without ancestor bits attends to the prefix
+at most, and nobody reads what is found for either.
 """
 
 from __future__ import annotations
@@ -17,48 +17,49 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.core.batch import TreeLayout
-from branchwise.core.topology import WORD, words_for
+from branchwise.core.rows import WORD, words_for
 
 Numbers = NDArray[np.int32]
 
 
 class Size(NamedTuple):
-    """The room of a sheet."""
+    """The size of packed inputs."""
 
     batch: int
     nodes: int
     words: int
-    """of 32 rows of the trees, those included that earlier passes wrote"""
+    """of 32 cache rows of the trees, those included that earlier passes wrote"""
 
 
 class PinnedBuffer:
-    """Numbers that are written on the host and brought to the same place of a device with one copy."""
+    """Numbers that are written in pinned host memory and copied to a fixed place of the device."""
 
     def __init__(self, count: int, device: torch.device, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
         cuda = device.type == "cuda"
-        self._from = torch.zeros(count, dtype=dtype, pin_memory=cuda)
-        self.there = torch.full((count,), fill, dtype=dtype, device=device)
-        self._over = torch.cuda.Event() if cuda else None
-        self._here: NDArray[Any] = self._from.numpy()
+        self._pinned = torch.zeros(count, dtype=dtype, pin_memory=cuda)
+        self.device_copy = torch.full((count,), fill, dtype=dtype, device=device)
+        self._copied = torch.cuda.Event() if cuda else None
+        self._array: NDArray[Any] = self._pinned.numpy()
 
     @property
-    def here(self) -> NDArray[Any]:
-        """The numbers on the host, to be written anew; those brought before have arrived."""
-        if self._over is not None:
-            self._over.synchronize()  # long over, unless nobody looked at what came of them
-        return self._here
+    def host(self) -> NDArray[Any]:
+        """The numbers on the host, to be written anew; the copy before has arrived."""
+        if self._copied is not None:
+            self._copied.synchronize()  # long over, unless nobody read what came of it
+        return self._array
 
-    def bring(self) -> Tensor:
+    def copy(self) -> Tensor:
+        """Start the copy; returns its place on the device."""
         try:
-            self.there.copy_(self._from, non_blocking=True)
-        finally:  # whoever interrupts this must not have numbers overwritten that are still on their way
-            if self._over is not None:
-                self._over.record(torch.cuda.current_stream(self.there.device))
-        return self.there
+            self.device_copy.copy_(self._pinned, non_blocking=True)
+        finally:  # an interrupt must not let numbers be overwritten that are still being copied
+            if self._copied is not None:
+                self._copied.record(torch.cuda.current_stream(self.device_copy.device))
+        return self.device_copy
 
 
 class PassInputs:
-    """The inputs of one pass, on the host and on the device. It writes to and reads from one layer after the other."""
+    """The inputs of one pass, on the host and on the device, and how its layers write and attend."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         batch, nodes, words = self.size = size
@@ -70,23 +71,24 @@ class PassInputs:
             "lengths": (batch,),
             "starts": (batch,),
             "key_depths": (batch, words * WORD),
-            "seen": (batch, nodes, words),
+            "ancestor_bits": (batch, nodes, words),
         }
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
-        self._numbers = PinnedBuffer(sum(sizes), device, fill=-1)  # a sheet that tells nothing names no slot
+        self._numbers = PinnedBuffer(sum(sizes), device, fill=-1)  # inputs that were never filled name no slot
         ends = np.cumsum(sizes)
         self.host: dict[str, Numbers] = {
-            name: self._numbers.here[end - count : end].reshape(shape)
+            name: self._numbers.host[end - count : end].reshape(shape)
             for (name, shape), count, end in zip(shapes.items(), sizes, ends, strict=True)
         }
-        """on the host, as it will be brought over"""
-        self._layout: TreeLayout | None = None  # what of it was told last
-        parts = dict(zip(shapes, self._numbers.there.split(sizes), strict=True))
+        self._layout: TreeLayout | None = None
+        """the layout that the host copy holds"""
+        parts = dict(zip(shapes, self._numbers.device_copy.split(sizes), strict=True))
         self.tokens, self.positions, self.depths = (
             parts[name].view(batch, nodes) for name in ("tokens", "positions", "depths")
         )
         self.slots, self.lengths, self.starts = parts["slots"], parts["lengths"], parts["starts"]
-        self.key_depths, self.seen = parts["key_depths"].view(batch, -1), parts["seen"].view(batch, nodes, words)
+        self.key_depths = parts["key_depths"].view(batch, -1)
+        self.ancestor_bits = parts["ancestor_bits"].view(batch, nodes, words)
 
     def fill(
         self,
@@ -94,28 +96,30 @@ class PassInputs:
         lengths: Sequence[int],
         tokens: NDArray[np.integer] | Tensor,
         depths: NDArray[np.integer],
-        seen: Numbers,
+        ancestor_bits: Numbers,
         written: Sequence[int] | None = None,
         key_depths: NDArray[np.integer] | None = None,
         *,
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
     ) -> None:
-        """Tell the pass where the texts lie, (texts,), and what their new nodes are, (batch, nodes); `seen` (batch,
-        nodes, words) are their ancestors. Trees of which rows are `written` already, so many to a text, give the depths
-        of all their rows. Tokens may lie on the device, without padding; then `roots` are told from here. Depths and
-        ancestors that were `laid` out for the trees are not told a second time."""
-        _ = self._numbers.here
+        """Pack the slots and lengths of the sequences, (texts,), and their new nodes, (batch, nodes), and copy them.
+
+        `ancestor_bits` is (batch, nodes, words). Trees of which earlier passes have `written` so many rows give the
+        depths of all their rows. Tokens may be in device memory, without padding; then `roots` come from the host.
+        Depths and ancestors of the same `layout` as last time are not packed again.
+        """
+        _ = self._numbers.host  # waits for the copy before
         texts, nodes = len(slots), depths.shape[1]
         host = self.host
         if layout is None or layout is not self._layout:
-            self._layout = None  # whoever interrupts this finds nothing told
-            for name in ("depths", "key_depths", "seen"):
+            self._layout = None  # an interrupt must not leave half a layout that counts as whole
+            for name in ("depths", "key_depths", "ancestor_bits"):
                 host[name].fill(0)
             host["depths"][: len(depths), :nodes] = depths
             rows = depths if key_depths is None else key_depths
             host["key_depths"][: len(rows), : rows.shape[1]] = rows
-            host["seen"][: len(seen), :nodes, : seen.shape[2]] = seen
+            host["ancestor_bits"][: len(ancestor_bits), :nodes, : ancestor_bits.shape[2]] = ancestor_bits
             host["tokens"].fill(0)
         self._layout = layout
         host["slots"].fill(-1)
@@ -129,33 +133,35 @@ class PassInputs:
             host["tokens"][:texts, 0] = roots
         else:
             host["tokens"][: len(tokens), :nodes] = tokens
-        self._numbers.bring()
+        self._numbers.copy()
         if isinstance(tokens, Tensor) and tokens.shape[1] > 1:
             self.tokens[: len(tokens), 1 : tokens.shape[1]] = tokens[:, 1:]
 
-    # What the store and the attention ask of a pass
+    # What the KV cache and the attention of a layer call
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        from branchwise.cuda import kernels
+        from branchwise.cuda import kernels  # needs Triton
 
+        new_keys, new_values = new_keys.to(keys.dtype), new_values.to(values.dtype)
         kernels.write_rows(keys, values, new_keys, new_values, self.slots, self.starts)
         return keys, values
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
     ) -> Tensor:
-        """(batch, nodes, heads, width)"""
+        """(batch, nodes, heads, width), in the dtype of the cache inside and of the query outside."""
         from branchwise.cuda import kernels
 
-        return kernels.tree_attention(
-            query, keys, values, self.slots, self.lengths, self.depths, self.key_depths, self.seen,
-            scale=scale, softcap=softcap, window=window,
+        found = kernels.tree_attention(
+            query.to(keys.dtype), keys, values, self.slots, self.lengths, self.depths, self.key_depths,
+            self.ancestor_bits, scale=scale, softcap=softcap, window=window,
         )  # fmt: skip
+        return found.to(query.dtype)
 
 
 @lru_cache(maxsize=4096)
 def size_for(batch: int, nodes: int, columns: int) -> Size:
-    """The smallest room for a pass among the sizes that are kept ready."""
+    """The smallest bucket that holds such a pass."""
     return Size(fitting(batch, BATCHES), fitting(nodes, NODES), words_for(max(columns, fitting(nodes, NODES))))
 
 

@@ -42,15 +42,7 @@ class Tiling:
 
 
 def tiling(
-    *,
-    batch: int,
-    heads: int,
-    rows: int,
-    keys: int,
-    width: int,
-    size: int,
-    programs: int = 132,
-    shared: int = 232_448,
+    *, batch: int, heads: int, rows: int, keys: int, width: int, size: int, programs: int = 132, shared: int = 232_448
 ) -> Tiling:
     """A tiling for `heads` key heads, each with `rows` queries of `width` elements of `size` bytes and up to `keys`.
 
@@ -102,7 +94,7 @@ def tree_attention(
     lengths: Tensor,
     depths: Tensor,
     key_depths: Tensor,
-    seen: Tensor,
+    ancestor_bits: Tensor,
     *,
     scale: float,
     softcap: float | None = None,
@@ -115,18 +107,19 @@ def tree_attention(
     `query` is (batch, heads, nodes, width); `keys` and `values` are (slots, key heads, rows, width). Text b lies in
     slot slots[b], its committed rows first and row j of its tree at lengths[b] + j; what the nodes of this pass write
     must be there already. A slot of -1 is padding and yields zeros. `depths` (batch, nodes) and `key_depths` (batch,
-    columns), which windows need, are those of the nodes and of the rows of the tree. `seen` (batch, nodes, words) is
-    what `pack_bits` makes of the ancestors; a node that sees nothing at all yields zeros. All of these are int32 on the
-    device.
+    columns), which windows need, are those of the nodes and of the rows of the tree. `ancestor_bits` (batch, nodes,
+    words) is what `pack_bits` makes of the ancestors; a node that sees nothing at all yields zeros. All of these are
+    int32 on the device.
     """
     batch, heads, nodes, width = query.shape
     _, kv_heads, capacity, value_width = values.shape
-    columns, words = key_depths.shape[1], seen.shape[2]
+    columns, words = key_depths.shape[1], ancestor_bits.shape[2]
     assert heads % kv_heads == 0, "key heads do not divide the heads"
     assert keys.shape == (*values.shape[:3], width), "queries, keys and values do not belong together"
     assert columns <= 32 * words, "fewer bits than rows of the tree"
     assert keys.stride(3) == values.stride(3) == 1, "an element of a row must lie beside the next"
-    assert all(it.is_contiguous() for it in (slots, lengths, depths, key_depths, seen)), "index tensors must be whole"
+    indices = (slots, lengths, depths, key_depths, ancestor_bits)
+    assert all(it.is_contiguous() for it in indices), "index tensors must be whole"
     group = heads // kv_heads
     block_width, block_value = (max(16, triton.next_power_of_2(it)) for it in (width, value_width))
     tiles = tiles or tiling(
@@ -147,7 +140,7 @@ def tree_attention(
         parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
         scores = torch.empty(splits, batch, nodes, heads, dtype=torch.float32, device=out.device)
     _attend[(row_tiles, batch * kv_heads, splits)](
-        query, keys, values, slots, lengths, depths, key_depths, seen, out, parts, scores,
+        query, keys, values, slots, lengths, depths, key_depths, ancestor_bits, out, parts, scores,
         *query.stride(), *keys.stride()[:3], *values.stride()[:3],
         nodes, columns, words, capacity, 0 if window is None else window,
         scale, 0.0 if softcap is None else softcap,
@@ -175,7 +168,7 @@ def _operand(dtype: torch.dtype) -> tl.dtype:
 
 @triton.jit(do_not_specialize=["nodes", "columns", "words", "capacity", "window"])
 def _attend(
-    query, keys, values, slots, lengths, depths, key_depths, seen, out, parts, scores,
+    query, keys, values, slots, lengths, depths, key_depths, ancestor_bits, out, parts, scores,
     query_batch, query_head, query_node, query_element, key_slot, key_head, key_row, value_slot, value_head, value_row,
     nodes, columns, words, capacity, window, scale, softcap,
     kv_heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
@@ -230,7 +223,7 @@ def _attend(
         column = key_index - length
         behind = (column >= 0) & (key_index < end)
         spot = text.to(tl.int64) * nodes * words + node[:, None] * words + (tl.maximum(column, 0) >> 5)[None, :]
-        bits = tl.load(seen + spot, mask=real[:, None] & behind[None, :], other=0)
+        bits = tl.load(ancestor_bits + spot, mask=real[:, None] & behind[None, :], other=0)
         visible = (column < 0)[None, :] | (((bits >> (column & 31)[None, :]) & 1) != 0)
         # Behind a tree lie rows of earlier ones. An overflow in them would go through a weight of zero.
         seen_by_any = tl.max(visible.to(tl.int32), 0) > 0

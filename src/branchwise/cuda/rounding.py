@@ -36,7 +36,8 @@ def beyond_rounding(layer: Run, fused: Run, inputs: tuple[Any, Any, list[Tensor]
     if hidden.is_floating_point():
         inputs = _with_noise(layer, inputs)
     exact = _rows(layer(*pytree.tree_map_only(Tensor, lambda tensor: _wide(tensor, hidden.dtype), inputs)))
-    own, other = ((_rows(run(*inputs)) - exact).abs() for run in (layer, fused))
+    own = (_rows(layer(*inputs)) - exact).abs()
+    other = (_rows(fused(*inputs)) - exact).abs()  # not in a generator, which Dynamo would try to trace
     # The median node: experts of almost equal weight may be routed differently, in a few nodes.
     one_rounding = torch.finfo(hidden.dtype).eps / 4 * _size(exact).median()
     allowed = torch.maximum(_size(own).median(), one_rounding)

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.core.batch import LOOKED_UP, NODES, TreeBatch, TreeLayout
-from branchwise.core.rng import SeededChance
-from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.batch import LOOKED_UP, TABLES, TreeBatch, TreeLayout
+from branchwise.core.rng import Chance, SeededChance
+from branchwise.core.target_probs import TargetProbs, WarpedProbs
 from branchwise.core.tree import Draw
 from branchwise.cuda.graphs import Pool, on
 from branchwise.cuda.inputs import PinnedBuffer
@@ -29,16 +29,14 @@ from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.auto import Auto, choose
 from branchwise.verify.match import Match, Undrafted, rule_for
 
-TABLES = (*NODES, *LOOKED_UP)
-"""what a verifier may read of a batch of trees; one that reads less says so in `reads`"""
 MOST = 64
 """graphs that are kept, those used last"""
 MOST_SHAPES = 4096
-SEEN = 3
+CAPTURE_AFTER = 3
 """how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
 
-class CapturedVerifier:
+class CapturedVerifier(Verifier):
     """A verifier that is captured when a shape is first seen, compiled before where that is wanted, and replayed from
     then on.
 
@@ -56,12 +54,14 @@ class CapturedVerifier:
         self._pool: Pool | None = None
         self._graphs: OrderedDict[Any, Recording] = OrderedDict()
 
-    def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance) -> Verdicts:
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        assert isinstance(probs, WarpedProbs), "only verdicts on real passes are recorded"
+        assert isinstance(chance, SeededChance), "only seeded randomness is recorded"
         verifier = self._rule(batch, probs)
         drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
         if not probs.capturable or (drawn and batch.q is None):
             return self.verifier(batch, probs, chance)
-        reads = tables_of(verifier)
+        reads = verifier.reads
         key = verifier.name, *key_of(batch, probs, reads)
         recording = self._graphs.get(key)
         if recording is None:
@@ -71,28 +71,20 @@ class CapturedVerifier:
             if len(self._times) > MOST_SHAPES:
                 self._times.clear()
             probs.bring()
-            rows = batch.room.inner or batch.nodes  # whatever will come
+            rows = batch.pad_shape.inner or batch.nodes  # whatever will come
             q = batch.q.new_zeros(len(batch), rows, batch.q.shape[2]) if drawn else None  # type: ignore[union-attr]
             # Logits are not copied: those of a recorded pass come to the same place every time.
             self._pool = self._pool or Pool(probs.logits.device)
             numbers = Numbers(batch, chance, reads, probs.logits.device)
-            program = as_program(verifier, batch, probs, reads)
+            warped = probs.without_texts()
+            program = as_program(verifier, batch, warped, reads)
             compiled = self._compile and not probs.greedy
-            self._graphs[key] = recording = Recording(self._pool, program, numbers, probs.logits, q, compiled)
+            self._graphs[key] = recording = Recording(self._pool, program, warped, numbers, probs.logits, q, compiled)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        found = recording(batch, chance, probs.logits, batch.q if drawn else None)
+        found = recording(batch, probs, chance, batch.q if drawn else None)
         return Verdicts.written(found, spelled=batch.host_tokens is None)
-
-    def places(self, batch: TreeBatch, probs: WarpedProbs) -> Places:
-        """Where the graph that a batch of this shape was captured in reads.
-
-        Whoever scores the next batch may write its logits there, and whoever drafts it its q (into the first rows): a
-        verdict on tensors that begin there copies nothing.
-        """
-        rule = self._rule(batch, probs)
-        return self._graphs[rule.name, *key_of(batch, probs, tables_of(rule))].places
 
     def _rule(self, batch: TreeBatch, probs: WarpedProbs) -> Verifier:
         """Who really judges this batch."""
@@ -102,25 +94,20 @@ class CapturedVerifier:
 Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def tables_of(verifier: Verifier) -> tuple[str, ...]:
-    reads: tuple[str, ...] = getattr(verifier, "reads", TABLES)
-    return reads
-
-
 def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> Program:
-    """A verifier as a function of tensors alone, for all batches of the same shapes."""
+    """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts."""
     shapes, spelled = shapes_of(tree_batch, reads), tree_batch.host_tokens is None
-    bare, warped = shape_of(tree_batch), probs.without_texts()
+    bare = shape_of(tree_batch)
 
     def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
         batch = len(logits)
         seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
         same = copy.copy(bare)
         tables = {name: part.view(shape) for name, part, shape in zip(reads, parts, shapes, strict=True)}
-        if "seen" in tables:
-            tables["seen"] = tables["seen"].int()
+        if "ancestor_bits" in tables:
+            tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
-        found = verifier(same, warped.over(logits, same), SeededChance(seeds, roots))
+        found = verifier(same, probs.over(logits, same), SeededChance(seeds, roots))
         return (found.spelled(same.tokens) if spelled else found).rows
 
     return program
@@ -140,29 +127,24 @@ def shape_of(batch: TreeBatch) -> TreeBatch:
 
 def key_of(batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> tuple[Any, ...]:
     """What two batches must agree in for one graph to serve both."""
-    about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, probs.shape, batch.host_tokens is None
+    about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, probs.structure, batch.host_tokens is None
     looked_up = [name for name in reads if name in LOOKED_UP]
     if not looked_up:
         return about
     assert batch.q is not None
     draws = frozenset(tree.draw for tree in batch.trees if len(tree) > 1)  # a bare root is like any other
-    return (*about, shapes_of(batch, looked_up), batch.q.dtype, batch.room.inner, *batch.widths, draws)
+    return (*about, shapes_of(batch, looked_up), batch.q.dtype, batch.pad_shape.inner, *batch.widths, draws)
 
 
 def shapes_of(batch: TreeBatch, reads: Sequence[str] = TABLES) -> tuple[torch.Size, ...]:
     return tuple(batch.host(name).shape for name in reads)
 
 
-def numbers_of(batch: TreeBatch, chance: SeededChance, reads: Sequence[str] = TABLES) -> list[Tensor]:
-    """What a program splits up again: seeds and roots, then the tables."""
-    return [*chance.host, *map(batch.host, reads)]
-
-
-class Places(NamedTuple):
-    """Where a graph reads its inputs."""
+class GraphInputs(NamedTuple):
+    """The tensors that a graph reads."""
 
     numbers: Tensor
-    """one after the other, so that one copy brings them all"""
+    """seeds, root positions and tables, packed for one host-to-device copy"""
     logits: Tensor
     q: Tensor | None
 
@@ -179,11 +161,11 @@ class Numbers:
         self._reads = reads
         self._spans = {name: slice(end - tables[name].numel(), end) for name, end in zip(tables, ends, strict=True)}
         self._layout: TreeLayout | None = None
-        self._brought = PinnedBuffer(ends[-1], device, torch.int64)
+        self._buffer = PinnedBuffer(ends[-1], device, torch.int64)
         self.there = self.bring(batch, chance)
 
     def bring(self, batch: TreeBatch, chance: SeededChance) -> Tensor:
-        here, there = self._brought.here, {}
+        here, there = self._buffer.host, {}
         layout, self._layout = self._layout, None  # whoever interrupts this finds nothing told
         for name, table in self._tables(batch, chance, self._reads).items():
             if table.device.type != "cpu":
@@ -191,7 +173,7 @@ class Numbers:
             elif layout is not batch.layout or name not in TreeLayout._fields:
                 here[self._spans[name]] = table.numpy().reshape(-1)
         self._layout = batch.layout
-        numbers = self._brought.bring()
+        numbers = self._buffer.copy()
         for name, table in there.items():
             numbers[self._spans[name]].view(table.shape).copy_(table)
         return numbers
@@ -203,28 +185,39 @@ class Numbers:
 
 
 class Recording:
-    """One captured graph with the places that it reads."""
+    """One captured graph with the tensors that it reads."""
 
     def __init__(
-        self, pool: Pool, program: Program, numbers: Numbers, logits: Tensor, q: Tensor | None, compile: bool
+        self,
+        pool: Pool,
+        program: Program,
+        probs: WarpedProbs,
+        numbers: Numbers,
+        logits: Tensor,
+        q: Tensor | None,
+        compile: bool,
     ) -> None:
-        self.places = places = Places(numbers.there, logits, q)
+        """`probs` are those of the program, whose sampling parameters are values that every replay reads anew."""
+        self._probs = probs
+        self.inputs = inputs = GraphInputs(numbers.there, logits, q)
         self._numbers = numbers
         # A graph reads tensors that the program holds, such as temperatures, so the program stays.
-        self._run: Any = compiled_or_not(trace(program, places), places) if compile else program
+        self._run: Any = compiled_or_not(trace(program, inputs), inputs) if compile else program
 
         def once() -> Tensor:
             with torch.no_grad():
-                found: Tensor = self._run(*places)
+                found: Tensor = self._run(*inputs)
                 return found
 
         self._graph, self._found = pool.record(once)
 
-    def __call__(self, batch: TreeBatch, chance: SeededChance, logits: Tensor, q: Tensor | None) -> Tensor:
-        bring(logits, self.places.logits)  # long copies first: what follows is launched while they run
-        if q is not None and self.places.q is not None:
-            rows = min(q.shape[1], self.places.q.shape[1])  # nobody reads the rows of leaves
-            bring(q[:, :rows], self.places.q[:, :rows])
+    def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance, q: Tensor | None) -> Tensor:
+        logits = probs.logits
+        self._probs.assign(probs)
+        bring(logits, self.inputs.logits)  # long copies first: what follows is launched while they run
+        if q is not None and self.inputs.q is not None:
+            rows = min(q.shape[1], self.inputs.q.shape[1])  # nobody reads the rows of leaves
+            bring(q[:, :rows], self.inputs.q[:, :rows])
         self._numbers.bring(batch, chance)
         with on(logits.device):
             self._graph.replay()
@@ -238,12 +231,7 @@ def bring(values: Tensor, place: Tensor) -> None:
             place.copy_(values)
 
 
-def packed(numbers: list[Tensor]) -> Tensor:
-    """All tables as one flat tensor of int64."""
-    return torch.cat([table.reshape(-1).long() for table in numbers])
-
-
-def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:
+def compiled_or_not(run: torch.fx.GraphModule, inputs: GraphInputs) -> Any:
     """The compiled program; where the compiler fails, the program as it is, which is slower and no less right.
 
     Places in tables are not checked for every token that is read there: no verifier reads beyond them, and uncompiled
@@ -251,14 +239,14 @@ def compiled_or_not(run: torch.fx.GraphModule, places: Places) -> Any:
     """
     fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
     try:
-        fused(*places)
+        fused(*inputs)
     except Exception as error:
         logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", first_line(error))
         return run
     return fused
 
 
-def trace(program: Program, inputs: Places) -> torch.fx.GraphModule:
+def trace(program: Program, inputs: GraphInputs) -> torch.fx.GraphModule:
     """The operations that a program of tensors performs, whatever Python it is written in."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

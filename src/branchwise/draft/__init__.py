@@ -16,7 +16,7 @@ DRAFTERS = Registry(
         "memories": "branchwise.draft.lookup.default:DefaultDrafter",
         "model": "branchwise.draft.model.drafter:ModelDrafter",
         "ngram": "branchwise.draft.lookup.ngram:NGram",
-        "none": "branchwise.draft.none:Nothing",
+        "none": "branchwise.draft.none:NoDrafter",
         "recycle": "branchwise.draft.recycle.drafter:Recycle",
         "retrieval": "branchwise.draft.lookup.retrieval:Retrieval",
         "stand": "branchwise.draft.lookup.stand:Stand",
@@ -57,16 +57,12 @@ STOPS = Registry(
 
 
 def build_policy(tree: str) -> Any:
-    """The growth of a spec such as `chain:8`, or of one that may stop early: `chain:12,stop=confidence:0.4`."""
+    """The policy of a spec such as `chain:8`, or of one that may stop early: `chain:12,stop=confidence:0.4`."""
     import re
 
-    shape, *stops = re.split(r"[:,]\s*stop=", tree, maxsplit=1)  # all that follows is of the stop, commas included
+    shape, *stops = re.split(r"[:,]\s*stop=", tree, maxsplit=1)  # all that follows belongs to the stop, commas included
     policy = TREES.build(shape)
-    if not stops:
-        return policy
-    from branchwise.draft.policies.stop import Stopping
-
-    return Stopping(policy, STOPS.build(stops[0]), shape)
+    return STOPS.build(stops[0]).applied_to(policy, shape) if stops else policy
 
 
 def build_drafter(draft: str, tree: str | None = None) -> Drafter:

@@ -1,21 +1,25 @@
 """Drafters: what proposes the trees.
 
-A drafter sees the sequences of a batch and a budget for each, and returns one tree per sequence. A tree of one node,
+A drafter gets the sequences of a batch and a budget for each, and returns one tree per sequence. A tree of one node,
 the root, proposes nothing. After the step it may learn from what the target found and what was kept.
 
-Adding one is a file with a class of this shape and a line in `DRAFTERS`; see docs/add-a-drafter.md.
+Adding one is a subclass of `Drafter` in a file of its own and a line in `DRAFTERS`; see docs/add-a-drafter.md.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from branchwise.backends.base import Scored
+from torch import Tensor
+
+from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.verify import Verdict
+from branchwise.verify import Verdict, Verdicts
+
+NO_NEEDS = Needs()
 
 
 @dataclass(frozen=True)
@@ -28,26 +32,79 @@ class Budget:
     """levels below the root; what is deeper could not be emitted"""
 
 
-class Drafter(Protocol):
-    """What proposes trees.
+class Drafter(ABC):
+    """A drafter that needs nothing, keeps nothing and learns nothing; a subclass says what it does beyond that.
 
-    One that needs the target itself also has `bind(target)`, called before anything else; one that keeps something for
-    each text has `close(sequence)`, called when it ends. One that runs a model counts its passes in `passes`, and says
-    in `cost` how many times the target's bytes one reads. One that learns across requests says so with `learns = True`.
-    One that can use distributions of the prompt says in `wants_prefill` for how many of its last tokens, and is told by
-    `begin(sequence, logits)`: the last row is what follows the token before the root. One that learns on a device has
-    `update_on_device(scored, found)`, called while the verdicts are still there: nobody waits then. One that knows
-    there what it will draft next has `draft_next(budgets)`, called behind that: the next trees of the same texts, or
-    None. Their roots mean nothing. Budgets will be these or larger, and `draft` then returns these trees. The pass over
-    them may begin at once, and what lies in `scored` be gone when `update` is called: such a drafter learns in
-    `update_on_device`.
+    The engine calls `bind` once, `start` when the prompt of a sequence is in the cache, then for every step `draft`
+    and `update`, and `finish` when the sequence ends.
     """
 
     name: str
-    draw: Draw
+    draw: Draw = Draw.FIXED
     """how its trees are drawn, which decides the verifiers that fit"""
+    learns: bool = False
+    """whether it keeps something from one request to the next"""
+    passes: int = 0
+    """passes of a draft model so far"""
+    cost: float | None = None
+    """bytes that such a pass reads, as a share of those that a pass of the target reads"""
+    members: Sequence[Drafter] = ()
+    """the drafters that it speaks for"""
 
-    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]: ...
+    @property
+    def needs(self) -> Needs:
+        """What it asks of the target's passes; read after `bind`, the pad shape at every step."""
+        return NO_NEEDS
+
+    def bind(self, target: TargetInfo) -> None:
+        """Called before anything else, and again for another target."""
+
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        """A prompt is in the cache. `prefill` holds the logits and hidden states that `needs` asks for."""
+
+    @abstractmethod
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        """One tree for every sequence, within its budget, its root the last token of the sequence."""
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """Learn from a step; called before its verdicts are committed and their tokens join the sequences."""
+        """Learn from a step; called before its tokens join the sequences."""
+
+    def finish(self, sequence: SequenceState) -> None:
+        """A sequence has ended."""
+
+    def derive_seed(self, sequence: SequenceState) -> int:
+        """The seed that the draws of a text come from.
+
+        Texts of one seed share their draws. A drafter that draws from what it learned from one of them would know
+        something of the draws that judge it, so it must give every text a seed of its own.
+        """
+        return sequence.seed
+
+    # On a device, before the verdict has reached the host
+
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        """Learn from a step without the host. The next pass may overwrite `scored` before `update` is called."""
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        """The next trees of the same sequences, computed on the device after the verdict; None if it cannot.
+
+        Their roots mean nothing. The budgets of the next step will be these or larger, and `draft` then returns these
+        very trees.
+        """
+        return None
+
+
+class LearningDrafter(Drafter):
+    """A drafter whose knowledge outlives a request and can be put into a file (draft/state.py)."""
+
+    learns: bool = True
+    texts: int = 0
+    """sequences that it may have learned from"""
+
+    @abstractmethod
+    def save(self) -> dict[str, Tensor]:
+        """What it has learned; for a drafter with members, without what those have learned."""
+
+    @abstractmethod
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what `save` returned; a UsageError says why that cannot be."""

@@ -1,32 +1,62 @@
 """Growing trees: a policy decides which nodes to expand, a source says what could follow them.
 
-A policy is a coroutine. It yields the tree so far and the nodes whose distributions it wants, receives them, draws, and
-in the end returns the tree. So one pass of a source can serve the wishes of all sequences of a batch; a policy that
-draws a level at once yields that too, and the draws of all sequences are made in one go.
+A policy is a coroutine. It yields the tree so far and the nodes whose distributions it needs, receives them, draws, and
+in the end returns the tree. So one pass of a source can serve the requests of all sequences of a batch. A policy that
+draws a whole level at once yields that too, and the draws of all sequences are made together.
 
 What keeps it exact: a policy may look at nodes that are drawn, never at the token whose admission it is deciding, and
 the q it records is the very distribution that it drew from.
+
+Over a table that is looked up, a policy that draws nothing may take a shorter way: `lay` reads candidates one node at a
+time, on the host, and needs no coroutine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import Scored, TargetInfo
+from branchwise.core.batch import PadShape
+from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.draft.sparse import Probs, ProbsBatch, table
+from branchwise.verify import Verdict
+
+Cursor = Any
+"""a position in the tables of a drafter, in a form of its own; None if it knows nothing of the text up to there"""
+
+
+class Candidate(NamedTuple):
+    """A token that may come next."""
+
+    token: int
+    mass: float
+    """its estimated probability: above 0, and together with the other candidates of a cursor at most 1"""
+    cursor: Cursor
+    """the position after it"""
+    source: str = ""
+    """the drafter that proposed it, if several drafters are fused"""
+
+
+Candidates = Callable[[Cursor], Sequence[Candidate]]
+"""what may come next at a cursor, most probable first"""
+
+new = tuple.__new__
+"""`new(Candidate, (token, mass, cursor, source))` costs less than the constructor: a step may make hundreds"""
 
 
 @dataclass
 class TreeBuilder:
-    """A tree while it grows. Nodes stand in the order in which they joined, parents before their children."""
+    """A tree while it grows. Nodes are in the order in which they joined, parents before their children."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
@@ -34,7 +64,7 @@ class TreeBuilder:
     probs: dict[int, Probs] = field(default_factory=dict)
     """node -> the distribution that its children are drawn from"""
     sources: dict[int, str] = field(default_factory=dict)
-    """node -> who proposed it, where there are several"""
+    """node -> the drafter that proposed it, if several do"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -46,7 +76,7 @@ class TreeBuilder:
         return len(self.tokens) - 1
 
     def leading(self, nodes: int) -> TreeBuilder:
-        """The tree of the first nodes, with their sources; what was drawn cannot be cut."""
+        """The tree of the first nodes, with their sources. A tree that was drawn cannot be cut."""
         assert not self.probs
         sources = {node: source for node, source in self.sources.items() if node < nodes}
         return TreeBuilder(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], sources=sources)
@@ -61,7 +91,7 @@ class TreeBuilder:
 
     @property
     def places(self) -> dict[int, int]:
-        """Where each node stands in level order; siblings keep the order in which they joined."""
+        """node -> its place in level order; siblings keep the order in which they joined"""
         order = sorted(range(len(self)), key=self.depths.__getitem__)
         return {node: place for place, node in enumerate(order)}
 
@@ -92,52 +122,84 @@ def drawable(probs: Tensor) -> Tensor:
 
 
 class NodeProbs:
-    """What a source says of the nodes that a policy asked for."""
+    """The distributions after the nodes that a policy asked for."""
 
     def __init__(self, probs: ProbsBatch, hidden: Tensor | None = None) -> None:
-        """`hidden` (nodes, width) is what the head of a draft model saw, where the policy wants it."""
+        """`hidden` (nodes, width) are the inputs of a draft model's head, if the policy needs them."""
         self._probs = probs
         self.hidden = hidden
 
     @cached_property
     def probs(self) -> Tensor:
-        """(nodes, vocabulary) float32: what could follow each"""
+        """(nodes, vocabulary) float32"""
         return self._probs if isinstance(self._probs, Tensor) else table(self._probs)
 
     @property
     def drawable(self) -> ProbsBatch:
-        """The same to draw from, as the source has them."""
+        """The same to draw from, in the form in which the source has them."""
         return drawable(self._probs) if isinstance(self._probs, Tensor) else self._probs
 
 
 TreeCoroutine = Generator[tuple[TreeBuilder, list[int]] | SampleRequest, Any, DraftTree]
-"""yields (tree so far, nodes to expand) and receives what is `Found` there, or yields a throw and receives what is
-drawn; returns the tree"""
+"""yields (tree so far, nodes to expand) and receives their `NodeProbs`, or yields a `SampleRequest` and receives its
+draws; returns the tree"""
 
 
 def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], NodeProbs]) -> DraftTree:
-    """Grow one tree by itself, from whatever answers its wishes."""
+    """Grow one tree alone, over the distributions of `look`."""
     answer: Any = None
     while True:
         try:
-            asked = growing.send(answer)
+            request = growing.send(answer)
         except StopIteration as end:
             tree: DraftTree = end.value
             return tree
-        answer = asked.alone() if isinstance(asked, SampleRequest) else look(*asked)
+        answer = request.alone() if isinstance(request, SampleRequest) else look(*request)
 
 
-class TreePolicy(Protocol):
-    """A policy. One that looks at hidden states also says `wants_hidden = True`.
-
-    One that can be laid down over a memory, with nothing drawn, also has `lay(root, place, after, budget)`, which is
-    called in the place of `grow` and returns the `TreeBuilder`; it may have `begin(batch, target)`, called before a
-    batch, and `drafted()`, called behind it.
-
-    One that remembers what the target found for a text also has `plant(sequence, budget, sampler)`, which is called in
-    the place of `grow`, and `update(sequences, trees, scored, verdicts)`, called after every step.
-    """
+class TreePolicy(ABC):
+    """Decides which nodes a tree gets. A policy subclasses it, sets `draw` and supplies `grow`."""
 
     draw: Draw
+    """how its trees are drawn"""
+    learns: bool = False
+    """whether it keeps something from one request to the next"""
+    needs_hidden: bool = False
+    """whether it looks at the hidden states of a draft model"""
+    stoppable: bool = False
+    """whether its trees may end before any level but the first: it grows level by level, never takes a node back, and
+    its trees are drawn in the same way if the last levels are missing"""
+    lays: bool = False
+    """whether it supplies `lay`"""
 
-    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine: ...
+    @property
+    def pad_shape(self) -> PadShape | None:
+        """The least size of a batch of its trees on a device, where verdicts are recorded for one shape."""
+        return None
+
+    @abstractmethod
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        """A tree below a root token."""
+
+    def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        """The next tree of a sequence; a policy that knows something of the sequence uses it here."""
+        return self.grow(sequence.root, budget, sampler)
+
+    def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
+        """The tree that `grow` would return, over candidates from a cursor on."""
+        raise NotImplementedError(f"{type(self).__name__} grows over distributions alone")
+
+    def begin_batch(self, size: int, target: TargetInfo | None) -> None:
+        """The trees of so many sequences are about to be laid."""
+
+    def drafted(self) -> None:
+        """The trees of a batch are laid, and their pass follows."""
+
+    def update(
+        self,
+        sequences: Sequence[SequenceState],
+        trees: Sequence[DraftTree],
+        scored: Scored,
+        verdicts: Sequence[Verdict],
+    ) -> None:
+        """Learn from a step; called before its tokens join the sequences."""

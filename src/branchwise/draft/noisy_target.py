@@ -1,8 +1,8 @@
-"""The target itself as its drafter, disturbed: a drafter of any skill for any model, to test verifiers with.
+"""The target as its own drafter, with noise on its logits: a drafter of any skill for any model, to test verifiers.
 
-It drafts with passes of the target, so it makes nothing faster. Its use is that q is as close to p as one likes:
-q = softmax(logits / temperature + sigma noise), where the noise belongs to the text before a node. sigma = 0 draws from
-the target's own distribution, 1 is a fair draft model, 3 a bad one.
+It drafts with passes of the target, so it makes nothing faster. It is useful because q can be as close to p as a test
+needs: q = softmax(logits / temperature + sigma noise), where the noise is a function of the text before a node.
+sigma = 0 draws from the target's own distribution, 1 is a fair draft model, 3 a bad one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import TargetInfo
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
@@ -22,7 +23,7 @@ from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
 from branchwise.draft.model.mixing import TargetProbsMixer
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
-from branchwise.errors import UsageError
+from branchwise.errors import PairingError, UsageError
 
 
 class NoisyTarget(TreeDrafter):
@@ -36,9 +37,15 @@ class NoisyTarget(TreeDrafter):
         self.sigma = sigma
         self.recall = None if recall is None else TargetProbsMixer(recall)
 
+    def bind(self, target: TargetInfo) -> None:
+        if target.score is None:
+            raise PairingError(f"Drafter 'disturbed' drafts with passes of its target, and {target.name} lends none.")
+        super().bind(target)
+
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
         assert self.target is not None
-        # Scored from the root on every time: the rows of a level are gone when the next one is asked for.
+        assert self.target.score is not None
+        # Every request is scored from the root on: the cache rows of one level are gone before the next is asked for.
         batch = TreeBatch([request.tree.finish(Draw.FIXED) for request in requests], self.target.device)
         logits = self.target.score([request.sequence for request in requests], batch).logits
         self.passes += 1
@@ -51,8 +58,7 @@ class NoisyTarget(TreeDrafter):
         return probs if self.recall is None else self.recall.mix(sequence, tree, request.nodes, probs)
 
     def _row(self, sequence: SequenceState, tree: TreeBuilder, node: int, logits: Tensor) -> Tensor:
-        """(vocabulary,): the target's distribution after a node, disturbed in a way that only the text before it
-        decides."""
+        """(vocabulary,): the target's distribution after a node, with noise that only the text before it decides."""
         text = zlib.crc32(array("q", [*sequence.tokens, *tree.path(node)]).tobytes())
         noise = torch.randn(len(logits), generator=torch.Generator().manual_seed(text)).to(logits.device)
         temperature = sequence.sampling.temperature or 1.0

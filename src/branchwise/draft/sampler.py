@@ -1,12 +1,12 @@
-"""Sampler: the chance of one text while its tree grows.
+"""The draws of one text while its tree grows.
 
-A tree policy asks for tokens and arrival times and never touches a random generator. In production the answers come
-from the text's seed. A greedy text leaves nothing to chance: there the most probable tokens are "drawn", because the
-target will take its most probable token whatever was drafted. An audit puts an enumerator in their place.
+A tree policy asks a sampler for tokens and arrival times and never touches a random generator. In production the draws
+depend on the seed of the text. For a greedy text the sampler returns the most probable tokens, because the target takes
+its most probable token whatever was drafted. The audit passes an enumerator instead.
 
-The numbers that tell draws apart are the policy's own; each (kind, draw) is used at most once for one tree. An order
-that is drawn turn by turn (`next_of`) has the number of the node that it is drawn below. All draws of a level are best
-asked for together, as a `SampleRequest`: a device is then asked once for all texts of a batch.
+A policy numbers its draws; each (kind, draw) is used at most once for one tree. An order that is drawn turn by turn
+(`next_of`) has the number of the node that its tokens are children of. A policy should request all draws of a level
+together, as a `SampleRequest`: a device then draws once for all texts of a batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from branchwise.core.rng import key_of, mix, mix_one, race, race_on, signed, wait_of
+from branchwise.core.rng import key_of, mix, mix_int, race, race_on, signed, stream_of, wait_of
 from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
 from branchwise.cuda.padded import PaddedGraphedFunction
@@ -36,28 +36,27 @@ class DraftSampler(ABC):
 
     @abstractmethod
     def orders(self, probs: ProbsBatch, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
-        """From each distribution so many tokens without replacement, in draw order; fewer where it carries fewer."""
+        """From each distribution this many tokens without replacement, in draw order; fewer if it has fewer."""
 
     @abstractmethod
     def wait(self, draw: int) -> float:
         """A standard exponential time."""
 
     def next_of(self, left: Probs, node: int, turn: int, number: int) -> int:
-        """Of the tokens that are drawn below a node without replacement, one by one, the one of this turn.
+        """The token of this turn, of those drawn without replacement as children of a node, one by one.
 
-        `left` is what the turns before left of its distribution; `number` tells this draw from all others of the tree.
+        `left` is what earlier turns left of the distribution; `number` is unique among the draws of the tree.
         """
         [token] = self.picks(left, [number])
         return token
 
     def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:
-        """Of distributions on a device that tokens are drawn from one by one, below these nodes, all that the first
-        turns come to: the mass of a distribution, then for each turn the token, its mass, and the mass that is left."""
+        """The first turns of draws without replacement below these nodes, from distributions on a device: for each
+        distribution its mass, then for each turn the token, its mass, and the mass that is left."""
         raise NotImplementedError("draws that are not made on a device are made one by one")
 
     def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
-        """The k most probable tokens of each distribution, best first, and their masses; all of them where there are
-        fewer."""
+        """The k most probable tokens of each distribution, best first, and their masses; fewer if there are fewer."""
         found: list[list[tuple[float, float]]] = _best(probs, min(k, probs.shape[1])).tolist()
         return found
 
@@ -73,8 +72,8 @@ class DraftSampler(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """Draws of one text that a policy wants: independent ones, or, given sizes, an order from each of the
-    distributions."""
+    """Draws that a policy requests for one text: independent tokens, or, given sizes, an order from each
+    distribution."""
 
     sampler: DraftSampler
     probs: ProbsBatch
@@ -84,7 +83,7 @@ class SampleRequest:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Throws of one kind can be made together."""
+        """Requests of one kind can be answered together."""
         return type(self), type(self.sampler), self.sizes is None
 
     @property
@@ -92,14 +91,14 @@ class SampleRequest:
         return [number for _, number in self.draws]
 
     def alone(self) -> list[Any]:
-        """What is drawn: tokens, or orders of them."""
+        """The answer to this request alone: tokens, or orders of tokens."""
         if self.sizes is None:
             return self.sampler.picks_from(self.probs, self.draws)
         return self.sampler.orders(self.probs, self.sizes, self.numbers)
 
 
 def sample_batch(requests: Sequence[SampleRequest]) -> list[list[Any]]:
-    """What is drawn for several texts: on a device in one go for all that draw in the same way."""
+    """The answers to requests of several texts: on a device all requests of one kind are one draw."""
     groups: dict[Any, list[int]] = {}
     for place, request in enumerate(requests):
         joins = isinstance(request.probs, Tensor) and not lies_on_host(request.probs)
@@ -111,7 +110,7 @@ def sample_batch(requests: Sequence[SampleRequest]) -> list[list[Any]]:
 
 
 def _together(requests: list[SampleRequest]) -> list[list[Any]]:
-    """What is drawn in one go for texts that draw in the same way."""
+    """The answers to requests of one kind, drawn at once."""
     first = requests[0]
     if len(requests) == 1:
         return [first.alone()]
@@ -130,12 +129,16 @@ def _together(requests: list[SampleRequest]) -> list[list[Any]]:
 
 
 def lies_on_host(probs: Tensor) -> bool:
-    """There a copy of rows over a vocabulary costs more than another call."""
+    """On the host a copy of rows over a vocabulary costs more than another call."""
     return probs.device.type == "cpu"
 
 
+PICKS = stream_of("draft", "pick", 0)
+"""where the independent draws of `SeededSampler` begin, for those that are made on a device"""
+
+
 class SeededSampler(DraftSampler):
-    """Draws that depend on the seed of a text and on where its root stands, and on nothing else."""
+    """Draws that depend only on the seed of a text and the position of its root."""
 
     def __init__(self, seed: int, root: int, device_sampler: DeviceSampler | None = None) -> None:
         self._seed, self._root = seed, root
@@ -156,7 +159,7 @@ class SeededSampler(DraftSampler):
 
     def next_of(self, left: Probs, node: int, turn: int, number: int) -> int:
         [key] = self._keys("order", [node])
-        key = mix_one(key + turn)  # as in an order that is drawn at once
+        key = mix_int(key + turn)  # as in an order that is drawn at once
         return self._device_sampler.picks(left[None], [key], [0])[0] if isinstance(left, Tensor) else left.race(key)
 
     def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:
@@ -178,7 +181,7 @@ class SeededSampler(DraftSampler):
 
 
 class JointSampler(SeededSampler):
-    """The sampler of several texts as one; the n-th draw is made with the n-th of them."""
+    """Samplers of several texts as one; the n-th draw is made by the n-th sampler."""
 
     def __init__(self, sampler: Sequence[SeededSampler]) -> None:
         self._samplers, self._device_sampler = sampler, sampler[0]._device_sampler
@@ -188,7 +191,7 @@ class JointSampler(SeededSampler):
 
 
 class GreedySampler(DraftSampler):
-    """What is most probable comes first, and every wait is as long as waits are in the mean."""
+    """The most probable token comes first, and every wait has the mean of waits."""
 
     def __init__(self, device_sampler: DeviceSampler | None = None) -> None:
         self._device_sampler = device_sampler or DeviceSampler()
@@ -212,7 +215,7 @@ class GreedySampler(DraftSampler):
         return 1.0
 
     def _best(self, probs: ProbsBatch, sizes: Sequence[int]) -> list[list[int]]:
-        """Of each distribution so many most probable tokens, best first; fewer where it carries fewer."""
+        """Of each distribution this many most probable tokens, best first; fewer if it has fewer."""
         if not isinstance(probs, Tensor):
             return [p.best(size) for p, size in zip(probs, sizes, strict=True)]
         rows = self.best(probs, max(sizes))
@@ -220,9 +223,9 @@ class GreedySampler(DraftSampler):
 
 
 class DeviceSampler:
-    """Draws from rows over the vocabulary, where those are.
+    """Draws from rows over the vocabulary, on the device of the rows.
 
-    On a device the draws of a level are one upload of their keys, one replay and one look at what was drawn.
+    The draws of a level are one upload of their keys, one replay of a graph and one download of the tokens.
     """
 
     def __init__(self, device: torch.device | None = None, *, capture: bool = True) -> None:
@@ -231,18 +234,18 @@ class DeviceSampler:
         self._several: dict[Any, PaddedGraphedFunction] = {}
 
     def picks(self, probs: Tensor, keys: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """A token for each key, from the distribution (distributions, vocabulary) that `rows` says."""
-        told = torch.tensor([(signed(key), row) for key, row in zip(keys, rows, strict=True)])
-        found: list[int] = self._picks(probs, told).tolist()
+        """A token for each key, from row rows[i] of the distributions (distributions, vocabulary)."""
+        draws = torch.tensor([(signed(key), row) for key, row in zip(keys, rows, strict=True)])
+        found: list[int] = self._picks(probs, draws).tolist()
         return found[: len(keys)]
 
     def orders(self, probs: Tensor, keys: Sequence[int], k: int) -> list[list[int]]:
-        """k tokens from each distribution without replacement; fewer where it carries fewer."""
+        """k tokens from each distribution without replacement; fewer if it has fewer."""
         found: list[list[int]] = self._of(race_on, k)(probs, torch.tensor([signed(key) for key in keys])).tolist()
         return [[token for token in order if token >= 0] for order in found[: len(keys)]]
 
     def openings(self, probs: Tensor, keys: Sequence[int] | None, turns: int) -> list[list[float]]:
-        """What `Sampler.openings` says; without keys the most probable token comes first."""
+        """`DraftSampler.openings`; without keys the most probable token comes first."""
         if keys is None:
             found: list[list[float]] = self._of(_surely_opened, turns)(probs).tolist()
         else:
@@ -250,7 +253,7 @@ class DeviceSampler:
         return found[: len(probs)]
 
     def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
-        """What `Sampler.best` says."""
+        """`DraftSampler.best`."""
         found: list[list[tuple[float, float]]] = self._of(_best, min(k, probs.shape[1]))(probs).tolist()
         return found[: len(probs)]
 
@@ -262,13 +265,13 @@ class DeviceSampler:
         return self._several[function, count]
 
 
-def _picks(probs: Tensor, told: Tensor) -> Tensor:
-    """(draws,): told (draws, 2) are their keys, and the rows of their distributions."""
-    return race(probs, told[:, 0], told[:, 1])
+def _picks(probs: Tensor, draws: Tensor) -> Tensor:
+    """(draws,) tokens, given draws (draws, 2): their keys and the rows of their distributions."""
+    return race(probs, draws[:, 0], draws[:, 1])
 
 
 def _opened(probs: Tensor, keys: Tensor, turns: int) -> Tensor:
-    """(distributions, 1 + 3 turns) float64, which holds tokens exactly: one copy brings all of it."""
+    """(distributions, 1 + 3 turns) float64, which represents tokens exactly: one copy downloads all of it."""
     return _one_by_one(probs, turns, lambda left, turn: race(left, mix(keys + turn)))
 
 

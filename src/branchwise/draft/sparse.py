@@ -1,8 +1,8 @@
-"""Distributions with few tokens, and tables of distributions.
+"""Sparse distributions, and tables of distributions.
 
-What a memory believes of a place is a few tokens of the vocabulary. Such a distribution stays on the host as it is: it
-is drawn from there, whatever device the target is on, and becomes a row over the vocabulary when a verifier has to see
-it as q. Of a whole tree only the tokens and their masses travel to the device.
+A lookup drafter proposes a few tokens of the vocabulary after a node. Such a distribution stays on the host, which
+draws from it whatever device the target is on; it becomes a row over the vocabulary when a verifier needs it as q. Of a
+whole tree only the tokens and their masses are copied to the device.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.core.rng import BLOCK, GAMMA, mix_one, wait_of
+from branchwise.core.rng import mix_int, race_sparse
 
 TINY = torch.finfo(torch.float32).tiny
-"""a verifier could not divide by less"""
+"""the least mass that a verifier can divide by"""
 
 
 @dataclass(eq=False, slots=True)
 class SparseProbs:
-    """A distribution with nothing on all but a few tokens."""
+    """A distribution over a few tokens; all others have mass 0."""
 
     masses: dict[int, float]
-    """token -> its mass, rounded to float32: the number that is drawn with is the one in q"""
+    """token -> its mass, rounded to float32: draws use the very numbers that q has"""
     vocabulary: int
     device: torch.device
-    """where its target is"""
+    """of its target"""
 
     @classmethod
     def of(cls, weights: Mapping[int, float], vocabulary: int, device: torch.device) -> SparseProbs:
-        """The distribution that these weights are in proportion to."""
+        """The distribution in proportion to these weights."""
         assert max(weights) < vocabulary, "the target has no such token"
         whole = math.fsum(weights.values())
         rounded = array("f", [weight / whole for weight in weights.values()])
@@ -49,49 +49,36 @@ class SparseProbs:
         return math.fsum(self.masses.values())
 
     def without(self, token: int) -> SparseProbs:
-        """What is left when a token is taken out."""
+        """The same masses except that of one token."""
         return SparseProbs(
             {other: mass for other, mass in self.masses.items() if other != token}, self.vocabulary, self.device
         )
 
     def best(self, k: int) -> list[int]:
-        """The k most probable tokens, best first; fewer where there are fewer."""
+        """The k most probable tokens, best first; fewer if there are fewer."""
         return sorted(self.masses, key=self.masses.__getitem__, reverse=True)[:k]
 
     def race(self, key: int) -> int:
-        """The token that `chance.race` draws from the same distribution as a row: whoever has no mass need not be
-        asked."""
-        blocks: dict[int, float] = {}
-        for token, mass in self.masses.items():
-            blocks[token // BLOCK] = blocks.get(token // BLOCK, 0.0) + mass
-        winner = _first(blocks, mix_one(key))
-        return _first({token: mass for token, mass in self.masses.items() if token // BLOCK == winner}, key)
+        """One token, drawn with this key: the one that `rng.race` draws from the same distribution as a row."""
+        return race_sparse(self.masses, key)
 
     def race_on(self, key: int, k: int) -> list[int]:
-        """The first k tokens, each by a race of those that are left."""
+        """k tokens without replacement, as `rng.race_on` draws them."""
         left, drawn = self, list[int]()
         for turn in range(min(k, len(self.masses))):
-            drawn.append(left.race(mix_one(key + turn)))
+            drawn.append(left.race(mix_int(key + turn)))
             left = left.without(drawn[-1])
         return drawn
 
 
-def _first(runners: dict[int, float], key: int) -> int:
-    """Which of the runners, given with their masses, arrives first."""
-    if len(runners) == 1:
-        return next(iter(runners))
-    times = [wait_of(key + name * GAMMA) / mass for name, mass in runners.items()]
-    return min(zip(times, runners, strict=True))[1]
-
-
 Probs = Tensor | SparseProbs
-"""what the children of a node are drawn from: a row (vocabulary,), or a few tokens"""
+"""the distribution of the children of a node: a row (vocabulary,), or sparse"""
 ProbsBatch = Tensor | Sequence[SparseProbs]
-"""the distributions of several nodes: rows (nodes, vocabulary), or a few tokens for each"""
+"""the distributions of several nodes: rows (nodes, vocabulary), or sparse"""
 
 
 def alone(probs: Probs) -> ProbsBatch:
-    """The level of one node."""
+    """One distribution as a batch."""
     return probs[None] if isinstance(probs, Tensor) else [probs]
 
 
@@ -111,20 +98,20 @@ def table(probs: Sequence[Probs | None]) -> Tensor:
 
 
 def _spread(probs: Sequence[Probs | None], vocabulary: int, device: torch.device) -> Tensor:
-    """(distributions, vocabulary): those with few tokens; the rows of all others are empty."""
+    """(distributions, vocabulary): the sparse ones; the rows of all others are 0."""
     few = [(row * vocabulary, p.masses) for row, p in enumerate(probs) if isinstance(p, SparseProbs)]
     places = np.array([start + token for start, masses in few for token in masses], dtype=np.int64)
     values = np.array([mass for _, masses in few for mass in masses.values()])
     size = len(probs), vocabulary
-    if device.type == "cpu":  # numpy asks the system for zeros where torch writes them, and hardly any of them is read
+    if device.type == "cpu":  # numpy gets zeroed pages from the system, torch writes zeros, and hardly any is read
         rows = np.zeros(size, dtype=np.float32)
         rows.reshape(-1)[places] = values
         return torch.from_numpy(rows)
-    told = torch.from_numpy(np.stack([places, values.view(np.int64)]))
-    return scattered(told.to(device, non_blocking=True), size)
+    packed = torch.from_numpy(np.stack([places, values.view(np.int64)]))
+    return scattered(packed.to(device, non_blocking=True), size)
 
 
-def scattered(told: Tensor, size: tuple[int, int]) -> Tensor:
-    """Rows of this size, given in one tensor (2, n) int64 the places of masses and the bits of those masses."""
-    flat = torch.zeros(size[0] * size[1], device=told.device)
-    return flat.scatter_(0, told[0], told[1].view(torch.float64).float()).view(size)
+def scattered(packed: Tensor, size: tuple[int, int]) -> Tensor:
+    """Rows of this size from one tensor (2, n) int64, packed for one copy: flat indices, and the bits of masses."""
+    flat = torch.zeros(size[0] * size[1], device=packed.device)
+    return flat.scatter_(0, packed[0], packed[1].view(torch.float64).float()).view(size)

@@ -1,5 +1,6 @@
-"""The step, and who joins it."""
+"""The engine: requests, their admission, and the step."""
 
-from branchwise.engine.engine import Engine, FinishReason, Generation, Piece, Request
+from branchwise.engine.engine import Engine
+from branchwise.engine.request import FinishReason, Generation, Piece, Request
 
 __all__ = ["Engine", "FinishReason", "Generation", "Piece", "Request"]

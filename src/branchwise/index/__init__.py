@@ -1,7 +1,7 @@
-"""An index of texts: what followed the last few tokens, wherever they stand in it.
+"""An index of texts: what follows given tokens wherever they occur.
 
-Manber and Myers, "Suffix Arrays: A New Method for On-Line String Searches" (1993): all suffixes of a text in their
-order, so that those which begin with the same tokens lie side by side and two bisections find them. He et al., "REST:
+Manber and Myers, "Suffix Arrays: A New Method for On-Line String Searches" (1993): all suffixes of a text in sorted
+order, so that those which begin with the same tokens are neighbours and two bisections find them. He et al., "REST:
 Retrieval-Based Speculative Decoding" (arXiv 2311.08252), drafts from one.
 
     DIR/
@@ -14,8 +14,8 @@ The arrays are raw, little-endian and mapped, not read: opening costs nothing, a
 bound what building holds; a look-up asks them all. The separator is a number above all tokens, and no text is looked
 up with it, so nothing that is found crosses from one document into the next.
 
-Reading needs nothing but this file. What it finds is only proposed, so damage that nobody has noticed cannot change
-what is written: no token from outside the vocabulary leaves here, and no place outside an array is read.
+Reading needs only this file. What it finds is only proposed, so undetected damage cannot change what is generated: it
+returns no token outside the vocabulary and reads no place outside an array.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def is_index(folder: Path) -> bool:
 
 
 def read_about(folder: Path) -> About:
-    """What an index says about itself; one that cannot be used here is refused."""
+    """The description of an index; an index that cannot be used is refused."""
     if not folder.is_dir():
         raise UsageError(
             f"There is no index {folder}; build one with: branchwise index build FILES --model MODEL --out {folder}"
@@ -208,7 +208,7 @@ class Place(NamedTuple):
     length: int
     """how many tokens the suffixes of the spans share"""
     token: int | None = None
-    """one that stands behind those, to which the spans are not narrowed before anybody looks what follows it"""
+    """the token after those, if any; the spans are narrowed to it only when its successors are asked for"""
 
 
 class Seen(NamedTuple):

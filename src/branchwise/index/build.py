@@ -5,9 +5,9 @@ written as so many bytes each, the most significant first. Strings of such token
 their bytes: the first byte in which two of them differ belongs to the first token in which they differ, and decides for
 both. So the suffixes that begin where a token does are in the order of the tokens; all others are dropped.
 
-Nothing that is there is ever written to. New files have names that no file had before, index.json is replaced when all
-of them are on the disk, and only then is removed what the new index does not name. Whatever interrupts this, the folder
-holds the old index or the new one. What a killed process leaves behind goes when the next one writes.
+Existing files are never written to. New files have new names, index.json is replaced when all of them are on the disk,
+and only then files that the new index does not name are removed. Whatever interrupts this, the folder holds the old
+index or the new one. Files of a killed process are removed by the next one that writes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def build_index(
     force: bool = False,
     progress: Progress = silent,
 ) -> About:
-    """An index of these texts in a folder that is empty or not there; with `force`, in the place of another index."""
+    """Build an index of these texts in an empty or new folder; with `force`, replace another index."""
     require_free(folder, force)
     about = About(model, fingerprint(tokenizer), vocabulary_of(tokenizer), (), ())
     return _write_texts(folder, about, paths, tokenizer, progress)
@@ -119,7 +119,7 @@ def require_free(folder: Path, force: bool) -> None:
 
 
 class Writer:
-    """Takes tokens and writes shards; an index is there only after `finish`.
+    """Takes tokens and writes shards; the index exists only after `finish`.
 
     Tokens of the last shard of an index that is added to are taken first, if it has room. So the shards are those of
     one long build, however often something was added.
@@ -236,7 +236,7 @@ class Writer:
         return File(name, size, ends_of(first, last), digest.hexdigest())
 
     def _sweep(self) -> None:
-        """Remove files of ours that the index which is there does not name."""
+        """Remove files of ours that the current index does not name."""
         named = set()
         if is_index(self.folder):
             try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FIELDS = ("text", "content", "prompt", "question", "turns")
-"""of a JSON line; the first that is there is the text, and a list of texts is joined by empty lines"""
+"""of a JSON line; the first that exists is the text; a list of texts is joined by empty lines"""
 
 _PROSE = "txt md rst tex html jsonl"
 _CODE = "py pyi js ts jsx tsx c h cc cpp hpp cu java kt go rs rb php cs swift scala lua r jl sh sql css toml yaml yml"
@@ -28,7 +28,7 @@ ENDINGS = frozenset(f".{ending}" for ending in f"{_PROSE} {_CODE}".split())
 """of files that are read where a folder is named"""
 
 PIECE = 1 << 16
-"""characters that are read at once; a piece ends at the end of a line where there is one"""
+"""characters that are read at once; a piece ends at the end of a line if it has one"""
 BATCH = 1 << 20
 """characters that are tokenised together"""
 
@@ -57,7 +57,7 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def survey(files: Iterable[Path]) -> int:
-    """The characters in all files. What could not be read is told now, and not after half of the work."""
+    """The number of characters in all files; an unreadable file is an error before the work begins."""
     total = sum(len(text) for file in files for text, _ in pieces(file))
     if not total:
         raise UsageError("There is no text in these files; an index needs some.")

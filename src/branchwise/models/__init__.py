@@ -98,12 +98,7 @@ def gguf_path(alias_name: str, *, progress: bool | None = None) -> Path:
 
 
 def load_model(
-    name: str,
-    *,
-    dtype: torch.dtype,
-    device: str,
-    trust_remote_code: bool = False,
-    progress: bool | None = None,
+    name: str, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False, progress: bool | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model `name` and its tokenizer, ready for inference on `device`."""
     source = resolve(name, progress=progress)

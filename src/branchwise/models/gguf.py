@@ -127,6 +127,6 @@ def _parse(cursor: _Cursor, path: Path) -> Header:
 
 
 def _require_gguf() -> None:
-    missing = " and ".join(name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None)
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelError(f'Reading GGUF needs {missing}. Install with: pip install "branchwise[gguf]"')
+        raise ModelError(f'Reading GGUF needs {" and ".join(missing)}. Install with "pip install {" ".join(missing)}"')

@@ -1,14 +1,14 @@
-"""Training a stop: at which nodes does the target accept what is drawn next?
+"""Trains a stop rule: after which nodes does the target accept the next drafted token?
 
-Lu et al. (arXiv 2409.10644): draft ten nodes below the root, note what the drafter sees at each, and learn from it what
-the target will make of the token that is drawn there. Two labels:
+Lu et al. (arXiv 2409.10644): draft ten nodes below the root, note the drafter's features at each, and learn from them
+whether the target accepts the token that is drawn after the node. Two labels:
 
     soft   clamp(p / q, 0, 1) of the drawn token. We take its mean over all tokens, sum of min(p, q): learning from many
            drawn tokens would find the same, with more noise.
     hard   whether both models have the same most probable token.
 
-A sample is a node below the root, and so is what a stop is asked about. Texts that are held out decide which epoch is
-kept: nodes of one text are too alike to test each other.
+A sample is a node below the root, as in use. Held-out texts decide which epoch is kept, since nodes of one text are too
+similar to test each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.target_probs import TargetProbs
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget, Drafter
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.policies.stop import features, network_of, widths_of
 from branchwise.draft.sampler import DraftSampler
 from branchwise.engine import Engine, Request
@@ -41,7 +41,7 @@ from branchwise.verify.match import Match
 
 WIDTH = 10
 LEAST = 50
-"""so few samples teach nothing"""
+"""samples; fewer teach nothing"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +63,14 @@ class Samples:
 # Collecting
 
 
-class Fan:
-    """A growth of one level that also asks what would follow it, and keeps the answer for whoever learns from it."""
+class Fan(TreePolicy):
+    """A policy of one level that also asks for the distributions after it, and keeps them to learn from."""
 
     draw = Draw.WITHOUT_REPLACEMENT
 
     def __init__(self, kind: str, width: int = WIDTH) -> None:
         self.kind, self.width = kind, width
-        self.wants_hidden = kind == "soft"
+        self.needs_hidden = kind == "soft"
         self.found: dict[int, NodeProbs] = {}
         """by the number of the tree, counted from the last look at it"""
         self._trees = count()
@@ -93,10 +93,7 @@ class Fan:
 
 
 class Judge(Match):
-    """`match`, which on its way compares the distributions that a fan found with those of the target.
-
-    It is where both are at hand: the distributions here are warped as the text wants them.
-    """
+    """`match`, which also compares the distributions of a fan with those of the target, warped as the text asks."""
 
     def __init__(self, fan: Fan) -> None:
         super().__init__()
@@ -107,15 +104,15 @@ class Judge(Match):
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         found = self.fan.take()
         nodes = torch.arange(1, max(batch.nodes, 2), device=batch.device).clamp_max(batch.nodes - 1)
-        p = probs.rows(nodes.expand(len(batch), -1))
+        p = probs.at(nodes.expand(len(batch), -1))
         self.samples = {
-            row: (self._seen(there).cpu(), labels(self.fan.kind, p[row, : len(there.probs)], there.probs).cpu())
-            for row, there in found.items()
+            row: (self._seen(nodes).cpu(), labels(self.fan.kind, p[row, : len(nodes.probs)], nodes.probs).cpu())
+            for row, nodes in found.items()
         }
         return super().__call__(batch, probs, chance)
 
     def _seen(self, found: NodeProbs) -> Tensor:
-        if self.fan.wants_hidden and found.hidden is None:
+        if self.fan.needs_hidden and found.hidden is None:
             raise PairingError("This drafter has no hidden states to learn from; use a draft model, or --kind hard.")
         return features(self.fan.kind, found)
 

@@ -20,8 +20,9 @@ class Key:
     """What was measured, where and how: everything that would make the numbers stale."""
 
     model: str
-    architecture: str
-    """digest of the model's configuration: two models may share a name"""
+    fingerprint: str
+    """of the model, since two models may share a name"""
+    weight_bytes: int | None
     dtype: str
     precision: str
     """of float32 matrix products"""

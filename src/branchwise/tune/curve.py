@@ -1,4 +1,4 @@
-"""The curve that is timed: what is known of each size so far, where a cliff may hide, and whether one is."""
+"""The curve t(n) while it is measured: the times of each size, where a cliff may be, and whether it is one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Curve:
         self._slopes: set[tuple[int, int]] = set()
 
     def add(self, turns: Sequence[Turn]) -> None:
-        """Take in turns over the same sizes; those known from before tell how the pace has changed since."""
+        """Add turns over the same sizes; sizes that were timed before show how the pace has changed."""
         usual = {n: self.seconds(n) for n in turns[0] if n in self._samples}
         usual = usual or {n: median(turn[n] for turn in turns) for n in turns[0]}
         for turn in turns:

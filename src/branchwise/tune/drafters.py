@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from branchwise.engine import Engine, Request
 from branchwise.engine.stats import Stats
 from branchwise.errors import UsageError
-from branchwise.progress import Progress
+from branchwise.progress import Progress, silent
 from branchwise.tune.curve import quartiles
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def measure_drafter(
     tree: str | None = None,
     verify: str = "match",
     max_new_tokens: int = 48,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> DraftCost:
-    """Let a drafter work on real text, one prompt after the other, and take the draft phase of each step.
+    """Run a drafter on real text, one prompt after the other, and take the draft phase of each step.
 
-    The phase holds what a step pays before the target runs: the draft, and the tree on its way to the device. The first
-    step of a text is not counted, because a draft model reads the prompt there. Nothing of this is cached: it takes
-    seconds, and a drafter may be the user's own code, or have learnt since.
+    The phase is what a step pays before the target runs: the draft, and copying the tree to the device. The first step
+    of a text is not counted, because a draft model reads the prompt in it. Nothing is cached: it takes seconds, and a
+    drafter may be the user's own code, or may have learnt meanwhile.
     """
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
@@ -55,8 +55,7 @@ def measure_drafter(
     texts: list[Stats] = []
     for number, ids in enumerate(prompts_ids, start=1):
         texts.append(_write(engine, Request(tuple(ids), max_new_tokens=max_new_tokens, stop_tokens=ends)))
-        if progress:
-            progress(f"drafting with {engine.drafter.name}", number, len(prompts_ids))
+        progress(f"drafting with {engine.drafter.name}", number, len(prompts_ids))
     texts = [stats for stats in texts if stats.steps]
     if not texts:
         raise UsageError(
@@ -75,7 +74,7 @@ def measure_drafter(
 
 
 def _write(engine: Engine, request: Request) -> Stats:
-    """What was counted from the second step on."""
+    """The statistics from the second step on."""
     generation = engine.submit(request)
     try:
         engine.step()

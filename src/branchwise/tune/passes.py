@@ -1,4 +1,4 @@
-"""Passes over trees of different sizes: the sizes that fit, then those between which the cost jumps, then the proof."""
+"""Measures t(n): passes over the sizes that fit, then over those where the cost jumps, then to confirm the jumps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from statistics import median
 
 from branchwise.backends.base import Target
 from branchwise.errors import UsageError
-from branchwise.progress import Progress
+from branchwise.progress import Progress, silent
 from branchwise.tune.cache import keep, key_of, recall
 from branchwise.tune.costs import Cliff, Costs
 from branchwise.tune.curve import Curve, is_cliff
-from branchwise.tune.timing import PassCostModel, TimingRig, opened
+from branchwise.tune.timing import Clock, TimingRig, opened
 
 SIZES = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 """what is timed by default: doubling, and one more where tiles end, since a stair seen only at its edges is a line"""
@@ -33,14 +33,14 @@ def measure(
     nodes: Sequence[int] | None = None,
     repeat: int = 9,
     fresh: bool = False,
-    clock: PassCostModel = time.perf_counter,
-    progress: Progress | None = None,
+    clock: Clock = time.perf_counter,
+    progress: Progress = silent,
 ) -> Costs:
-    """Time passes over trees of different sizes behind `context` tokens, for `batch` sequences together.
+    """Time passes over trees of different sizes after `context` tokens, for a batch of `batch` sequences.
 
-    `nodes` are the sizes to begin with (`SIZES` as far as they fit by default); `repeat` passes are timed for each.
-    The clock is that of the wall, stopped when the device is done: a step pays for the host's work too. What was
-    measured before under the same circumstances is read from the cache, unless `fresh`.
+    `nodes` are the sizes to begin with (by default all of `SIZES` that fit); `repeat` passes are timed for each. The
+    time is wall clock until the device is done, since a step pays for the host's work too. Costs that were measured
+    before under the same conditions come from the cache, unless `fresh`.
     """
     sizes = _fitting(target, batch, context, nodes)
     if repeat < FEWEST_TURNS:
@@ -49,11 +49,11 @@ def measure(
     if not fresh and (known := recall(key)) is not None:
         return known
     with opened(target, batch, context) as sequences:
-        stand = TimingRig(target, sequences, repeat, clock, progress)
+        rig = TimingRig(target, sequences, repeat, clock, progress)
         curve = Curve()
-        curve.add(stand.turns(sizes, "timing passes"))
-        _refine(stand, curve)
-        cliffs = _confirmed(stand, curve)
+        curve.add(rig.turns(sizes, "timing passes"))
+        _refine(rig, curve)
+        cliffs = _confirmed(rig, curve)
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     costs = Costs(curve.points(), cliffs, key, now)
     keep(costs)
@@ -85,31 +85,31 @@ def _fitting(target: Target, batch: int, context: int, nodes: Sequence[int] | No
     return tuple(sorted({1, *wanted}))
 
 
-def _refine(stand: TimingRig, curve: Curve) -> None:
-    """Split where the cost jumps. Both ends are timed again beside the new sizes, so that all share their turns."""
+def _refine(rig: TimingRig, curve: Curve) -> None:
+    """Split intervals where the cost jumps. Both ends are timed again with the new sizes, so that all share turns."""
     left = MOST_PROBES
     while suspects := curve.suspects()[: min(left, PROBES_AT_ONCE)]:
         probes = [(a, _roundest(a, b), b) for a, b in suspects]
         sizes = {nodes for a, place, b in probes for nodes in (a, place, place + 1, b)}
-        curve.add(stand.turns(sorted(sizes), "looking for cliffs"))
+        curve.add(rig.turns(sorted(sizes), "looking for cliffs"))
         for probe in probes:
             curve.judge(*probe)
         left -= len(probes)
 
 
 def _roundest(a: int, b: int) -> int:
-    """The roundest number in binary from a on, so that it and the next lie before b: where tiles end."""
+    """The size from a to b - 2 with the most trailing zero bits, since tiles end at such sizes."""
     return max(range(a, b - 1), key=lambda nodes: nodes & -nodes)
 
 
-def _confirmed(stand: TimingRig, curve: Curve) -> tuple[Cliff, ...]:
+def _confirmed(rig: TimingRig, curve: Curve) -> tuple[Cliff, ...]:
     """The cliffs among the steepest edges, judged by fresh turns over each edge and the sizes beside it."""
     edges = curve.edges()[:MOST_CLIFFS]
     if not edges:
         return ()
     largest = curve.points()[-1].nodes
     sizes = sorted({nodes for edge in edges for nodes in range(edge - 2, edge + 2) if 1 <= nodes <= largest})
-    turns = stand.turns(sizes, "confirming cliffs")
+    turns = rig.turns(sizes, "confirming cliffs")
     curve.add(turns)
     return tuple(
         Cliff(edge, median(turn[edge] / turn[edge - 1] for turn in turns))

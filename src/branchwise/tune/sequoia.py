@@ -1,14 +1,14 @@
-"""The best shape for a tree, worked out from how often children are accepted and what passes cost.
+"""The best shape of a tree, computed from how often children are accepted and what passes cost.
 
 Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (arXiv 2402.12374). It assumes that
 the i-th child of an accepted node is accepted equally often wherever it stands:
 
     rate    a_i, how often the i-th child is accepted where those before it were rejected
-    share   a_i (1 - a_1) … (1 - a_{i-1}), how often it is the one that is accepted; shares sum to at most 1
+    share   a_i (1 - a_1) … (1 - a_{i-1}), how often it is the accepted child; shares sum to at most 1
     worth   of a shape: the tokens that a step is expected to emit, 1 + the sum over its nodes of the product of the
-            shares on the way there
+            shares on its path
 
-The rates are counted on real text with `rrs`, which looks at siblings one after the other, as the words above do.
+The rates are counted on real text with `rrs`, which tries siblings one after the other, as the model above does.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from branchwise.backends.base import Scored
+from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Request
 from branchwise.errors import PairingError, UsageError
-from branchwise.progress import Progress
-from branchwise.verify import Verdict
+from branchwise.progress import Progress, silent
+from branchwise.verify import Verdict, Verdicts
 
 if TYPE_CHECKING:
     from branchwise.llm import LLM
@@ -46,20 +46,12 @@ class Shape:
 
 
 def shares(rates: Sequence[float]) -> list[float]:
-    """How often each child is the one that is accepted."""
+    """How often each child is the accepted one."""
     found, left = [], 1.0
     for rate in rates:
         found.append(left * rate)
         left *= 1 - rate
     return found
-
-
-def best_shape(rates: Sequence[float], nodes: int, depth: int) -> Shape:
-    """The shape of the greatest worth with at most `nodes` nodes below its root, at most so deep.
-
-    No node has more children than there are rates. Nodes that are worth nothing are left out.
-    """
-    return Shapes(rates, nodes, depth).best(nodes, depth)
 
 
 class Shapes:
@@ -94,7 +86,10 @@ class Shapes:
         return float(self._worth[depth][:, nodes + 1].max())
 
     def best(self, nodes: int, depth: int) -> Shape:
-        """The best shape of at most so many nodes below the root."""
+        """The shape of the greatest worth with at most so many nodes below the root, at most so deep.
+
+        No node has more children than there are rates. Nodes that are worth nothing are left out.
+        """
         parents, subtrees = [-1], [(nodes + 1, depth)]
         for node, subtree in enumerate(subtrees):  # which grows on the way
             children = self._children(*subtree)
@@ -149,7 +144,7 @@ def best_size(shapes: Shapes, target_seconds: Callable[[int], float], draft_seco
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of the children of accepted nodes, by the order in which they were drawn."""
+    """Accepted and rejected children of accepted nodes, by the order in which they were drawn."""
 
     accepted: tuple[int, ...]
     tried: tuple[int, ...]
@@ -169,9 +164,9 @@ def measure_acceptance(
     temperature: float = 1.0,
     max_new_tokens: int = 64,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Acceptance:
-    """Let a drafter whose nodes have `width` children work on real text, and count which of them are accepted."""
+    """Run a drafter whose nodes have `width` children on real text, and count which of them are accepted."""
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
     if drafter.draw is not Draw.WITHOUT_REPLACEMENT:
@@ -190,22 +185,40 @@ def measure_acceptance(
         finally:
             engine.cancel(generation)
         generation.check()
-        if progress:
-            progress("counting accepted children", number + 1, len(prompts_ids))
+        progress("counting accepted children", number + 1, len(prompts_ids))
     return Acceptance(tuple(witness.accepted), tuple(witness.tried))
 
 
-class Witness:
-    """A drafter with someone beside it who counts what becomes of its trees."""
+class Witness(Drafter):
+    """A drafter, and counts of which nodes of its trees were judged and which accepted."""
 
     def __init__(self, drafter: Drafter, width: int) -> None:
         self.drafter = drafter
-        self.name, self.draw = drafter.name, drafter.draw
+        self.name, self.draw, self.learns = drafter.name, drafter.draw, drafter.learns
         self.accepted, self.tried = [0] * width, [0] * width
         self._trees: list[DraftTree] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)  # what only some drafters have
+    @property
+    def needs(self) -> Needs:
+        return self.drafter.needs
+
+    def bind(self, target: TargetInfo) -> None:
+        self.drafter.bind(target)
+
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        self.drafter.start(sequence, prefill)
+
+    def finish(self, sequence: SequenceState) -> None:
+        self.drafter.finish(sequence)
+
+    def derive_seed(self, sequence: SequenceState) -> int:
+        return self.drafter.derive_seed(sequence)
+
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        self.drafter.update_on_device(scored, verdicts)
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        return self.drafter.draft_next(budgets)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self._trees = self.drafter.draft(sequences, budgets)

@@ -1,4 +1,4 @@
-"""Where passes are timed: open sequences of a target, and trees of any size to score behind them."""
+"""The rig that times passes: open sequences of a target, and trees of any size to score after them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ from branchwise.tune.curve import Turn
 WARM_UPS = 2
 """untimed passes for each size: libraries choose their kernels on first use"""
 
-PassCostModel = Callable[[], float]
+Clock = Callable[[], float]
 
 
 class TimingRig:
-    """Open sequences of a target, and trees of any size to time on them."""
+    """Times passes of a target over trees of any size."""
 
     def __init__(
-        self,
-        target: Target,
-        sequences: Sequence[SequenceState],
-        repeat: int,
-        clock: PassCostModel,
-        progress: Progress | None,
+        self, target: Target, sequences: Sequence[SequenceState], repeat: int, clock: Clock, progress: Progress
     ) -> None:
         self.target = target
         self.sequences = sequences
@@ -38,13 +33,13 @@ class TimingRig:
         self.clock = clock
         self.progress = progress
         self._random = random.Random(1)
-        self._forests: dict[int, TreeBatch] = {}
+        self._batches: dict[int, TreeBatch] = {}
 
     def turns(self, sizes: Sequence[int], purpose: str) -> list[Turn]:
         """Time every size once a turn."""
         for nodes in sizes:
-            if nodes not in self._forests:
-                self._forests[nodes] = self._batch(nodes)
+            if nodes not in self._batches:
+                self._batches[nodes] = self._batch(nodes)
                 for _ in range(WARM_UPS):
                     self._time(nodes)
         order = list(sizes)
@@ -52,8 +47,7 @@ class TimingRig:
         for number in range(1, self.repeat + 1):
             self._random.shuffle(order)
             turns.append({nodes: self._time(nodes) for nodes in order})
-            if self.progress:
-                self.progress(purpose, number, self.repeat)
+            self.progress(purpose, number, self.repeat)
         return turns
 
     def _batch(self, nodes: int) -> TreeBatch:
@@ -66,7 +60,7 @@ class TimingRig:
     def _time(self, nodes: int) -> float:
         self._wait()
         start = self.clock()
-        self.target.score(self.sequences, self._forests[nodes])
+        self.target.score(self.sequences, self._batches[nodes])
         self._wait()
         return self.clock() - start
 
@@ -77,7 +71,7 @@ class TimingRig:
 
 @contextlib.contextmanager
 def opened(target: Target, batch: int, context: int) -> Iterator[list[SequenceState]]:
-    """Sequences of random tokens, each its own: in a mixture of experts equal ones would share theirs."""
+    """Sequences of random tokens, all different: in a mixture of experts equal ones would use the same experts."""
     rng = random.Random(0)
     sequences: list[SequenceState] = []
     try:

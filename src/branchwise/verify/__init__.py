@@ -17,14 +17,14 @@ randomness from a `Chance`. One host sync then serves a whole batch, when the en
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from branchwise.core.batch import TreeBatch
+from branchwise.core.batch import TABLES, TreeBatch
 from branchwise.core.rng import Chance
 from branchwise.core.rows import row_sum
 from branchwise.core.target_probs import TargetProbs
@@ -105,15 +105,19 @@ STRIDE = 4096
 sequence gets the same verdict alone as among others."""
 
 
-class Verifier(Protocol):
-    """A rule, and the draws for which it is lossless. One that is not says `lossless = False`, and `lossy` by name.
-
-    One that says which tables of a batch of trees it `reads` is told no others where its verdicts are recorded.
-    """
+class Verifier(ABC):
+    """A rule, and the draws for which it is lossless."""
 
     name: str
     accepts: frozenset[Draw]
+    lossless = True
+    """whether the output distribution is the target's; a rule that changes it has `lossy` in its name"""
+    reads: tuple[str, ...] = TABLES
+    """the tables of a batch that it reads: a recorded verdict copies no others to the device"""
+    defers = False
+    """whether it leaves greedy probabilities, and trees that draft nothing, to other rules; see `or_match`"""
 
+    @abstractmethod
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts: ...
 
 

@@ -9,7 +9,7 @@ from branchwise.core.tree import Draw
 from branchwise.verify import VERIFIERS, Verdicts, Verifier
 
 
-class Auto:
+class Auto(Verifier):
     """Fixed trees: match. One drawn path: block. Several: cascade. Drawn without replacement: traversal."""
 
     name = "auto"

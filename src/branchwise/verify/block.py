@@ -24,21 +24,21 @@ from branchwise.core.rng import Chance
 from branchwise.core.rows import gather_rows, row_sum
 from branchwise.core.target_probs import TargetProbs, settled, where_rows
 from branchwise.core.tree import Draw
-from branchwise.verify import STRIDE, Verdicts
+from branchwise.verify import STRIDE, Verdicts, Verifier
 from branchwise.verify.match import or_match
 
 
-class Block:
+@or_match
+class Block(Verifier):
     name = "block"
     accepts = frozenset({Draw.PATHS})
     reads = ("tokens", "paths")
 
-    @or_match
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         """Verify the first path."""
         path = Path.below(batch, batch.paths[:, 0])
         root = torch.zeros_like(path.length)
-        spans = list(read(batch, probs, path, probs.rows(root), batch.q_rows(root)))
+        spans = list(read(batch, probs, path, probs.at(root), batch.q_rows(root)))
         p, q = at_tokens(spans, path.tokens)
         block = verify_block(probs, chance, path, spans, clipped_products(p / q), own_probs)
         return path.verdicts(block.kept, chance.pick(block.residual(batch, probs, path)))
@@ -87,14 +87,14 @@ def read(batch: TreeBatch, probs: TargetProbs, path: Path, p: Tensor, q: Tensor)
     last = path.tokens.shape[1]
     if not probs.lazy:
         nodes = path.nodes[:, 1:last]
-        yield Span(0, with_first(p, probs.rows(nodes)), with_first(q, batch.q_rows(nodes)))
+        yield Span(0, with_first(p, probs.at(nodes)), with_first(q, batch.q_rows(nodes)))
         return
     yield Span(0, p[:, None], q[:, None])
     for start in range(1, last):
         if settled(probs, path.length <= start):
             return
         nodes = path.nodes[:, start : start + 1]
-        yield Span(start, probs.rows(nodes), batch.q_rows(nodes))
+        yield Span(start, probs.at(nodes), batch.q_rows(nodes))
 
 
 def with_first(row: Tensor, rows: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Kept:
         """(batch, vocabulary): the unnormalised distribution of the token that follows."""
         if settled(probs, ~self.whole):
             return self.left
-        end = probs.rows(path.nodes.gather(1, path.length[:, None])[:, 0])
+        end = probs.at(path.nodes.gather(1, path.length[:, None])[:, 0])
         return where_rows(probs, self.whole, end, self.left)
 
 

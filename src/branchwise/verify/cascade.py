@@ -22,20 +22,20 @@ from branchwise.core.rng import Chance
 from branchwise.core.rows import gather_rows, row_sum
 from branchwise.core.target_probs import TargetProbs, all_at_once, settled, where_rows
 from branchwise.core.tree import Draw
-from branchwise.verify import STRIDE, Verdicts
+from branchwise.verify import STRIDE, Verdicts, Verifier
 from branchwise.verify.block import Kept, Path
 from branchwise.verify.gbv import GRID, Choice, Draws, Paths
 from branchwise.verify.match import or_match
 from branchwise.verify.order import Order
 
 
-class Cascade:
+@or_match
+class Cascade(Verifier):
     name = "cascade"
     accepts = frozenset({Draw.PATHS})
     reads = ("tokens", "parents", "paths", "forks")
     mixtures = GRID
 
-    @or_match
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         probs = all_at_once(probs)  # the stages come to as many rows as the tree has
         paths = Paths(batch, probs)

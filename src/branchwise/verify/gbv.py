@@ -20,7 +20,7 @@ from branchwise.core.rng import Chance
 from branchwise.core.rows import gather_rows, row_sum
 from branchwise.core.target_probs import TargetProbs
 from branchwise.core.tree import Draw
-from branchwise.verify import Verdicts
+from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.block import (
     Kept,
     Path,
@@ -38,13 +38,13 @@ from branchwise.verify.order import Order, boost, sort_keys
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-class GBV:
+@or_match
+class GBV(Verifier):
     name = "gbv"
     accepts = frozenset({Draw.PATHS})
     reads = ("tokens", "parents", "paths", "forks")
     mixtures: tuple[float, ...] = (0.0,)
 
-    @or_match
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         paths = Paths(batch, probs)
         choice = paths.choose(paths.all, chance, self.mixtures, coin=0)
@@ -94,14 +94,14 @@ class Paths:
         q = self.batch.q
         assert q is not None
         nodes = torch.arange(q.shape[1], device=q.device).expand(len(q), -1)
-        return Order(self.probs.rows(nodes), q, lazy=False).below()
+        return Order(self.probs.at(nodes), q, lazy=False).below()
 
     @property
     def all(self) -> Draws:
         root = torch.zeros(len(self.batch), dtype=torch.long, device=self.nodes.device)
         alive = self.nodes[:, :, 0] >= 0
         below = None if self._below is None else self._below[:, 0]
-        return Draws(root, alive, self.probs.rows(root), self.batch.q_rows(root), below)
+        return Draws(root, alive, self.probs.at(root), self.batch.q_rows(root), below)
 
     def order(self, span: Span, nodes: Tensor, first: Order) -> Order:
         """The order of tokens at the nodes (batch, n) of a span; `first` is that at the first node of the path."""
@@ -164,7 +164,7 @@ def ranks(batch: TreeBatch, probs: TargetProbs) -> Tensor:
     assert batch.q is not None
     keys = batch.q.new_zeros(len(batch), batch.nodes)  # of every node among its siblings
     for forks in batch.forks.split(1 if probs.lazy else max(batch.forks.shape[1], 1), dim=1):
-        p, q = probs.rows(forks.clamp_min(0)), batch.q_rows(forks)
+        p, q = probs.at(forks.clamp_min(0)), batch.q_rows(forks)
         parents = forks[:, :, None] == batch.parents[:, None, :]  # (batch, forks, nodes)
         parents &= (forks >= 0)[:, :, None]
         tokens = batch.tokens[:, None, :].expand(-1, forks.shape[1], -1)

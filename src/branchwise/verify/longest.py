@@ -20,11 +20,11 @@ from branchwise.core.batch import TreeBatch
 from branchwise.core.rng import Chance
 from branchwise.core.target_probs import TargetProbs, settled
 from branchwise.core.tree import Draw
-from branchwise.verify import STRIDE, Verdicts
+from branchwise.verify import STRIDE, Verdicts, Verifier
 from branchwise.verify.block import Path
 
 
-class Longest:
+class Longest(Verifier):
     name = "lossy-longest"
     accepts = frozenset({Draw.FORK})
     lossless = False
@@ -56,7 +56,7 @@ def run(batch: TreeBatch, probs: TargetProbs, chance: Chance, number: int, branc
         odds = certain.double()[:, None]
         if not settled(probs, certain | ~here):
             token = batch.tokens.gather(1, child[:, None])
-            ratio = probs.rows(node).gather(1, token) / batch.q_rows(node).gather(1, token)
+            ratio = probs.at(node).gather(1, token) / batch.q_rows(node).gather(1, token)
             odds = torch.where((here & ~certain)[:, None], ratio.double().clamp_max(1), odds)
         length += chance.first(odds, depth * STRIDE + number) == 0
         node = child
@@ -66,7 +66,7 @@ def run(batch: TreeBatch, probs: TargetProbs, chance: Chance, number: int, branc
 def opening(batch: TreeBatch, probs: TargetProbs) -> Tensor:
     """(batch, vocabulary): what a token follows where nothing was accepted, not normalised."""
     root = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
-    p = probs.rows(root)
+    p = probs.at(root)
     if batch.q is None:
         return p
     q = batch.q_rows(root)

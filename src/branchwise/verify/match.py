@@ -7,7 +7,6 @@ keyed by position, so with the same seed the output equals plain decoding token 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 
@@ -21,11 +20,11 @@ from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts, Verifier
 
 
-class Match:
+class Match(Verifier):
     name = "match"
     accepts = frozenset(Draw) - {Draw.FORK}
 
-    reads = ("tokens", "parents", "depths", "seen")
+    reads = ("tokens", "parents", "depths", "ancestor_bits")
     """what it looks up in a batch of trees on a device"""
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
@@ -52,7 +51,7 @@ class Match:
     def _draw(probs: TargetProbs, node: torch.Tensor, chance: Chance, depth: int) -> torch.Tensor:
         if probs.greedy:
             return probs.best(node)
-        return chance.token(probs.rows(node), depth)
+        return chance.token(probs.at(node), depth)
 
 
 def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdicts:
@@ -62,21 +61,21 @@ def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdi
     nodes are a path, and its last one is the deepest.
     """
     nodes = torch.arange(batch.nodes, device=batch.device).expand(len(batch), -1)
-    drawn = probs.best(nodes) if probs.greedy else chance.tokens(probs.rows(nodes), batch.depths)
+    drawn = probs.best(nodes) if probs.greedy else chance.tokens(probs.at(nodes), batch.depths)
     foretold = (drawn.gather(1, batch.parents.clamp_min(0)) == batch.tokens) & (batch.parents >= 0)
-    foretold[:, 0] = True
+    foretold = foretold | (nodes == 0)  # a constant written into it would be a copy from the host in a recording
     missed = pack_bits(~foretold[:, None])  # (batch, 1, words)
-    accepted = ((batch.seen & missed) == 0).all(dim=-1) & foretold
+    accepted = ((batch.ancestor_bits & missed) == 0).all(dim=-1) & foretold
     # Of twins, which no drafter should propose, the first.
     rank = batch.depths * batch.nodes + (batch.nodes - 1 - nodes)
     last = torch.where(accepted, rank, -1).argmax(dim=1, keepdim=True)
-    above = batch.seen.gather(1, last[..., None].expand(-1, -1, batch.seen.shape[2]))
+    above = batch.ancestor_bits.gather(1, last[..., None].expand(-1, -1, batch.ancestor_bits.shape[2]))
     path = unpack_bits(above, batch.nodes)[:, 0]
     paths = torch.full_like(nodes, -1).scatter_reduce(1, batch.depths, torch.where(path, nodes, -1), "amax")
     return Verdicts(paths, drawn.gather(1, last)[:, 0])
 
 
-class Undrafted:
+class Undrafted(Verifier):
     """What a rule for drawn trees does where nothing was drafted: one token from the distribution behind the root."""
 
     name = "undrafted"
@@ -85,34 +84,35 @@ class Undrafted:
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         root = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
-        return Verdicts(root[:, None], chance.pick(one_by_one(probs).rows(root)))
+        return Verdicts(root[:, None], chance.pick(one_by_one(probs).at(root)))
 
 
-Self = TypeVar("Self")
-Rule = Callable[[Self, TreeBatch, TargetProbs, Chance], Verdicts]
+Rule = TypeVar("Rule", bound=type[Verifier])
 
 
-def or_match(rule: Rule[Self]) -> Rule[Self]:
-    """Leave greedy distributions to `match`, on which all verifiers agree, and draw a token where nothing was drafted.
+def or_match(rule: Rule) -> Rule:
+    """Leave greedy probabilities to `match`, on which all verifiers agree, and draw a token if nothing was drafted.
 
-    Lossy rules need not.
+    A decorator of verifiers; lossy rules need not have it.
     """
+    own = rule.__call__
 
-    @wraps(rule)
-    def verify(self: Self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+    @wraps(own)
+    def verify(self: Verifier, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         if probs.greedy:
             return Match()(batch, probs, chance)
         if batch.depth == 0:
             return Undrafted()(batch, probs, chance)
-        return rule(self, batch, probs, chance)
+        return own(self, batch, probs, chance)
 
-    verify.leaves_the_rest = True  # type: ignore[attr-defined]
-    return verify
+    rule.__call__ = verify  # type: ignore[method-assign]
+    rule.defers = True
+    return rule
 
 
 def rule_for(verifier: Verifier, batch: TreeBatch, probs: TargetProbs) -> Verifier:
     """Whose rule a verifier follows for these distributions and trees; `or_match` says when that is not its own."""
-    if not hasattr(type(verifier).__call__, "leaves_the_rest"):
+    if not verifier.defers:
         return verifier
     if probs.greedy:
         return Match()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,28 +26,28 @@ from branchwise.core.rng import Chance
 from branchwise.core.rows import blank, gather_rows, row_sum
 from branchwise.core.target_probs import TargetProbs, settled
 from branchwise.core.tree import Draw
-from branchwise.verify import STRIDE, Verdicts, left_of
+from branchwise.verify import STRIDE, Verdicts, Verifier, left_of
 from branchwise.verify.match import or_match
 
 
-class RRS:
-    name: ClassVar[str] = "rrs"
-    accepts: ClassVar[frozenset[Draw]] = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
-    reads: ClassVar[tuple[str, ...]] = ("tokens", "children")
-    replace: ClassVar[bool] = False
+@or_match
+class RRS(Verifier):
+    name = "rrs"
+    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    reads = ("tokens", "children")
+    replace = False
 
-    @or_match
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         children = self.candidates(batch)
 
         def tries(nodes: Tensor) -> tuple[Tensor, ...]:
             below = gather_rows(children, nodes)
-            p, q = probs.rows(nodes), batch.q_rows(nodes)
+            p, q = probs.at(nodes), batch.q_rows(nodes)
             tried = reject(p, q, tokens_of(batch, below), below >= 0, replace=self.replace)
             return below, tried.odds, tried.share
 
         node, nodes, (share,) = descend(batch, probs, chance, tries)
-        return Verdicts(nodes, chance.pick(left_of(probs, probs.rows(node), batch.q_rows(node), share)))
+        return Verdicts(nodes, chance.pick(left_of(probs, probs.at(node), batch.q_rows(node), share)))
 
     def candidates(self, batch: TreeBatch) -> Tensor:
         """(batch, nodes, most): what is tried at each node, in order; -1 where there is nothing."""

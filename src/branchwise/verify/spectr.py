@@ -18,25 +18,25 @@ from branchwise.core.rng import Chance
 from branchwise.core.rows import gather_rows, row_sum
 from branchwise.core.target_probs import TargetProbs, settled
 from branchwise.core.tree import Draw
-from branchwise.verify import Verdicts, left_of
+from branchwise.verify import Verdicts, Verifier, left_of
 from branchwise.verify.match import or_match
 from branchwise.verify.recursive import descend, next_on_paths, tokens_of
 
 ITERATIONS = 8
 
 
-class KSeq:
+@or_match
+class KSeq(Verifier):
     name = "k-seq"
     accepts = frozenset({Draw.PATHS})
     reads = ("tokens", "paths")
 
-    @or_match
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         candidates = next_on_paths(batch)
 
         def tries(nodes: Tensor) -> tuple[Tensor, ...]:
             children = gather_rows(candidates, nodes)
-            p, q, tokens = probs.rows(nodes), batch.q_rows(nodes), tokens_of(batch, children)
+            p, q, tokens = probs.at(nodes), batch.q_rows(nodes), tokens_of(batch, children)
             count = (children >= 0).sum(dim=-1)
             rho, beta = solve(p, q, count, children.shape[-1], probs)
             odds = p.gather(-1, tokens).double() / (rho[..., None] * q.gather(-1, tokens))
@@ -46,7 +46,7 @@ class KSeq:
             return children, torch.where(children >= 0, odds.clamp_max(1).nan_to_num(0.0), 0.0), rho, taken
 
         node, nodes, (rho, taken) = descend(batch, probs, chance, tries)
-        p, q = probs.rows(node), batch.q_rows(node)
+        p, q = probs.at(node), batch.q_rows(node)
         served = torch.minimum(p / rho.clamp_min(1)[:, None].to(p.dtype), q)
         return Verdicts(nodes, chance.pick(left_of(probs, p, served, taken)))
 

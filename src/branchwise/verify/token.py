@@ -14,22 +14,22 @@ from branchwise.core.batch import TreeBatch
 from branchwise.core.rng import Chance
 from branchwise.core.target_probs import TargetProbs, settled, where_rows
 from branchwise.core.tree import Draw
-from branchwise.verify import Verdicts, left_of
+from branchwise.verify import Verdicts, Verifier, left_of
 from branchwise.verify.block import Path
 from branchwise.verify.match import or_match
 
 
-class Token:
+@or_match
+class Token(Verifier):
     name = "token"
     accepts = frozenset({Draw.PATHS})
     reads = ("tokens", "paths")
 
-    @or_match
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         """Verify the first path."""
         path = Path.below(batch, batch.paths[:, 0])
         kept = torch.zeros_like(path.length)
-        row = probs.rows(path.nodes[:, 0])
+        row = probs.at(path.nodes[:, 0])
         for step in range(path.tokens.shape[1]):
             q, token = batch.q_rows(path.nodes[:, step]), path.tokens[:, step, None]
             here = (kept == step) & (path.length > step)
@@ -40,7 +40,7 @@ class Token:
             kept += accepted
             if settled(probs, ~accepted):
                 break
-            row = where_rows(probs, accepted, probs.rows(path.nodes[:, step + 1]), row)
+            row = where_rows(probs, accepted, probs.at(path.nodes[:, step + 1]), row)
         return path.verdicts(kept, chance.pick(row))
 
     def residual(self, probs: TargetProbs, p: Tensor, q: Tensor) -> Tensor:

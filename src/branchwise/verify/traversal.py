@@ -20,24 +20,24 @@ from branchwise.core.rng import Chance
 from branchwise.core.rows import gather_rows
 from branchwise.core.target_probs import TargetProbs, all_at_once, settled
 from branchwise.core.tree import Draw
-from branchwise.verify import Verdicts, left_of
+from branchwise.verify import Verdicts, Verifier, left_of
 from branchwise.verify.match import or_match
 from branchwise.verify.recursive import reject
 
 
-class Traversal:
+@or_match
+class Traversal(Verifier):
     name = "traversal"
     accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
     reads = ("tokens", "parents", "depths", "children", "levels", "postorder")
 
-    @or_match
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         probs = all_at_once(probs)
         odds, share = odds_of_nodes(batch, probs)
         order = batch.postorder
         turn = chance.first(torch.where(order >= 0, gather_rows(odds, order.clamp_min(0)), 0.0), 0)
         node = order.gather(1, turn[:, None])[:, 0]
-        p, q = probs.rows(node), batch.q_rows(node)
+        p, q = probs.at(node), batch.q_rows(node)
         return Verdicts(way_to(batch, node), chance.pick(left_of(probs, p, q, share.gather(1, node[:, None])[:, 0])))
 
 
@@ -55,7 +55,7 @@ def odds_of_nodes(batch: TreeBatch, probs: TargetProbs) -> tuple[Tensor, Tensor]
             children = gather_rows(batch.children, nodes)[..., :width]
             children = torch.where((level >= 0)[..., None], children, -1)
             tokens = gather_rows(batch.tokens, children.clamp_min(0).flatten(1)).view(children.shape)
-            p, q, start = probs.rows(nodes), batch.q_rows(nodes), wanted.gather(1, nodes)
+            p, q, start = probs.at(nodes), batch.q_rows(nodes), wanted.gather(1, nodes)
             tried = reject(p, q, tokens, children >= 0, replace=False, acceptance=start)
             own = torch.where(level >= 0, level, batch.nodes)
             odds.scatter_(1, own, tried.acceptance)

@@ -287,7 +287,7 @@ class KVCache(BlankCache):
             size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
             if size not in self._moves:
                 self._moves[size] = Moves(*size, device)
-            self.move(*self._moves[size].tell(slots, lengths, paths))
+            self.move(*self._moves[size].pack(slots, lengths, paths))
             return
         moves = [
             (slot, length + node, length + i)
@@ -313,24 +313,24 @@ class KVCache(BlankCache):
 
 
 class Moves:
-    """Which rows go where, told by the host in one copy."""
+    """Which rows move where, packed for one host-to-device copy."""
 
     def __init__(self, texts: int, steps: int, device: torch.device) -> None:
         self._size = texts, steps
-        self._told = PinnedBuffer(texts * (2 + steps), device, fill=-1)
+        self._numbers = PinnedBuffer(texts * (2 + steps), device, fill=-1)
 
-    def tell(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    def pack(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
         """The same on the device: slots, lengths and paths (texts, steps)."""
         texts, _ = self._size
-        told = self._told.here
-        told.fill(-1)
-        told[: len(slots)] = slots
-        told[texts : texts + len(lengths)] = lengths
-        steps = told[2 * texts :].reshape(self._size)
+        numbers = self._numbers.host
+        numbers.fill(-1)
+        numbers[: len(slots)] = slots
+        numbers[texts : texts + len(lengths)] = lengths
+        steps = numbers[2 * texts :].reshape(self._size)
         for row, path in zip(steps, paths, strict=False):
             row[: len(path)] = path
-        there = self._told.bring()
-        return there[:texts], there[texts : 2 * texts], there[2 * texts :].view(self._size)
+        copied = self._numbers.copy()
+        return copied[:texts], copied[texts : 2 * texts], copied[2 * texts :].view(self._size)
 
 
 def move(*inputs: Tensor) -> None:

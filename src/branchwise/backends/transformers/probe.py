@@ -7,10 +7,8 @@ model's own forward pass. What cannot be exact is refused here with a sentence, 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +16,7 @@ from transformers import Cache, PreTrainedConfig
 
 from branchwise.backends.transformers.attention import Window
 from branchwise.backends.transformers.kv_cache import BlankCache, Layout, Pass
-from branchwise.core.batch import TreeBatch
-from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree
 from branchwise.errors import UnsupportedModel, first_line
-
-if TYPE_CHECKING:
-    from branchwise.backends.transformers.target import TransformersTarget
 
 SERVED_KEYWORDS = {"dropout", "sliding_window"}
 INERT_KEYWORDS = {
@@ -38,14 +30,6 @@ INERT_KEYWORDS = {
 """keywords that some families pass along to attention and that change nothing there"""
 
 PROBE_TOKENS = 4
-
-EXACT = 1e-3
-"""the most that a tree may differ from the model's own forward in float32"""
-ROUNDED = 0.1
-"""the same for the median node in lower precision: a wrong mask or position meets most nodes, and changes them more"""
-MOST_ROUNDED = 0.3
-"""the same for a model that magnifies rounding so much that `ROUNDED` would be too strict; see `own_rounding`"""
-NUDGES = 4
 
 
 class Probe:
@@ -156,75 +140,3 @@ def _rope_parameters(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     yield from (value for value in parameters.values() if isinstance(value, dict))
     yield parameters
-
-
-def check_against_own_forward(target: TransformersTarget) -> None:
-    """Score two small trees in one pass and compare with the model's own forward along their longest paths.
-
-    Catches what no keyword shows, such as positions that a model takes from the cache instead of from the call.
-    """
-    count = target.vocabulary
-    first = SequenceState([(11 * i + 5) % count for i in range(3)])
-    second = SequenceState([(7 * i + 3) % count for i in range(5)])
-    comb = DraftTree(torch.tensor([first.root, 4 % count, 8 % count, 1, 6 % count]), (-1, 0, 0, 2, 3))
-    fork = DraftTree(torch.tensor([second.root, 9 % count, 2 % count]), (-1, 0, 0))
-    # Both longest paths have six tokens, so one reference batch needs no padding.
-    cases = [(first, comb), (second, fork)][: target.free_slots]
-    sequences = [sequence for sequence, _ in cases]
-    opened: list[SequenceState] = []
-    try:
-        for sequence in sequences:
-            target.open(sequence)
-            opened.append(sequence)
-        logits = target.score(sequences, TreeBatch([tree for _, tree in cases], target.device)).logits
-    finally:
-        for sequence in opened:
-            target.close(sequence)
-    paths = [tree.topology.path(len(tree) - 1) for _, tree in cases]
-    tokens = [
-        sequence.tokens + tree.tokens[path[1:]].tolist() for (sequence, tree), path in zip(cases, paths, strict=True)
-    ]
-    places = [
-        (row, node, len(sequence.tokens) - 1 + depth)
-        for row, ((sequence, _), path) in enumerate(zip(cases, paths, strict=True))
-        for depth, node in enumerate(path)
-    ]
-    texts = torch.tensor(tokens, device=target.device)
-    own = target.own_logits(texts)
-    errors = [_relative_error(logits[row, node], own[row, place]) for row, node, place in places]
-    if target.dtype == torch.float32:
-        error, most = max(errors), EXACT
-    else:
-        error, most = median(errors), ROUNDED  # rounding may send single nodes to other experts
-        if error >= most:
-            rounding = own_rounding(target, texts, own, [(row, place) for row, _, place in places])
-            most = max(most, min(MOST_ROUNDED, 2 * rounding))
-    if not error < most:
-        raise UnsupportedModel(
-            f"{target.name} cannot be served: a tree scored in one pass differs from its own forward by {error:.1%}."
-        )
-
-
-def own_rounding(target: TransformersTarget, texts: Tensor, own: Tensor, places: list[tuple[int, int]]) -> float:
-    """How far the model's own logits `own` (batch, length, vocabulary) move, in the median, when it reads its tokens'
-    embeddings rounded to the next number up or down.
-
-    Some models magnify such a step so much that any two ways to compute them are as far apart. Its eager attention is
-    compared with itself: a faster one may leave something out, and a batch or a cache may change no bit.
-    """
-    if "inputs_embeds" not in inspect.signature(target.model.forward).parameters:
-        return 0.0
-    embeddings = target.model.get_input_embeddings()(texts).detach()
-    moved = []
-    for seed in range(NUDGES):
-        signs = torch.randint(2, embeddings.shape, generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
-        steps = 1 + signs.to(embeddings.device) * torch.finfo(embeddings.dtype).eps / 2
-        nudged = target.own_logits((embeddings.float() * steps).to(embeddings.dtype))
-        moved += [_relative_error(nudged[row, place], own[row, place]) for row, place in places]
-    return median(moved)
-
-
-def _relative_error(found: Tensor, own: Tensor) -> float:
-    """Between two rows of logits, whose common level means nothing."""
-    found, own = (row.float() - row.float().mean() for row in (found, own))
-    return float((found - own).norm() / own.norm().clamp_min(1e-9))

@@ -1,13 +1,13 @@
-"""Peers: what others would write the same answers with, behind the same verb.
+"""Peers: other engines as contestants.
 
-    transformers                        `generate` on the very weights that we run
+    transformers                        `generate` of transformers on the same weights
     transformers-lookup[:tokens=10]     the same with its prompt lookup
     transformers-assisted:MODEL         the same with a smaller model that drafts
     llama.cpp[:PATH.gguf]               llama.cpp in this process, by the package xllamacpp
     openai:URL[,model=NAME]             any OpenAI-compatible server
 
-A peer starts from the same token ids, is asked for the same number of tokens, and is timed from outside like everyone.
-Adding one is a file with a class of this shape and a line in `PEERS`.
+A peer starts from the same token ids, is asked for the same number of tokens, and is timed like every contestant.
+To add one, write a class like these in a file of its own and a line in `PEERS`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def build_peer(spec: str, llm: LLM, *, threads: int | None = None) -> Contestant
     """The peer of a spec, for the model that `llm` runs; `threads` are for peers that keep threads of their own."""
     name, colon, place = (part.strip() for part in spec.partition(":"))
     part = PEERS.find(name)
-    usage: str | None = getattr(part, "usage", None)
+    usage: str | None = part.usage
     if usage is None:
         peer: Any = PEERS.build(spec, name=spec, llm=llm, threads=threads)
     else:

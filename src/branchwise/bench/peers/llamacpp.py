@@ -23,7 +23,7 @@ from branchwise.models import ALIASES, gguf_path
 from branchwise.models.gguf import read_header
 
 SHORTEST_CONTEXT = 1024
-"""tokens for each sequence; more are taken when a prompt needs them, in powers of two, so that it happens rarely"""
+"""tokens for each sequence; a longer prompt doubles it, so that the file is rarely loaded again"""
 
 
 class LlamaCpp:
@@ -31,6 +31,7 @@ class LlamaCpp:
 
     kind = PEER
     comparable = False
+    learns = False
     usage = "llama.cpp:PATH.gguf"
 
     def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None) -> None:
@@ -74,7 +75,7 @@ class LlamaCpp:
             "top_k": asked.top_k,
             "top_p": asked.top_p,
             "min_p": 0.0,
-            "cache_prompt": False,  # every request pays for its own prefill, as everyone's does
+            "cache_prompt": False,  # every request pays for its own prefill, as with all contestants
             "return_tokens": True,
             "verbose": True,  # the tokens come with it
             "ignore_eos": not asked.stop_tokens,
@@ -107,11 +108,11 @@ class LlamaCpp:
         )
 
     def _make_room(self, slots: int, tokens: int) -> None:
-        """A server with at least so many slots of so many tokens; loading the file again is not on anyone's clock."""
+        """Have a server with at least so many slots of so many tokens; loading the file again is not timed."""
         if slots <= self._slots and tokens <= self._context:
             return
         self._slots = max(slots, self._slots)
-        # One more: it stops where a slot is full.
+        # One more: it stops when a slot is full.
         self._context = max(SHORTEST_CONTEXT, self._context, 1 << tokens.bit_length())
         self._server = None  # frees the memory of the last one
         params = self._library.CommonParams()
@@ -135,7 +136,7 @@ class LlamaCpp:
 
 
 def _gguf(place: str, *, given: bool) -> Path:
-    """The file to run: the one that was given, else the one that the model was loaded from."""
+    """The given file, else the file that the model was loaded from."""
     if place in ALIASES:
         return gguf_path(place)
     path = Path(place).expanduser()

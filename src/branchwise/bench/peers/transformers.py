@@ -1,6 +1,6 @@
-"""transformers' own `generate`, on the weights that we run: plain, with prompt lookup, and with an assistant.
+"""transformers' own `generate` on the same weights: plain, with prompt lookup, and with an assistant.
 
-Outside a pass our target leaves the model as it found it, so `generate` attends as it always does.
+Outside its passes our target leaves the model unchanged, so `generate` uses its usual attention.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class Plain:
 
     kind = PEER
     comparable = False
+    learns = False
+    usage: str | None = None
+    """how a spec names what the peer cannot run without; None if it takes options of the registry"""
 
     def __init__(self, *, name: str, llm: LLM) -> None:
         self.name = name
@@ -57,7 +60,7 @@ class Plain:
         return answers
 
     def _generate(self, rows: list[list[int]], mask: list[list[int]], asked: Asked, **more: Any) -> Tensor:
-        """(batch, new tokens): what follows each row; one that ended early is padded on the right."""
+        """(batch, new tokens): what follows each row; a text that ended early is padded on the right."""
         device = self._model.device
         generate: Any = self._model.generate
         found: Tensor = generate(
@@ -74,7 +77,7 @@ class Plain:
 
     @contextlib.contextmanager
     def _generating(self, asked: Asked) -> Iterator[None]:
-        """Nothing written to the screen, nothing that a checkpoint recommends, and the seed that was asked for.
+        """Print nothing, ignore what the checkpoint recommends, and use the given seed.
 
         A checkpoint's generation config may hold penalties and cuts, which `generate` would add to what is asked.
         """
@@ -103,7 +106,7 @@ class Drafting(Plain):
         return answers
 
     def _write(self, prompt: list[int], asked: Asked) -> Answer:
-        """`generate` does not tell what was drafted; the widths of the passes do.
+        """`generate` does not report what was drafted; the widths of the passes show it.
 
         Its first pass takes the prompt and the first draft together, so every pass is a step: it emits one token of
         the target and those of the draft before it that fit.
@@ -201,7 +204,7 @@ def _config(asked: Asked, pad: int, options: dict[str, Any]) -> GenerationConfig
 
 
 def _answer(written: list[int], asked: Asked, seconds: float) -> Answer:
-    """The row up to its first stop token; what stands behind is padding."""
+    """The row up to its first stop token; the rest is padding."""
     ends = (number for number, token in enumerate(written, 1) if token in asked.stop_tokens)
     end = next(ends, None)
     return Answer(written[:end], "length" if end is None else "stop", seconds)
@@ -209,7 +212,7 @@ def _answer(written: list[int], asked: Asked, seconds: float) -> Answer:
 
 @contextlib.contextmanager
 def _seeded(seeds: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Draws from the first seed, where one is given; everyone else's draws go on as if nothing had happened."""
+    """Draw from the first seed, if one is given, and restore the state of torch's generators afterwards."""
     if not seeds:
         yield
         return

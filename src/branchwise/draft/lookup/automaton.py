@@ -1,16 +1,16 @@
-"""A suffix automaton: every stretch of a text, in memory that grows with the text and not with the stretches.
+"""A suffix automaton: every substring of a text, in memory that grows with the text and not with the substrings.
 
-Blumer et al., "The Smallest Automaton Recognizing the Subwords of a Text" (1985). A state stands for all stretches that
-end at the same places. Its longest one has the suffixes of itself in the state too, down to a length where a shorter
-one occurs elsewhere as well: that one is in the state of the suffix link. Reading a token is amortised constant work.
+Blumer et al., "The Smallest Automaton Recognizing the Subwords of a Text" (1985). A state stands for all substrings
+that end at the same positions. The suffixes of its longest one are in the state too, down to a length at which a
+shorter one occurs elsewhere as well: that is in the state of the suffix link. Reading a token is amortised constant
+work.
 
 Hu et al., "SAM-Decoding" (arXiv 2411.10666), drafts with it. What is added here are counts and an order of recency, so
-that several continuations of a stretch can be weighed against each other.
+that several continuations of a substring can be weighed against each other.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable
 from itertools import islice
@@ -18,26 +18,26 @@ from itertools import islice
 from branchwise.draft.lookup.ppm import WIDTH
 
 ROOT = 0
-"""the state of the empty stretch, which is where a match of no length stands"""
+"""the state of the empty substring, of a match of length 0"""
 NOWHERE = -1
 NOTHING = -2
-"""no token at all; -1 is left to those who want to mark the end of a text"""
+"""no token at all; -1 is free to mark the end of a text"""
 
 LINKS = 32
-"""So many contexts of a token are told that it followed them, the longest first. Of nested repetitions, such as one
-token over and over, the shorter contexts are told less than the truth; otherwise reading would take quadratic time."""
+"""contexts whose counts a token updates, the longest first. In nested repetitions, such as one token over and over, the
+counts of shorter contexts are too low; otherwise reading would take quadratic time."""
 HOPS = 64
-"""so many suffix links are followed in search of a token"""
+"""suffix links that are followed in search of a token"""
 
 
 class Automaton:
-    """The stretches of a text that grows."""
+    """The substrings of a text that grows."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
-        # By state. Most states have one continuation; a mapping is made where there is a second.
+        # By state. Most states have one continuation; a mapping is made for a second.
         self.length = array("i")
-        """of its longest stretch"""
+        """of its longest substring"""
         self.link = array("i")
         """the state of the longest suffix that also occurs elsewhere"""
         self.followed = array("i")
@@ -65,19 +65,19 @@ class Automaton:
 
     @property
     def match(self) -> tuple[int, int]:
-        """(state, length) of the longest stretch at the end of the text that occurred before."""
+        """(state, length) of the longest end of the text that occurred before."""
         state = self.link[self.last]
         return (ROOT, 0) if state == NOWHERE else (state, self.length[state])
 
     def step(self, state: int, token: int) -> int:
-        """The state of a stretch and one token more; NOWHERE if that never occurred."""
+        """The state of a substring and one token more; NOWHERE if that never occurred."""
         branches = self._branches[state]
         if branches is None:
             return self._target[state] if self._token[state] == token else NOWHERE
         return branches.get(token, NOWHERE)
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """(state, length) of the longest end of a stretch that occurred with one token more, together with that."""
+        """(state, length) of the longest end of a substring that occurred with one token more, together with that."""
         for _ in range(HOPS):
             target = self.step(state, token)
             if target != NOWHERE:
@@ -98,7 +98,7 @@ class Automaton:
     def continuations(self, state: int) -> list[tuple[int, int]]:
         """(token, how often it followed) of the few that followed last, the most recent first.
 
-        At the very end of the text nothing has followed yet, and what occurs there is counted once it has.
+        Nothing has followed the very end of the text yet; its occurrence is counted as soon as something does.
         """
         followed, branches = self.followed, self._branches[state]
         if branches is None:
@@ -106,19 +106,6 @@ class Automaton:
             return [(token, followed[self._target[state]] or 1)] if token >= 0 else []
         recent = islice(reversed(branches.items()), WIDTH)
         return [(token, followed[target] or 1) for token, target in recent if token >= 0]
-
-    @property
-    def memory_bytes(self) -> int:
-        """An object of Python for every number that is kept in a mapping, an entry of a few bytes for all others."""
-        arrays = (self.tokens, self.length, self.link, self.followed, self._token, self._target)
-        mappings = [branches for branches in self._branches if branches is not None]
-        numbers = 2 * sum(map(len, mappings))
-        return (
-            sum(map(sys.getsizeof, arrays))
-            + sys.getsizeof(self._branches)
-            + sum(map(sys.getsizeof, mappings))
-            + numbers * sys.getsizeof(1 << 20)
-        )
 
     def _read(self, token: int) -> None:
         length, link, followed = self.length, self.link, self.followed
@@ -142,11 +129,11 @@ class Automaton:
             followed[context] += 1
             branches = self._branches[context]
             if branches is not None:
-                branches[token] = branches.pop(token)  # the most recent one stands last
+                branches[token] = branches.pop(token)  # the most recent one comes last
             context = link[context]
 
     def _split(self, state: int, context: int, token: int) -> int:
-        """A state of their own for the shorter stretches of a state, which now occur where the longer ones do not."""
+        """A state of their own for the shorter substrings of a state, which now occur without the longer ones."""
         short = self._new(self.length[context] + 1, self.link[state])
         self.followed[short] = self.followed[state]
         self._token[short], self._target[short] = self._token[state], self._target[state]

@@ -1,15 +1,16 @@
-"""Drafting without a model: what could follow is remembered and looked up, not computed.
+"""Drafting without a model: what could follow is looked up in tables, not computed.
 
-A memory finds its place behind the text, and says of every place what may come next, how probable that is believed to
-be, and where it stands behind that. A table of successors stands at a token, an automaton at a state, an index at a
-range of its suffixes: the tree that grows over them is the same. A new memory is a subclass of `LookupDrafter` with
-these two verbs, in a file of its own.
+A lookup drafter finds its position behind a text, and gives the candidates at any position, each with its estimated
+probability and the position after it. The position (`Cursor`) of an adjacency table is a token, that of an automaton a
+state, that of an index a range of its suffixes: the tree that grows over them is the same. A new drafter of this kind
+is a subclass of `LookupDrafter` with these verbs, in a file of its own.
 
-    find(sequence)   the place behind the last token of a text, once what is new in it has been read
-    after(place)     what may come next there
+    locate(sequence)         the cursor behind the last token of a text, after reading what is new in it
+    candidates(cursor)       what may come next there
+    advance(cursor, token)   the cursor behind one more token
 
-Trees that are laid down by belief alone are fixed, and `match` is exact for them. Where a tree is to be drawn, what is
-believed of a place is the distribution it is drawn from, and the verifiers that read q take it.
+Trees that are laid over candidates alone are fixed, and `match` is exact for them. If a tree is drawn, it is drawn from
+the estimates of the candidates, and the verifiers that read q take it.
 """
 
 from __future__ import annotations
@@ -17,58 +18,31 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-from branchwise.backends.base import Scored, Target
+from branchwise.backends.base import Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy
+from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreeCoroutine, TreePolicy
 from branchwise.draft.sparse import SparseProbs
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
-Cursor = Any
-"""where a memory stands; its own business, and None where it has lost the thread"""
-
-
-class Candidate(NamedTuple):
-    """A token that may come next."""
-
-    token: int
-    mass: float
-    """how probable it is believed to be: above 0, and together with all others of its place at most 1"""
-    place: Cursor
-    """where the memory stands behind it"""
-    source: str = ""
-    """which memory says so, where several speak as one"""
-
-
-new = tuple.__new__
-"""`new(Next, (token, mass, place, source))` is a shorter way to one, for memories that say hundreds at a step"""
-
 
 class LookupDrafter(TreeDrafter):
-    """A drafter with a memory.
-
-    One that learns from what the target found also has `learn(sequences, scored, verdicts)`, called after every step
-    before its tokens join the sequences; one that can use distributions of the prompt says in `wants_prefill` for how
-    many of its last tokens, and gets them by `begin(sequence, logits)`.
-    """
-
-    wants_prefill = 0
+    """A drafter over tables."""
 
     def __init__(self, tree: TreePolicy) -> None:
         super().__init__(tree)
         self.texts = 0
-        """how many this memory may have learned from"""
-        self._places: dict[SequenceState, Cursor] = {}
-        """of the texts that are being drafted for"""
-        self._believed: dict[SequenceState, dict[int, tuple[Cursor, Sequence[Candidate]]]] = {}
-        """text -> node of its tree -> the place there, and what is believed to follow"""
+        """sequences that it may have learned from"""
+        self._cursors: dict[SequenceState, Cursor] = {}
+        """of the sequences of the current step"""
+        self._expanded: dict[SequenceState, dict[int, tuple[Cursor, Sequence[Candidate]]]] = {}
+        """sequence -> node of its tree -> the cursor there, and the candidates"""
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         if self.learns and self.target is not None and self.target.vocabulary != target.vocabulary:
             raise UsageError(
                 f"Drafter {self.name!r} has learned for a model with {self.target.vocabulary} tokens, and this one has "
@@ -77,93 +51,90 @@ class LookupDrafter(TreeDrafter):
         super().bind(target)
 
     def derive_seed(self, sequence: SequenceState) -> int:
-        """Where the draws of a text are to come from.
+        """The seed of the sequence for the first one, and another for every later one.
 
-        Texts of one seed share their draws. What a memory has learned from one tells about them; a draft that is drawn
-        from that would know something of the draws that judge it. So every text gets draws of its own, the first those
-        of its seed. `match` asks for none of this: its tokens do not depend on the draft.
+        `match` needs none of this: its tokens do not depend on the draft.
         """
         if not self.learns or self.draw is Draw.FIXED:
             return sequence.seed
         self.texts += 1
-        return sequence.seed if self.texts == 1 else mixed(sequence.seed, self.texts)
+        return sequence.seed if self.texts == 1 else mix_seed(sequence.seed, self.texts)
 
     @abstractmethod
-    def find(self, sequence: SequenceState) -> Cursor:
-        """The place behind the last token of a text; asked once a step for every text."""
+    def locate(self, sequence: SequenceState) -> Cursor:
+        """The cursor behind the last token of a text; called once a step for every sequence."""
 
     @abstractmethod
-    def after(self, place: Cursor) -> Sequence[Candidate]:
-        """What may come next, best first, every token once; nothing where nothing is known."""
+    def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
+        """What may come next, most probable first, every token once; empty if nothing is known."""
 
-    def step(self, place: Cursor, token: int) -> Cursor:
-        """The place behind one more token that `after` did not give; None for a memory that has lost the thread."""
+    def advance(self, cursor: Cursor, token: int) -> Cursor:
+        """The cursor behind one more token that is not among the candidates; None if nothing is known of it."""
         return None
 
-    def close(self, sequence: SequenceState) -> None:
-        """A text has ended."""
-        self._places.pop(sequence, None)
-        self._believed.pop(sequence, None)
+    def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        """Learn from a step; called before its tokens join the sequences."""
+
+    def finish(self, sequence: SequenceState) -> None:
+        self._cursors.pop(sequence, None)
+        self._expanded.pop(sequence, None)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        self._places = {sequence: self.find(sequence) for sequence in sequences}
-        if not hasattr(self.tree, "lay"):
+        self._cursors = {sequence: self.locate(sequence) for sequence in sequences}
+        if not self.tree.lays:
             return super().draft(sequences, budgets)
-        if hasattr(self.tree, "begin"):
-            self.tree.begin(len(sequences), self.target)
+        self.tree.begin_batch(len(sequences), self.target)
         self._drafted = [
-            self.tree.lay(sequence.root, self._places[sequence], self.after, budget).finish(Draw.FIXED)
+            self.tree.lay(sequence.root, self._cursors[sequence], self.candidates, budget).finish(Draw.FIXED)
             for sequence, budget in zip(sequences, budgets, strict=True)
         ]
-        if hasattr(self.tree, "drafted"):
-            self.tree.drafted()
+        self.tree.drafted()
         return self._drafted
 
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
-        """What is believed of the nodes, as distributions. None of this is a pass of a model."""
+        """The candidates of the nodes as distributions. None of this is a pass of a model."""
         return [NodeProbs([self._row(request, node) for node in request.nodes]) for request in requests]
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         super().update(sequences, scored, verdicts)
-        if hasattr(self, "learn"):
-            self.learn(sequences, scored, verdicts)
+        self.learn(sequences, scored, verdicts)
 
-    def _plant(self, sequence: SequenceState, budget: Budget) -> TreeCoroutine:
-        place = self._places[sequence]
-        believed = self.after(place)
-        if not believed:
-            return _nothing(sequence.root)
-        self._believed[sequence] = {0: (place, believed)}
-        return super()._plant(sequence, budget)
+    def _grow(self, sequence: SequenceState, budget: Budget) -> TreeCoroutine:
+        cursor = self._cursors[sequence]
+        candidates = self.candidates(cursor)
+        if not candidates:
+            return _root_only(sequence.root)
+        self._expanded[sequence] = {0: (cursor, candidates)}
+        return super()._grow(sequence, budget)
 
     def _row(self, request: ExpandRequest, node: int) -> SparseProbs:
         assert self.target is not None
-        _, believed = self._belief(request, node)
-        weights = {found.token: found.mass for found in believed}
+        _, candidates = self._expand(request, node)
+        weights = {candidate.token: candidate.mass for candidate in candidates}
         return SparseProbs.of(weights, self.target.vocabulary, self.target.device)
 
-    def _belief(self, request: ExpandRequest, node: int) -> tuple[Cursor, Sequence[Candidate]]:
-        """The place of a node, and what is believed to follow; where nothing is, what was at its nearest ancestor.
+    def _expand(self, request: ExpandRequest, node: int) -> tuple[Cursor, Sequence[Candidate]]:
+        """The cursor of a node and its candidates; if it has none, those of its nearest ancestor that has some.
 
-        Any distribution will do there, as long as it is the one that is drawn from.
+        Any distribution will do for such a node, as long as it is the one that is drawn from.
         """
-        known = self._believed[request.sequence]
+        known = self._expanded[request.sequence]
         if node not in known:
             token = request.tree.tokens[node]
-            place, before = self._belief(request, request.tree.parents[node])
-            expected = next((found.place for found in self.after(place) if found.token == token), None)
-            place = self.step(place, token) if expected is None and place is not None else expected
-            known[node] = place, self.after(place) or before
+            cursor, above = self._expand(request, request.tree.parents[node])
+            expected = next((found.cursor for found in self.candidates(cursor) if found.token == token), None)
+            cursor = self.advance(cursor, token) if expected is None and cursor is not None else expected
+            known[node] = cursor, self.candidates(cursor) or above
         return known[node]
 
 
-def mixed(seed: int, number: int) -> int:
+def mix_seed(seed: int, number: int) -> int:
     """Another seed, far from those of other seeds and numbers."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _nothing(root: int) -> TreeCoroutine:
-    """A tree that does not grow, and asks for nothing."""
+def _root_only(root: int) -> TreeCoroutine:
+    """A tree without a node below its root, which asks for nothing."""
     yield from ()
     return DraftTree.root(root)

@@ -1,12 +1,12 @@
-"""Several memories as one: their trees merged under one budget, and each trusted as far as it has earned.
+"""Several lookup drafters as one: their trees merged under one budget, each trusted as far as its record goes.
 
 RASD (Quan et al., arXiv 2503.03434) attaches what was retrieved to the tree of a draft model where the two agree. Here
-that is the rule for all: a node has a place in every memory that expected its path, so equal prefixes are one node, and
-whoever knows how to go on from there does. One heap over all of them shares the budget out by what each is believed
-to earn, which is what its words came to so far.
+that is the rule for all: a node has a cursor in every member that expected its path, so equal prefixes are one node,
+and every member that knows how to go on from there contributes. One heap over all candidates shares out the budget by
+calibrated probability: how often candidates of that member and that mass came true so far.
 
-With a draft model, the model drafts first, and its distribution prunes what the others retrieved at the nodes it looked
-at; then one heap shares the budget.
+With a draft model, the model drafts first, and its distribution prunes what the others retrieved at the nodes that it
+expanded; then one heap shares out the budget.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Scored, Target
+from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS
-from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter, new
+from branchwise.draft.base import Budget, LearningDrafter
+from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
+from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.model.member import DraftModelMember
 from branchwise.draft.policies.adaptive_size import AdaptiveSize
 from branchwise.errors import UsageError
@@ -32,38 +32,38 @@ from branchwise.registry import split_spec
 from branchwise.verify import Verdict
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-"""between them, what a memory says of a token is taken to mean one thing"""
+"""of the bins of masses; candidates of one bin are calibrated together"""
 PRIOR = 6.0
-"""how many tries a memory's own word counts for, before it has a record"""
+"""the weight, in tries, of a member's own mass before it has a record"""
 FADING = 0.995
-"""of what was seen is left a step later"""
+"""the factor of counts from one step to the next"""
 IMPROBABLE = 0.01
-"""what a draft model gives less to is not worth a node, whoever retrieved it"""
+"""a token with less probability in the draft model is not worth a node, whichever member retrieved it"""
 
 
-class Record:
-    """How often what a memory said came true, by how sure it was and whether another one said the same."""
+class Calibration:
+    """How often the candidates of a member came true, by their mass and by whether another member agreed."""
 
     def __init__(self) -> None:
         cells = 2 * (len(EDGES) + 1)
         self.tries, self.hits = [0.0] * cells, [0.0] * cells
 
-    def speak(
+    def apply(
         self,
         name: str,
         found: Sequence[Candidate],
         agreed: Container[int],
-        believed: dict[int, float],
-        speakers: dict[int, str],
+        masses: dict[int, float],
+        sources: dict[int, str],
     ) -> None:
-        """Note how probable each token is that the memory names, if others agree on these, and that it says so, where
-        nobody is believed as much."""
-        tries, hits, heard = self.tries, self.hits, believed.get
+        """Enter the calibrated masses of a member's candidates, of which others agree on some; for each token the
+        highest mass of all members stays, and the member that gave it."""
+        tries, hits, known = self.tries, self.hits, masses.get
         for token, mass, _, _ in found:
             cell = 2 * bisect(EDGES, mass) + (token in agreed)
-            belief = (PRIOR * mass + hits[cell]) / (PRIOR + tries[cell])
-            if belief > heard(token, 0.0):
-                believed[token], speakers[token] = belief, name
+            calibrated = (PRIOR * mass + hits[cell]) / (PRIOR + tries[cell])
+            if calibrated > known(token, 0.0):
+                masses[token], sources[token] = calibrated, name
 
     def count(self, mass: float, agreed: bool, came: bool) -> None:
         cell = 2 * bisect(EDGES, mass) + agreed
@@ -75,42 +75,43 @@ class Record:
         self.hits = [FADING * count for count in self.hits]
 
 
-class Junction:
-    """Where every member stands, and what each says there, once somebody asks."""
+class FusedCursor:
+    """The cursors of all members, and their candidates as soon as they were asked for."""
 
-    __slots__ = ("places", "said")
+    __slots__ = ("candidates", "cursors")
 
-    def __init__(self, places: Sequence[Cursor]) -> None:
-        self.places = places
-        self.said: list[Sequence[Candidate]] | None = None
+    def __init__(self, cursors: Sequence[Cursor]) -> None:
+        self.cursors = cursors
+        self.candidates: list[Sequence[Candidate]] | None = None
 
 
-class Ranking(Sequence[Candidate]):
-    """What may come next at a junction, the best first. It is put in words when asked for: few of many join a tree."""
+class FusedCandidates(Sequence[Candidate]):
+    """The candidates of a fused cursor, best first. Each is made when it is read: few of many join a tree."""
 
-    __slots__ = ("believed", "here", "speakers", "tokens", "total")
+    __slots__ = ("here", "masses", "sources", "tokens", "total")
 
-    def __init__(self, here: Junction, believed: dict[int, float], speakers: dict[int, str]) -> None:
-        self.here, self.believed, self.speakers = here, believed, speakers
-        self.total = max(1.0, sum(believed.values()))
-        self.tokens = sorted(believed, key=believed.__getitem__, reverse=True)  # of equals that which was found first
+    def __init__(self, here: FusedCursor, masses: dict[int, float], sources: dict[int, str]) -> None:
+        self.here, self.masses, self.sources = here, masses, sources
+        self.total = max(1.0, sum(masses.values()))
+        self.tokens = sorted(masses, key=masses.__getitem__, reverse=True)  # of equals the one that was found first
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, rank: int) -> Candidate:  # type: ignore[override]
         token = self.tokens[rank]
-        return new(Candidate, (token, self.believed[token] / self.total, (self.here, token), self.speakers[token]))
+        return new(Candidate, (token, self.masses[token] / self.total, (self.here, token), self.sources[token]))
 
 
-class Fusion(LookupDrafter):
-    """`fused:a+b[+c]`: drafters that remember, with their options in parentheses, as in `recycle+suffix(keep=9999)`.
+class Fusion(LookupDrafter, LearningDrafter):
+    """`fused:a+b[+c]`: lookup drafters, with their options in parentheses, as in `recycle+suffix(keep=9999)`.
 
-    A token that several propose is booked on the one that is believed most, and of equals on the first. A place is a
-    junction, or one and a token behind it: most nodes of a heap are never reached.
+    A token that several members propose counts for the one with the highest mass, and of equals for the first. A cursor
+    is a `FusedCursor`, or such a one and a token behind it: most nodes of a heap are never reached.
     """
 
     name = "fused"
+    members: list[LookupDrafter]
 
     def __init__(self, members: str, tree: TreePolicy | None = None) -> None:
         super().__init__(tree or AdaptiveSize())
@@ -119,29 +120,39 @@ class Fusion(LookupDrafter):
         if len(set(names)) < len(names):
             raise UsageError(f"A fusion has each of its drafters once, not {members!r}.")
         self.model = next((member for member in self.members if isinstance(member, DraftModelMember)), None)
-        self.records = [Record() for _ in self.members]
-        self.wants_prefill = max(member.wants_prefill for member in self.members)
-        self.learns = True  # how far each is to be trusted
+        self.records = [Calibration() for _ in self.members]
 
-    def bind(self, target: Target) -> None:
+    @property
+    def needs(self) -> Needs:
+        members = [member.needs for member in self.members]
+        return Needs(
+            prefill_logits=max(needs.prefill_logits for needs in members),
+            hidden_layers=tuple(dict.fromkeys(layer for needs in members for layer in needs.hidden_layers)),
+            topk=max(needs.topk for needs in members),
+            pad_shape=super().needs.pad_shape,
+        )
+
+    def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         for member in self.members:
             member.bind(target)
         if self.model is not None:
             self.cost = self.model.cost
 
-    def begin(self, sequence: SequenceState, logits: Tensor) -> None:
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        rows = len(prefill.logits)
         for member in self.members:
-            if member.wants_prefill:
-                member.begin(sequence, logits[-member.wants_prefill :])  # type: ignore[attr-defined]
+            needs = member.needs
+            hidden = {layer: prefill.hidden[layer] for layer in needs.hidden_layers}
+            member.start(sequence, Prefill(prefill.logits[max(rows - needs.prefill_logits, 0) :], hidden))
 
-    def close(self, sequence: SequenceState) -> None:
-        super().close(sequence)
+    def finish(self, sequence: SequenceState) -> None:
+        super().finish(sequence)
         for member in self.members:
-            member.close(sequence)
+            member.finish(sequence)
 
     def save(self) -> dict[str, Tensor]:
-        """How far each is trusted; what they remember is their own to save."""
+        """The calibration of each member; what a member has learned is its own to save."""
         named = zip(self.members, self.records, strict=True)
         return {member.name: torch.tensor([record.tries, record.hits]) for member, record in named}
 
@@ -159,98 +170,99 @@ class Fusion(LookupDrafter):
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         if self.model is not None:
-            self.model.look_ahead(sequences, budgets)
+            self.model.draft_ahead(sequences, budgets)
             self.passes = self.model.passes
         return super().draft(sequences, budgets)
 
-    def find(self, sequence: SequenceState) -> Cursor:
-        return Junction([member.find(sequence) for member in self.members])
+    def locate(self, sequence: SequenceState) -> Cursor:
+        return FusedCursor([member.locate(sequence) for member in self.members])
 
-    def after(self, place: Cursor) -> Sequence[Candidate]:
-        """Of all that is said of a token the most favourable, each word taken for what it is worth."""
-        if place is None:
+    def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
+        """For each token the highest of the calibrated masses."""
+        if cursor is None:
             return ()
-        here = self._arrived(place)
-        said = self._pruned(here)
-        agreed = _agreed(said)
-        believed: dict[int, float] = {}
-        speakers: dict[int, str] = {}
-        for member, record, found in zip(self.members, self.records, said, strict=True):
+        here = self._resolve(cursor)
+        proposed = self._pruned(here)
+        agreed = _agreed(proposed)
+        masses: dict[int, float] = {}
+        sources: dict[int, str] = {}
+        for member, record, found in zip(self.members, self.records, proposed, strict=True):
             if found:
-                record.speak(member.name, found, agreed, believed, speakers)
-        return Ranking(here, believed, speakers)
+                record.apply(member.name, found, agreed, masses, sources)
+        return FusedCandidates(here, masses, sources)
 
-    def step(self, place: Cursor, token: int) -> Cursor:
-        return self._arrived(place), token
+    def advance(self, cursor: Cursor, token: int) -> Cursor:
+        return self._resolve(cursor), token
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """What was said along the accepted path, drafted or not, came true or did not; then the members learn."""
+        """Count which candidates along the accepted path came true, drafted or not; then the members learn."""
         for record in self.records:
             record.fade()
         for sequence, tree, verdict in zip(sequences, self._drafted, verdicts, strict=True):
-            self._judge(self._places[sequence], tree, verdict)
+            self._count(self._cursors[sequence], tree, verdict)
         for member in self.members:
             member._drafted = self._drafted
             member.update(sequences, scored, verdicts)
 
-    def _judge(self, place: Cursor, tree: DraftTree, verdict: Verdict) -> None:
+    def _count(self, cursor: Cursor, tree: DraftTree, verdict: Verdict) -> None:
         drafted = tree.tokens.tolist()
         for token in [*(drafted[node] for node in verdict.path[1:]), verdict.token]:
-            here = self._arrived(place)
-            said = self._said(here)
-            agreed = _agreed(said)
-            for record, found in zip(self.records, said, strict=True):
+            here = self._resolve(cursor)
+            proposed = self._proposed(here)
+            agreed = _agreed(proposed)
+            for record, found in zip(self.records, proposed, strict=True):
                 for one in found:
                     record.count(one.mass, one.token in agreed, one.token == token)
-            place = here, token
+            cursor = here, token
 
-    def _arrived(self, place: Cursor) -> Junction:
-        """Where each member stands once the token is read. One that did not expect it may know its way all the same."""
-        if isinstance(place, Junction):
-            return place
-        above, token = place
-        places: list[Cursor] = []
-        for member, where, found in zip(self.members, above.places, self._said(above), strict=True):
+    def _resolve(self, cursor: Cursor) -> FusedCursor:
+        """The cursors of all members after the token is read; a member that did not propose it is asked to advance."""
+        if isinstance(cursor, FusedCursor):
+            return cursor
+        above, token = cursor
+        cursors: list[Cursor] = []
+        for member, before, found in zip(self.members, above.cursors, self._proposed(above), strict=True):
             behind = None
             for one in found:
                 if one.token == token:
-                    behind = one.place
+                    behind = one.cursor
                     break
-            places.append(member.step(where, token) if behind is None and where is not None else behind)
-        return Junction(places)
+            cursors.append(member.advance(before, token) if behind is None and before is not None else behind)
+        return FusedCursor(cursors)
 
-    def _said(self, here: Junction) -> list[Sequence[Candidate]]:
-        if here.said is None:
-            here.said = [
-                () if where is None else member.after(where)
-                for member, where in zip(self.members, here.places, strict=True)
+    def _proposed(self, here: FusedCursor) -> list[Sequence[Candidate]]:
+        """The candidates of each member."""
+        if here.candidates is None:
+            here.candidates = [
+                () if cursor is None else member.candidates(cursor)
+                for member, cursor in zip(self.members, here.cursors, strict=True)
             ]
-        return here.said
+        return here.candidates
 
-    def _pruned(self, here: Junction) -> list[Sequence[Candidate]]:
-        """What is said, without what the draft model, where it has looked, holds for too improbable."""
-        said = self._said(here)
+    def _pruned(self, here: FusedCursor) -> list[Sequence[Candidate]]:
+        """The candidates without those that are too improbable in the draft model, if it has expanded this node."""
+        proposed = self._proposed(here)
         if self.model is None:
-            return said
-        where = here.places[self.members.index(self.model)]
-        probs = None if where is None else self.model.probs(where)
+            return proposed
+        cursor = here.cursors[self.members.index(self.model)]
+        probs = None if cursor is None else self.model.probs(cursor)
         if probs is None:
-            return said
-        tokens = sorted({one.token for found in said for one in found})
+            return proposed
+        tokens = sorted({one.token for found in proposed for one in found})
         likely = {token for token, mass in zip(tokens, probs[tokens].tolist(), strict=True) if mass >= IMPROBABLE}
-        return [[one for one in found if one.token in likely] for found in said]
+        return [[one for one in found if one.token in likely] for found in proposed]
 
 
-def _agreed(said: list[Sequence[Candidate]]) -> set[int]:
-    """What several speak of. What a distribution prunes it prunes for all, so of what is left this is the same."""
-    seen: set[int] = set()
+def _agreed(proposed: list[Sequence[Candidate]]) -> set[int]:
+    """Tokens that several members propose. Pruning removes a token for all members, so it changes nothing here."""
+    known: set[int] = set()
     agreed: set[int] = set()
-    for found in said:
+    for found in proposed:
         if found:
             tokens = {one.token for one in found}
-            if seen:
-                agreed |= seen & tokens
-            seen |= tokens
+            if known:
+                agreed |= known & tokens
+            known |= tokens
     return agreed
 
 

@@ -1,16 +1,15 @@
-"""Prompt lookup: what followed the last few tokens when they stood in this text before.
+"""Prompt lookup: what followed the last few tokens at their earlier occurrences in this text.
 
-Saxena, "Prompt Lookup Decoding" (2023). No model and no training; it pays where the answer repeats its prompt or
-itself: editing, summaries, code, questions about a document.
+Saxena, "Prompt Lookup Decoding" (2023). No model and no training; it pays if the answer repeats its prompt or itself:
+editing, summaries, code, questions about a document.
 
-As one chain, what followed the longest n-gram at its most recent place is copied. As a tree, every n-gram that the text
-ends with gives the tokens that followed it the last times. A longer n-gram is trusted more, and so is what followed it
-more often; of tokens that followed equally often the most recent comes first.
+As one chain, the continuation of the longest n-gram at its most recent occurrence is copied. As a tree, every n-gram
+that the text ends with gives the tokens that followed it the last times. A longer n-gram is trusted more, and so is a
+token that followed more often; of tokens that followed equally often the most recent comes first.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -18,26 +17,25 @@ from weakref import WeakKeyDictionary
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter, new
-from branchwise.draft.lookup.ppm import WIDTH, ranked, share
+from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
+from branchwise.draft.lookup.base import LookupDrafter
+from branchwise.draft.lookup.ppm import WIDTH, ppm_backoff, ranked
 from branchwise.draft.policies.chain import Chain
 from branchwise.errors import UsageError
 
 PLACES = 8
-"""so many places of an n-gram are looked at, the most recent first"""
+"""occurrences of an n-gram that are counted, the most recent first"""
 
 
 class NGram(LookupDrafter):
-    """Continue the longest n-grams, `max` down to `min` tokens, from their most recent earlier places.
+    """Continue the longest n-grams, `max` down to `min` tokens, from their most recent earlier occurrences.
 
-    A place is the index of a text and the tokens that would stand at its end.
+    A cursor is the index of a text and the tokens that would be its end.
     """
 
     name = "ngram"
-    draw = Draw.FIXED
     copied = 0
-    """how long a chain it copies, which is not drawn from anything; 0 where it grows another tree"""
+    """the length of the chain that it copies; 0 if it grows another tree"""
 
     def __init__(self, max: int = 4, min: int = 2, tree: TreePolicy | None = None) -> None:
         if not 1 <= min <= max:
@@ -54,39 +52,35 @@ class NGram(LookupDrafter):
         self._drafted = [self._copy(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
         return self._drafted
 
-    def find(self, sequence: SequenceState) -> Cursor:
+    def locate(self, sequence: SequenceState) -> Cursor:
         index = self._index(sequence)
         index.read(sequence.tokens)
         return index, tuple(sequence.tokens[-self.sizes.start :])
 
-    def after(self, place: Cursor) -> Sequence[Candidate]:
-        if place is None:
+    def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
+        if cursor is None:
             return []
-        index, end = place
-        believed: dict[int, float] = {}
+        index, end = cursor
+        masses: dict[int, float] = {}
         left = 1.0
         for size in self.sizes:
             position = index.places.get(end[-size:]) if size <= len(end) else None
             if position is not None:
-                fresh = index.followers(size, position, believed)
+                fresh = index.followers(size, position, masses)
                 if fresh:
-                    left = share(believed, left, fresh.items(), size)
-                    if len(believed) >= WIDTH:
+                    left = ppm_backoff(masses, left, fresh.items(), size)
+                    if len(masses) >= WIDTH:
                         break
         end = end[1 - self.sizes.start :] if self.sizes.start > 1 else ()
-        return [new(Candidate, (token, believed[token], (index, (*end, token)), "")) for token in ranked(believed)]
+        return [new(Candidate, (token, masses[token], (index, (*end, token)), "")) for token in ranked(masses)]
 
-    def step(self, place: Cursor, token: int) -> Cursor:
-        index, end = place
+    def advance(self, cursor: Cursor, token: int) -> Cursor:
+        index, end = cursor
         return index, (*end, token)[-self.sizes.start :]
 
-    def close(self, sequence: SequenceState) -> None:
-        super().close(sequence)
+    def finish(self, sequence: SequenceState) -> None:
+        super().finish(sequence)
         self._indexes.pop(sequence, None)
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(index.memory_bytes for index in self._indexes.values())
 
     def _index(self, sequence: SequenceState) -> Index:
         index = self._indexes.get(sequence)
@@ -100,21 +94,21 @@ class NGram(LookupDrafter):
         found = self._index(sequence).find(tokens)
         if found is None or length < 1:
             return DraftTree.root(sequence.root)
-        # A place close to the end runs out of text; going round from there continues the repetition.
+        # An occurrence close to the end runs out of text; going round from there continues the repetition.
         period = len(tokens) - found
         return DraftTree.chain([sequence.root, *(tokens[found + i % period] for i in range(length))])
 
 
 @dataclass
 class Index:
-    """For every n-gram of a growing text the places where it was followed by something, from the most recent back."""
+    """For every n-gram of a growing text the positions of the tokens that followed it, from the most recent back."""
 
     sizes: range
     tokens: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     """n-gram -> the most recent position of a token that followed it"""
     earlier: dict[int, list[int]] = field(default_factory=dict)
-    """size -> for every position the one before, of the same n-gram; 0 where there is none"""
+    """size -> for every position the one before, of the same n-gram; 0 if there is none"""
 
     def __post_init__(self) -> None:
         self.earlier = {size: [] for size in self.sizes}
@@ -134,7 +128,7 @@ class Index:
                     earlier.append(0)
 
     def find(self, tokens: list[int]) -> int | None:
-        """Where the longest n-gram at the end of the text was continued before."""
+        """The position at which the longest n-gram at the end of the text was continued last."""
         self.read(tokens)
         for size in self.sizes:
             place = self.places.get(tuple(tokens[-size:]))
@@ -143,9 +137,9 @@ class Index:
         return None
 
     def followers(self, size: int, place: int, known: Container[int] = ()) -> dict[int, int]:
-        """What followed an n-gram at its last place and those before, and how often; the most recent first.
+        """The tokens that followed an n-gram at its last occurrences, and how often; the most recent first.
 
-        Without what is known already.
+        Without `known` tokens.
         """
         tokens, earlier = self.tokens, self.earlier[size]
         found: dict[int, int] = {}
@@ -157,10 +151,3 @@ class Index:
             if not place:
                 break
         return found
-
-    @property
-    def memory_bytes(self) -> int:
-        lists = (self.tokens, *self.earlier.values())
-        numbers = sys.getsizeof(1 << 20) * len(lists) * len(self.tokens)
-        grams = sum(map(sys.getsizeof, self.places))
-        return sys.getsizeof(self.places) + sum(map(sys.getsizeof, lists)) + numbers + grams

@@ -1,31 +1,31 @@
-"""Retrieval: what followed the last few tokens in a large body of texts.
+"""Retrieval: what followed the last few tokens in a corpus.
 
 He et al., "REST: Retrieval-Based Speculative Decoding" (arXiv 2311.08252), looks the longest end of the text up in a
 suffix array and drafts the most frequent continuations; RASD (arXiv 2503.03434) joins them to the tree of a model. It
-pays where the texts are of the kind that is to be written: the code of a project, the manuals that answers are about.
+pays if the texts are of the kind that is to be written: the code of a project, the manuals that answers are about.
 
 An index is built once with `branchwise index build`; see docs/retrieval.md. Nothing is learned while drafting.
 """
 
 from __future__ import annotations
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, LookupDrafter
+from branchwise.draft.builder import Candidate, TreePolicy
+from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.topk import TopK
 from branchwise.errors import PairingError, UsageError
 from branchwise.index import HITS, Index, Place, fingerprint
 
 CHILDREN = 8
-"""the most tokens that are thought of behind one; the rest are too improbable to find a place in a tree"""
+"""candidates of a cursor at most; the rest are too improbable to find a place in a tree"""
 
 
 class Retrieval(LookupDrafter):
     """`retrieval:FOLDER,max=16,min=2`: continue the longest end of the text, `max` down to `min` tokens, as the
     index does.
 
-    What follows is counted at no more than `hits` places, so a look-up takes the same time for frequent words as for
+    Continuations are counted at no more than `hits` places, so a look-up takes the same time for frequent words as for
     rare ones.
     """
 
@@ -43,9 +43,9 @@ class Retrieval(LookupDrafter):
         self.index = Index(folder)
         self.max, self.min, self.hits = max, min, hits
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         super().bind(target)
-        about, tokenizer = self.index.about, getattr(target, "tokenizer", None)
+        about, tokenizer = self.index.about, target.tokenizer
         same = fingerprint(tokenizer) == about.fingerprint if tokenizer else about.vocabulary <= target.vocabulary
         if not same:
             raise PairingError(
@@ -53,28 +53,23 @@ class Retrieval(LookupDrafter):
                 "another; build one for it with: branchwise index build FILES --model MODEL --out DIR"
             )
 
-    def find(self, sequence: SequenceState) -> Place | None:
+    def locate(self, sequence: SequenceState) -> Place | None:
         return self.index.find(sequence.tokens, self.max, self.min)
 
-    def after(self, place: Place | None) -> list[Candidate]:
-        if place is None:
+    def candidates(self, cursor: Place | None) -> list[Candidate]:
+        if cursor is None:
             return []
-        seen = self.index.after(place, self.hits, CHILDREN)
-        weight = trust(seen.length, seen.hits) / seen.hits if seen.hits else 0.0
-        return [Candidate(token, weight * count, behind) for token, count, behind in seen.counts]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Mapped, not held: the system reads what is asked for, and may forget it again."""
-        return self.index.about.bytes
+        found = self.index.after(cursor, self.hits, CHILDREN)
+        weight = trust(found.length, found.hits) / found.hits if found.hits else 0.0
+        return [Candidate(token, weight * count, behind) for token, count, behind in found.counts]
 
 
 def trust(length: int, hits: int) -> float:
-    """How far to believe what followed so many tokens at so many places.
+    """The probability that one of the tokens that followed so many tokens at so many places follows them again.
 
-    The longer they are and the more often they were seen, the less do they stand there by chance. Counted on code that
-    an index of other code does not hold: what followed two tokens once follows them again every seventh time, what
-    followed seven of them more often than not; and of what followed two tokens at many places, two fifths of its share
-    come true.
+    The longer the match and the more places, the less is it a coincidence. Counted on code that an index of other code
+    does not hold: a token that followed two tokens once follows them again every seventh time, one that followed seven
+    of them more often than not; and of tokens that followed two tokens at many places, two fifths of their share come
+    true.
     """
     return length / (length + 3) * hits / (hits + 8 / length**2)

@@ -1,12 +1,12 @@
-"""STAND: n-grams that remember the distributions behind them, not only the tokens.
+"""STAND: n-grams with the distributions behind them, not only the tokens.
 
-Song et al., "Accelerated Test-Time Scaling with Model-Free Speculative Sampling" (arXiv 2506.04708). Where several
-answers to one question are written, they think along the same lines in other words. So every n-gram on the way keeps
-the best tokens of the target's distributions behind it, averaged over all times it was met, and the next text that
-comes by finds what the target may say there, also what it did not say before. The probabilities are those of the model
-at temperature 1, before any warping, so a tree can be drawn from them.
+Song et al., "Accelerated Test-Time Scaling with Model-Free Speculative Sampling" (arXiv 2506.04708). Several answers to
+one question follow the same thoughts in other words. So every n-gram on the way keeps the best tokens of the target's
+distributions behind it, averaged over all its occurrences, and the next text with that n-gram finds what the target may
+write there, also tokens that it did not write before. The probabilities are those of the model at temperature 1, before
+any warping, so a tree can be drawn from them.
 
-It is for many texts of a kind, and remembers from one request to the next.
+It is for many texts of a kind, and keeps what it learned from one request to the next.
 """
 
 from __future__ import annotations
@@ -14,37 +14,39 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Scored, Target
+from branchwise.backends.base import Needs, Prefill, Scored
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, LookupDrafter, new
+from branchwise.draft.base import LearningDrafter
+from branchwise.draft.builder import Candidate, TreePolicy, new
+from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens_at
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
 Gram = tuple[int, ...]
-INT_BYTES = 28
-MOST_READ, WORD_BYTES = 1024, 112
-"""so many lines are at hand as they were read, and a token of one and its mass take so much"""
+PREFILL = 64
+"""distributions of a prompt that are learned from, the last ones"""
+MOST_READ = 1024
+"""lines that are kept as they were read"""
 
 
-class Stand(LookupDrafter):
-    """`stand:max=4,min=2,k=10,ngrams=100000`: the longest known n-gram of `max` down to `min` tokens answers.
+class Stand(LookupDrafter, LearningDrafter):
+    """`stand:max=4,min=2,k=10,ngrams=100000`: the candidates of the longest known n-gram, `max` down to `min` tokens.
 
-    It knows k tokens and their average probabilities. The (c + 1)-th distribution behind an n-gram has the weight 1 /
+    It has k tokens and their average probabilities. The (c + 1)-th distribution behind an n-gram has the weight 1 /
     (c + 1) in the average, and a token that is not among the k best of a distribution counts as impossible there. So
-    many n-grams are kept; the one that was met longest ago is forgotten first.
+    many n-grams are kept; the one whose last occurrence is the oldest is forgotten first.
     """
 
     name = "stand"
-    wants_prefill = 64
 
     def __init__(
         self, max: int = 4, min: int = 2, k: int = 10, ngrams: int = 100_000, tree: TreePolicy | None = None
@@ -53,46 +55,39 @@ class Stand(LookupDrafter):
             raise UsageError("Drafter 'stand' needs 1 <= min <= max, and k and ngrams of at least 1.")
         super().__init__(tree or TopK(64, depth=12, width=k))
         self.max, self.min, self.k, self.ngrams = max, min, k, ngrams
-        self.learns = True
         self._lines: OrderedDict[Gram, int] = OrderedDict()
-        """n-gram -> its line in the arrays, the one met longest ago first"""
-        self._tokens = np.zeros((ngrams, k), dtype=np.int32)  # memory that was never written to is not there yet
+        """n-gram -> its line in the arrays, the one with the oldest last occurrence first"""
+        self._tokens = np.zeros((ngrams, k), dtype=np.int32)  # pages that were never written to take no memory
         self._masses = np.zeros((ngrams, k), dtype=np.float32)
         self._counts = np.zeros(ngrams, dtype=np.int32)
         self._read: dict[int, list[tuple[int, float]]] = {}
-        """tokens and masses of lines as they were read, until they are written again"""
+        """tokens and masses of lines as lists, until they are written again"""
 
     def __len__(self) -> int:
         return len(self._lines)
 
     @property
-    def memory_bytes(self) -> int:
-        """Of the lines in use and of their names, never more than for `ngrams` of the longest, and of those read."""
-        arrays = len(self) * (self._tokens[:1].nbytes + self._masses[:1].nbytes + self._counts[:1].nbytes)
-        names = len(self) * (sys.getsizeof((0,) * self.max) + (self.max + 1) * INT_BYTES)
-        return arrays + names + sys.getsizeof(self._lines) + len(self._read) * self.k * WORD_BYTES
+    def needs(self) -> Needs:
+        return replace(super().needs, prefill_logits=PREFILL, topk=self.k)
 
-    def bind(self, target: Target) -> None:
-        super().bind(target)
-        if hasattr(target, "tell_best"):
-            target.tell_best(self.k)
-
-    def find(self, sequence: SequenceState) -> Gram:
+    def locate(self, sequence: SequenceState) -> Gram:
         return tuple(sequence.tokens[-self.max :])
 
-    def after(self, place: Gram | None) -> list[Candidate]:
-        if place is None or (line := self._longest(place)) is None:
+    def candidates(self, cursor: Gram | None) -> list[Candidate]:
+        if cursor is None or (line := self._longest(cursor)) is None:
             return []
-        behind = place[1:] if len(place) == self.max else place
+        behind = cursor[1:] if len(cursor) == self.max else cursor
         return [new(Candidate, (token, mass, (*behind, token), "")) for token, mass in self._words(line)]
 
-    def step(self, place: Gram | None, token: int) -> Gram:
-        return (*(place or ()), token)[-self.max :]
+    def advance(self, cursor: Gram | None, token: int) -> Gram:
+        return (*(cursor or ()), token)[-self.max :]
 
-    def begin(self, sequence: SequenceState, logits: Tensor) -> None:
-        ends = range(len(sequence.tokens) - len(logits), len(sequence.tokens))
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        if not (rows := len(prefill.logits)):
+            return
+        ends = range(len(sequence.tokens) - rows, len(sequence.tokens))
         grams = [tuple(sequence.tokens[max(end - self.max, 0) : end]) for end in ends]
-        self._learn(grams, host_top_tokens(logits, self.k))
+        self._learn(grams, host_top_tokens(prefill.logits, self.k))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         wide = scored.logits.shape[1]
@@ -102,7 +97,7 @@ class Stand(LookupDrafter):
             gram = tuple(sequence.tokens[-self.max :])
             accepted = tree.tokens.tolist()
             for node in verdict.path:
-                gram = self.step(gram, accepted[node]) if node else gram
+                gram = self.advance(gram, accepted[node]) if node else gram
                 grams.append(gram)
                 rows.append(text * wide + node)
         self._learn(grams, top_tokens_at(scored, rows, self.k))
@@ -119,7 +114,7 @@ class Stand(LookupDrafter):
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         grams = self._checked(tensors)[-self.ngrams :]
-        first = len(tensors["grams"]) - len(grams)  # where there are too many, the oldest are left behind
+        first = len(tensors["grams"]) - len(grams)  # if there are too many, the oldest are left out
         self._lines = OrderedDict((gram, line) for line, gram in enumerate(grams))
         self._read.clear()
         self._counts[: len(grams)] = tensors["counts"][first:].numpy()
@@ -127,7 +122,7 @@ class Stand(LookupDrafter):
         self._masses[: len(grams)] = tensors["masses"][first:].numpy()
 
     def _words(self, line: int) -> list[tuple[int, float]]:
-        """What a line knows: tokens and their masses, best first."""
+        """The tokens of a line and their masses, best first."""
         words = self._read.get(line)
         if words is None:
             stored = zip(self._tokens[line].tolist(), self._masses[line].tolist(), strict=True)
@@ -136,15 +131,15 @@ class Stand(LookupDrafter):
             words = self._read[line] = [word for word in stored if word[1] > 0]
         return words
 
-    def _longest(self, place: Gram) -> int | None:
-        for size in range(min(self.max, len(place)), self.min - 1, -1):
-            line = self._lines.get(place[-size:])
+    def _longest(self, cursor: Gram) -> int | None:
+        for size in range(min(self.max, len(cursor)), self.min - 1, -1):
+            line = self._lines.get(cursor[-size:])
             if line is not None:
                 return line
         return None
 
     def _learn(self, grams: Sequence[Gram], found: HostTopTokens | ReportedTopTokens) -> None:
-        """From the distributions after so many n-grams, in their order."""
+        """Learn the distributions after n-grams, in their order."""
         for gram, tokens, masses in zip(grams, found.tokens.tolist(), found.masses.tolist(), strict=True):
             best = dict(zip(tokens, masses, strict=True))
             for size in range(self.min, len(gram) + 1):

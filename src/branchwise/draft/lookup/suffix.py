@@ -1,14 +1,14 @@
-"""What followed the longest end of the text that has been there before, in this text or in earlier answers.
+"""What followed the longest end of the text that occurred before, in this text or in earlier answers.
 
 Hu et al., "SAM-Decoding: Speculative Decoding via Suffix Automaton" (arXiv 2411.10666): an automaton reads prompt and
 output, and always knows the longest end of the text that occurred before, however long that is. Oliaro et al.,
 "SuffixDecoding" (arXiv 2411.04975): earlier answers are searched as well, and how often a continuation was seen decides
 how much of it is drafted.
 
-A longer match is trusted more, and so is what followed it more often. Of continuations seen equally often the most
-recent comes first. Where the longest match leaves something open, the next shorter ones are asked, so a place has
-alternatives. A drafted token makes the match one longer, or where it came from a shorter match, one longer than that;
-at the end of the text it goes round, so that a repetition is continued for as long as it is wanted.
+A longer match is trusted more, and so is a token that followed it more often. Of continuations seen equally often the
+most recent comes first. If the longest match leaves mass over, the next shorter ones are asked, so a cursor has
+alternatives. A drafted token makes the match one longer, or, if it came from a shorter match, one longer than that; at
+the end of the text the match goes round, so that a repetition is continued for as long as it is wanted.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ import torch
 from torch import Tensor
 
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.builder import TreePolicy
+from branchwise.draft.base import LearningDrafter
+from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
 from branchwise.draft.lookup.automaton import Automaton
-from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter, new
-from branchwise.draft.lookup.ppm import CERTAIN, WIDTH, ranked, share
+from branchwise.draft.lookup.base import LookupDrafter
+from branchwise.draft.lookup.ppm import CERTAIN, WIDTH, ppm_backoff, ranked
 from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 
 END = -1
-"""stands behind every answer that is kept"""
+"""follows every answer that is kept"""
 REACH = 32
-"""so many tokens of a text are searched for in earlier answers"""
+"""tokens of a text that are searched for in earlier answers"""
 LEAD = 8
-"""so many tokens of the prompt are kept before its answer, so that its beginning can be found"""
+"""tokens of the prompt that are kept before its answer, so that its beginning can be found"""
 CONTEXTS = 6
-"""so many matches, the longest first, are asked what followed"""
+"""matches that are asked, the longest first"""
 
-Matched = tuple[Automaton, int, int]
-"""a match in one automaton: the state, and how many tokens match"""
+Match = tuple[Automaton, int, int]
+"""in one automaton: the state, and how many tokens match"""
 
 
-class Suffix(LookupDrafter):
+class Suffix(LookupDrafter, LearningDrafter):
     """`suffix:keep=N,min=M`: matches of at least M tokens in this text and in the last N tokens of earlier answers.
 
-    A place is where the matches stand in every automaton, and a token behind them.
+    A cursor is the matches in every automaton, and a token behind them.
     """
 
     name = "suffix"
@@ -56,53 +57,53 @@ class Suffix(LookupDrafter):
             )
         super().__init__(tree or TopK(16, depth=16, width=4))
         self.min = min
-        self.learns = self.learns or keep > 0
+        self.learns = self.tree.learns or keep > 0
         self._texts: WeakKeyDictionary[SequenceState, Automaton] = WeakKeyDictionary()
         self._answers = Answers(keep)
-        self._said: dict[tuple[Matched, ...], Sequence[Candidate]] = {}
-        """what was said in this step; drafts of one text come back to the same matches"""
+        self._cached: dict[tuple[Match, ...], Sequence[Candidate]] = {}
+        """candidates of this step; drafts of one text come back to the same matches"""
 
-    def find(self, sequence: SequenceState) -> Cursor:
+    def locate(self, sequence: SequenceState) -> Cursor:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = Automaton()
         text.read(sequence.tokens[len(text) :])
-        self._said.clear()
+        self._cached.clear()
         recent = sequence.tokens[-REACH:]
-        stands = [(text, *text.match), *((answers, *answers.find(recent)) for answers in self._answers.generations)]
-        stands = [stand for stand in stands if stand[2] >= self.min]
-        return (tuple(stands), None) if stands else None
+        matches = [(text, *text.match), *((answers, *answers.find(recent)) for answers in self._answers.generations)]
+        matches = [match for match in matches if match[2] >= self.min]
+        return (tuple(matches), None) if matches else None
 
-    def after(self, place: Cursor) -> Sequence[Candidate]:
-        if place is None:
+    def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
+        if cursor is None:
             return []
-        stands = _arrived(place)
-        if (said := self._said.get(stands)) is None:
-            said = self._said[stands] = self._weighed(stands)
-        return said
+        matches = _resolve(cursor)
+        if (found := self._cached.get(matches)) is None:
+            found = self._cached[matches] = self._weigh(matches)
+        return found
 
-    def _weighed(self, stands: tuple[Matched, ...]) -> Sequence[Candidate]:
-        believed: dict[int, float] = {}
-        left, waiting = 1.0, list(stands)
+    def _weigh(self, matches: tuple[Match, ...]) -> Sequence[Candidate]:
+        masses: dict[int, float] = {}
+        left, waiting = 1.0, list(matches)
         for _ in range(CONTEXTS):
             longest = 0 if len(waiting) == 1 else max(range(len(waiting)), key=lambda one: waiting[one][2])
             known, state, length = waiting[longest]
             if length < self.min:
                 break
-            left = share(believed, left, known.continuations(state), length, known.followed[state])
-            if left < CERTAIN or len(believed) >= WIDTH:
+            left = ppm_backoff(masses, left, known.continuations(state), length, known.followed[state])
+            if left < CERTAIN or len(masses) >= WIDTH:
                 break
             shorter = known.link[state]
             waiting[longest] = known, shorter, known.length[shorter]
-        return [new(Candidate, (token, believed[token], (stands, token), "")) for token in ranked(believed)]
+        return [new(Candidate, (token, masses[token], (matches, token), "")) for token in ranked(masses)]
 
-    def step(self, place: Cursor, token: int) -> Cursor:
-        return None if place is None else (_arrived(place), token)
+    def advance(self, cursor: Cursor, token: int) -> Cursor:
+        return None if cursor is None else (_resolve(cursor), token)
 
-    def close(self, sequence: SequenceState) -> None:
-        super().close(sequence)
+    def finish(self, sequence: SequenceState) -> None:
+        super().finish(sequence)
         self._texts.pop(sequence, None)
-        self._said.clear()
+        self._cached.clear()
         self._answers.keep(sequence.tokens[max(sequence.prompt_length - LEAD, 0) :])
 
     def save(self) -> dict[str, Tensor]:
@@ -121,10 +122,6 @@ class Suffix(LookupDrafter):
             if not ends:
                 self._answers.keep(list(answer))
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(known.memory_bytes for known in (*self._texts.values(), *self._answers.generations))
-
 
 class Answers:
     """The last answers, together at most so many tokens.
@@ -138,23 +135,23 @@ class Answers:
         """the younger first"""
 
     def keep(self, answer: list[int]) -> None:
-        room = self.most // 2
-        if room < 2:
+        half = self.most // 2
+        if half < 2:
             return
-        answer = [*answer[1 - room :], END]
-        if not self.generations or len(self.generations[0]) + len(answer) > room:
+        answer = [*answer[1 - half :], END]
+        if not self.generations or len(self.generations[0]) + len(answer) > half:
             self.generations = [Automaton(), *self.generations[:1]]
         self.generations[0].read(answer)
 
     @property
     def tokens(self) -> list[int]:
-        """All of them, the oldest first, with END behind every answer."""
+        """All of them, the oldest first, with END after every answer."""
         return [token for answers in reversed(self.generations) for token in answers.tokens]
 
 
-def _arrived(place: Cursor) -> tuple[Matched, ...]:
-    """Where the matches stand once the token behind them is read."""
-    stands, token = place
+def _resolve(cursor: Cursor) -> tuple[Match, ...]:
+    """The matches of a cursor after its token is read."""
+    matches, token = cursor
     if token is None:
-        return stands  # type: ignore[no-any-return]
-    return tuple([(known, *known.follow(state, length, token)) for known, state, length in stands])
+        return matches  # type: ignore[no-any-return]
+    return tuple([(known, *known.follow(state, length, token)) for known, state, length in matches])

@@ -10,34 +10,35 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import itemgetter
-from sys import getsizeof
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
+from branchwise.draft.base import LearningDrafter
+from branchwise.draft.builder import Candidate, Cursor, TreePolicy
+from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 
 Pair = tuple[int, int]
 
 MOST = 64
-"""what a successor counts at most; where one would count more, all of its pair count half, so that new ones can rise"""
+"""the largest count of a successor; instead of growing further, all counts of its pair are halved, so that new ones can
+rise"""
 
 LOOKED_UP = 1024
-"""answers that are kept at hand"""
+"""pairs whose candidates are cached"""
 
 
-class Trigram(LookupDrafter):
+class Trigram(LookupDrafter, LearningDrafter):
     """`trigram:size=65536,successors=12`: up to so many pairs of tokens, and so many successors of each.
 
-    The pair that was not seen for longest is forgotten first. A new successor takes the place of the one that counts
-    least, and of those of the oldest. Of n occurrences of a pair with k different successors one that counts c has the
-    mass c / (n + k), after Witten and Bell: each of the k was unknown once, so that much is left for what is yet to
-    come.
+    The pair that was not seen for longest is forgotten first. A new successor takes the place of the one with the
+    lowest count, and of those of the oldest. Of n occurrences of a pair with k different successors one with the count
+    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once, so that much is left for unknown
+    ones.
     """
 
     name = "trigram"
@@ -50,40 +51,39 @@ class Trigram(LookupDrafter):
             )
         super().__init__(tree or TopK(24, depth=6, width=8))
         self.size, self.successors = size, successors
-        self.learns = True
         self._rows: dict[Pair, dict[int, int]] = {}
         """pair -> successor -> its count; both in the order in which they were last seen"""
         self._looked_up: dict[Pair, list[Candidate]] = {}
-        """answers that still hold: one tree asks for many places of the last"""
+        """candidates that are still valid: one tree asks for many pairs of the last"""
         self._read: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()
 
-    def find(self, sequence: SequenceState) -> Cursor:
+    def locate(self, sequence: SequenceState) -> Cursor:
         """The last two tokens of the text."""
         self._learn(sequence)
         return tuple(sequence.tokens[-2:]) if len(sequence.tokens) > 1 else None
 
-    def after(self, place: Cursor) -> list[Candidate]:
-        if place in self._looked_up:
-            return self._looked_up[place]
-        row = self._rows.get(place)
+    def candidates(self, cursor: Cursor) -> list[Candidate]:
+        if cursor in self._looked_up:
+            return self._looked_up[cursor]
+        row = self._rows.get(cursor)
         if row is None:
             return []
         whole = sum(row.values()) + len(row)
-        last = place[1]
-        # The sort keeps the order of equals: turned round, the one that was seen last comes first.
+        last = cursor[1]
+        # The sort keeps the order of equals: reversed, the one that was seen last comes first.
         ranked = sorted(row.items(), key=itemgetter(1))[::-1]
         if len(self._looked_up) == LOOKED_UP:
             self._looked_up.clear()
         found = [Candidate(token, count / whole, (last, token)) for token, count in ranked]
-        self._looked_up[place] = found
+        self._looked_up[cursor] = found
         return found
 
-    def step(self, place: Cursor, token: int) -> Cursor:
-        return None if place is None else (place[1], token)
+    def advance(self, cursor: Cursor, token: int) -> Cursor:
+        return None if cursor is None else (cursor[1], token)
 
-    def close(self, sequence: SequenceState) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         """The last tokens of a text are worth knowing too, though nothing was drafted behind them."""
-        super().close(sequence)
+        super().finish(sequence)
         self._learn(sequence)
         self._read.pop(sequence, None)
 
@@ -97,7 +97,7 @@ class Trigram(LookupDrafter):
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take the place of what is known; what a smaller memory cannot hold is forgotten as it always is."""
+        """Replace what is known; rows that do not fit into a smaller table are forgotten as usual."""
         try:
             saved = _rows_of(tensors, None if self.target is None else self.target.vocabulary)
         except (LookupError, TypeError, ValueError, RuntimeError):
@@ -108,13 +108,8 @@ class Trigram(LookupDrafter):
                 del row[min(row, key=row.__getitem__)]
             self._keep(pair, row)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Of the table, its rows and their keys; what is at hand of it is small beside that."""
-        return getsizeof(self._rows) + sum(getsizeof(pair) + getsizeof(row) for pair, row in self._rows.items())
-
     def _learn(self, sequence: SequenceState) -> None:
-        """Credit every tri-gram that ends in a token which was not read yet."""
+        """Credit every tri-gram that ends in a token that was not read yet."""
         tokens = sequence.tokens
         for end in range(max(2, self._read.get(sequence, 0)), len(tokens)):
             self._credit((tokens[end - 2], tokens[end - 1]), tokens[end])
@@ -153,7 +148,7 @@ def _rows_of(tensors: dict[str, Tensor], vocabulary: int | None) -> list[tuple[P
     items = iter(zip(tokens.tolist(), counts.tolist(), strict=True))
     rows = [dict(islice(items, length)) for length in lengths.tolist()]
     keys: list[Pair] = [(first, second) for first, second in pairs.tolist()]
-    # A pair or a successor that stands there twice is one here, and a missing one is missing.
+    # A pair or a successor that was written twice is one here, and a missing one is missing.
     if len(set(keys)) < len(keys) or [len(row) for row in rows] != lengths.tolist() or next(items, None) is not None:
         raise ValueError("parts that do not fit together")
     return list(zip(keys, rows, strict=True))

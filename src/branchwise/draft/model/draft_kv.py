@@ -1,8 +1,8 @@
-"""The cache of a draft model: it follows texts, and holds the rows of trees while they grow.
+"""The KV cache of a draft model: the rows of texts, and of trees while they grow.
 
-After a step the text has grown by accepted nodes and one token more. The rows of the nodes that the draft model has
-seen are kept; what is left of the text is written in the pass that asks what follows the new root. Where a text is not
-what it was, the longest common prefix stays.
+After a step the text has grown by the accepted nodes and one more token. The rows of nodes that the draft model has
+computed are kept; the rest of the text is written in the pass that computes the distribution after the new root. If a
+text has changed otherwise, the longest common prefix is kept.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from branchwise.backends.transformers.target import TransformersTarget
 
 AT_ONCE = 16
-"""so many tokens of a text are written along with its root, in the pass that all texts share; more are a prefill"""
+"""tokens of a text that are written along with its root, in the pass of the whole batch; more are prefilled apart"""
 
 
 @dataclass(eq=False)
 class DraftSlot:
-    """What is in the cache of one text."""
+    """The cache of one text."""
 
     key: SequenceState = field(default_factory=lambda: SequenceState([0]))
-    """its slot in the store; a text has a slot in the target's store under its own name"""
+    """the key of its slot in the cache of the draft model; the sequence itself is the key in the target's cache"""
     cached: list[int] = field(default_factory=list)
-    """tokens of the draft model whose rows are committed: after a pass all of the text, its root included"""
+    """tokens of the draft model whose rows are committed: after a pass the whole text, root included"""
     tree: TreeBuilder = field(default_factory=lambda: TreeBuilder([0]))
     rows: dict[int, int] = field(default_factory=dict)
-    """node of the tree -> its row behind the committed ones; the root has none"""
+    """node of the tree -> its row after the committed rows; the root has none"""
 
 
 class DraftKVCache:
@@ -50,7 +50,7 @@ class DraftKVCache:
         release: Callable[[TransformersTarget], None],
         token_of: Callable[[int], int],
     ) -> None:
-        """Slots are borrowed while there are texts. `token_of` says which token of the draft model one of a tree is."""
+        """Slots are acquired while there are texts. `token_of` maps a token of a tree to one of the draft model."""
         self.token_of = token_of
         self._acquire, self._release = acquire, release
         self._acquired: TransformersTarget | None = None
@@ -82,10 +82,10 @@ class DraftKVCache:
     def roots(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], trees: Sequence[TreeBuilder]
     ) -> tuple[Tensor, Tensor]:
-        """Write what is new in the texts (tokens of the draft model); the logits after each root.
+        """Write what is new in the texts (tokens of the draft model), and compute the logits after each root.
 
-        Returns logits (batch, nodes, vocabulary) and the row (batch,) in which the root of each text stands. The trees,
-        of which nothing but the root is there, are those that will grow from here.
+        Returns logits (batch, nodes, vocabulary) and the row (batch,) of the root of each text. The trees, bare
+        roots so far, are those that will grow.
         """
         followed = [self._texts[sequence] for sequence in sequences]
         ahead = [self._catch_up(one, text) for one, text in zip(followed, texts, strict=True)]
@@ -113,7 +113,7 @@ class DraftKVCache:
             assert not one.rows.keys() & set(new), "a node was asked for twice"
             rows = one.rows | {node: before[b] + place for place, node in enumerate(new)}
             for node, row in rows.items():
-                # The root is committed, so its children stand right behind the committed tokens.
+                # The root is committed, so its children follow the committed tokens directly.
                 row_depths[b, row] = one.tree.depths[node] - 1
             for place, node in enumerate(new):
                 tokens[b, place] = self.token_of(one.tree.tokens[node])
@@ -132,26 +132,26 @@ class DraftKVCache:
         return logits
 
     def _catch_up(self, followed: DraftSlot, text: list[int]) -> list[int]:
-        """Keep the rows that are still true; returns the tokens that are not written yet, the root at least."""
+        """Keep the rows that are still valid; returns the tokens that are not written yet, at least the root."""
         cached, store = followed.cached, self.slots.store
         known = len(cached)
         if cached != text[:known] or known == len(text):
             known = sum(1 for _ in takewhile(bool, map(eq, cached, text[:-1])))
             followed.rows = {}
         del cached[known:]
-        store.cut(followed.key, known)  # also what a pass that was interrupted left behind
+        store.cut(followed.key, known)  # also removes rows of an interrupted pass
         path = self._accepted(followed, text[known:-1])
         store.keep([followed.key], [tuple(followed.rows[node] for node in path)])
         cached += text[known : known + len(path)]
         followed.rows = {}
         ahead = text[len(cached) :]
         if len(ahead) > AT_ONCE:
-            self.slots.follow(followed.key, ahead[:-1])
+            self.slots.extend(followed.key, ahead[:-1])
             cached += ahead[:-1]
         return text[len(cached) :]
 
     def _accepted(self, followed: DraftSlot, tokens: list[int]) -> list[int]:
-        """The nodes of the last tree that spell these tokens, as far as their rows go."""
+        """The path of the last tree with these tokens, as far as it has rows."""
         tree, node, path = followed.tree, 0, []
         children = {(tree.parents[child], self.token_of(tree.tokens[child])): child for child in followed.rows}
         for token in tokens:

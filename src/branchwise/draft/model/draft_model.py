@@ -1,14 +1,16 @@
-"""The weights of a draft model: loaded once, shared by all drafters that use them."""
+"""The weights of a draft model: loaded once, and shared by all drafters that use them."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from branchwise.backends.base import Execution
 from branchwise.errors import ModelError
 from branchwise.models import load_model
 
@@ -18,11 +20,9 @@ if TYPE_CHECKING:
     from branchwise.backends.transformers.target import TransformersTarget
 
 TREE_ROWS = 1024
-"""rows of a slot behind its text: a policy may expand more nodes than it keeps"""
-
-
+"""rows of a slot after its text: a policy may expand more nodes than it keeps"""
 MOST_IDLE = 4
-"""rooms for texts that are kept for whoever comes next, those used last"""
+"""idle KV caches, kept for reuse, the most recently used"""
 
 
 class Weights:
@@ -37,7 +37,7 @@ class Weights:
         self.model = model
         self.tokenizer = tokenizer
         self.lock = threading.RLock()
-        """whoever runs the model with a head of its own holds it"""
+        """held while the model runs with the head of a drafter"""
         self._idle: list[tuple[Any, TransformersTarget]] = []
         self._kinds: weakref.WeakKeyDictionary[TransformersTarget, Any] = weakref.WeakKeyDictionary()
         self._heads: dict[bytes | None, Head] = {}
@@ -54,20 +54,23 @@ class Weights:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def acquire(self, count: int, context: int, head: Head | None = None, **ways: Any) -> TransformersTarget:
-        """Room for so many texts of at most this length, for one drafter until it gives it back.
+    def acquire(
+        self, count: int, context: int, head: Head | None = None, execution: Execution | None = None
+    ) -> TransformersTarget:
+        """A KV cache for this many texts of at most this length, for one drafter until it releases the cache.
 
-        Drafters that take turns share it: its memory, and what a device recorded there with this head. `ways` are those
-        in which passes are made: by kernels, from graphs, compiled.
+        Drafters that take turns share it: its memory, and the CUDA graphs recorded with this head. Without an
+        `execution` passes run as they do by default.
         """
         from branchwise.backends.transformers.target import TransformersTarget  # transformers takes seconds to import
 
-        kind = (count, context, head, *sorted(ways.items()))
+        kind = count, context, head, execution
         with self.lock:
             for number, (found, slots) in enumerate(self._idle):
                 if found == kind:
                     del self._idle[number]
                     return slots
+            ways = {} if execution is None else asdict(execution)
             slots = TransformersTarget(self.model, slots=count, context=context, max_nodes=TREE_ROWS, **ways)
             self._kinds[slots] = kind
             return slots
@@ -79,13 +82,19 @@ class Weights:
                 del self._idle[:-MOST_IDLE]
 
     def context(self, wanted: int) -> int:
-        """As much of a context as the model has."""
+        """The wanted context, or the context of the model if that is shorter."""
         from branchwise.backends.transformers.probe import context_limit
 
         return min(wanted, context_limit(self.model.config))
 
+    def bytes_read(self, rows: int | None = None) -> int:
+        """The bytes that one pass reads, of the head so many rows; by default all."""
+        from branchwise.backends.transformers.runner import bytes_read
+
+        return bytes_read(self.model, rows)
+
     def own_head(self, rows: Tensor | None = None) -> Head:
-        """The head of the model, or some rows of it; the same for all who want the same."""
+        """The head of the model, or some rows of it; the same object for the same rows."""
         key = None if rows is None else rows.cpu().numpy().tobytes()
         if key not in self._heads:
             self._heads[key] = Head(self.head, rows)
@@ -95,12 +104,12 @@ class Weights:
     def head(self) -> nn.Linear:
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ModelError(f"The draft model {self.name} has no plain head that could be trimmed or looked into.")
+            raise ModelError(f"The draft model {self.name} has no linear head that could be trimmed or observed.")
         return head
 
 
 class Head(nn.Module):
-    """The head of a draft model, or some rows of it; it remembers what it saw."""
+    """The head of a draft model, or some rows of it; it keeps the hidden states of the last pass."""
 
     def __init__(self, head: nn.Linear, rows: Tensor | None = None) -> None:
         super().__init__()
@@ -111,18 +120,3 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         self.seen = hidden
         return nn.functional.linear(hidden, self.weight, self.bias)
-
-
-def bytes_read(model: nn.Module, rows: int | None = None) -> int:
-    """The bytes that one pass reads: all weights but the embeddings, of which it looks up a few rows.
-
-    `rows` counts the rows of the head that are computed; by default all.
-    """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    apart = {id(embeddings.weight), id(getattr(head, "weight", None))}
-    body = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in apart)
-    if head is None:
-        return body
-    share = 1.0 if rows is None else rows / len(head.weight)
-    return body + int(share * head.weight.numel() * head.weight.element_size())

@@ -3,8 +3,9 @@
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", and Chen et al., "Accelerating Large
 Language Model Decoding with Speculative Sampling" (both 2023); every paper on trees since drafts so.
 
-The draft model runs on the same class as the target, with slots of its own (`following`). One pass writes what is new
-in the texts and says what follows their roots; then every level is one pass over its new nodes, for all texts.
+The draft model runs on the same class as the target, with its own slots (`draft_kv.py`). One pass writes what is new in
+the texts and computes the distributions after their roots; then every level is one pass over its new nodes, for all
+texts.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams, Warp
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -26,7 +28,7 @@ from branchwise.cuda.padded import PaddedGraphedFunction
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.model.draft_kv import DraftKVCache
-from branchwise.draft.model.draft_model import Head, Weights, bytes_read
+from branchwise.draft.model.draft_model import Head, Weights
 from branchwise.draft.model.mixing import TargetProbsMixer
 from branchwise.draft.model.trim import frequent_tokens
 from branchwise.draft.model.vocabulary import Vocabulary, common
@@ -36,12 +38,11 @@ from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
 
 FOR_GREEDY = 0.6
-"""The temperature at which distributions are read where the text is greedy: that the best token is the target's best
-one is more probable than that it would be drawn. Policies that weigh nodes by their probability (DySpec uses 0.6) need
-to know."""
+"""The temperature of draft distributions for a greedy text: the best token of the draft is the target's best token more
+often than its probability says. Policies that weigh nodes by their probability depend on it (DySpec uses 0.6)."""
 
 MOST_READINGS = 8
-"""ways of sampling for which a reading is kept, those used last"""
+"""sampling parameters for which a reading is cached, the most recently used"""
 
 
 class ModelDrafter(TreeDrafter):
@@ -56,11 +57,11 @@ class ModelDrafter(TreeDrafter):
         recall: float | None = None,
         tree: TreePolicy | None = None,
     ) -> None:
-        """`model` is a name, or weights that are loaded already. `temperature` and `top_k` are the draft's own; by
-        default it is warped as the text is.
+        """`model` is a name, or loaded weights. `temperature` and `top_k` are those of the draft; by default its
+        distributions are warped like those of the text.
 
-        `trim` computes the distributions of the N tokens only that the target writes most. `recall` mixes in what the
-        target said after the same two tokens.
+        `trim` restricts the head to the N tokens that the target writes most. `recall` mixes in earlier distributions
+        of the target after the same two tokens.
         """
         super().__init__(tree or Chain())
         if temperature is not None and not temperature > 0:
@@ -70,18 +71,16 @@ class ModelDrafter(TreeDrafter):
         if trim is not None and trim < 1:
             raise UsageError(f"A trimmed head keeps at least 1 token, not trim={trim}.")
         if isinstance(model, str) and model not in ALIASES:
-            resolve(model)  # whoever misspelt the name should not wait for the target
+            resolve(model)  # a misspelt name is refused before the target is loaded
         self.model, self.temperature, self.top_k, self.trim = model, temperature, top_k, trim
         self.recall = None if recall is None else TargetProbsMixer(recall)
-        self.cost: float | None = None
         self._spelled: dict[SequenceState, Spelled] = {}
         self._readings: OrderedDict[object, Reading] = OrderedDict()
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         super().bind(target)
-        dtype = getattr(target, "dtype", torch.float32)
         given = self.model
-        self.weights = given if isinstance(given, Weights) else Weights.of(given, dtype, target.device)
+        self.weights = given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device)
         self.vocabulary = self._common(target)
         if self.trim is not None:
             self.vocabulary = self.vocabulary.keep(frequent_tokens(target, self.trim))
@@ -89,25 +88,24 @@ class ModelDrafter(TreeDrafter):
             raise ModelError(f"No token that the target writes often is one of {self.weights.name}; raise trim.")
         self.vocabulary = self.vocabulary.to(target.device)
         self._readings.clear()
-        self._wants_hidden = bool(getattr(self.tree, "wants_hidden", False))
         self._head: Head | None = None
-        if self.trim is not None or self._wants_hidden:
+        if self.trim is not None or self.tree.needs_hidden:
             self._head = self.weights.own_head(None if self.trim is None else self.vocabulary.columns)
         # The same text may take more tokens of another tokenizer.
         context = self.weights.context(target.context + 1 if self.vocabulary.same else 2 * target.context)
-        count = getattr(target, "slots", target.free_slots)
-        ways = {way: getattr(target, way) for way in ("kernels", "graphs", "compile") if hasattr(target, way)}
-        if self._wants_hidden:
-            ways["graphs"] = False  # what a head saw in a recorded pass only that graph knows
-        acquire = partial(self.weights.acquire, count, context, self._head, **ways)
+        execution = target.execution
+        if self.tree.needs_hidden:
+            execution = replace(
+                execution, graphs=False
+            )  # the hidden states of a recorded pass are known to its graph alone
+        acquire = partial(self.weights.acquire, target.slots, context, self._head, execution)
         self.weights.release(acquire())  # a model that cannot be served is refused here
         self._following = DraftKVCache(acquire, self.weights.release, self.vocabulary.draft_token)
         self._context = context
-        if isinstance(model := getattr(target, "model", None), nn.Module):
-            rows = None if self.trim is None else len(self.vocabulary.columns)
-            self.cost = bytes_read(self.weights.model, rows) / bytes_read(model)
+        rows = None if self.trim is None else len(self.vocabulary.columns)
+        self.cost = None if target.weight_bytes is None else self.weights.bytes_read(rows) / target.weight_bytes
 
-    def close(self, sequence: SequenceState) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         self._following.close(sequence)
         self._spelled.pop(sequence, None)
 
@@ -115,13 +113,13 @@ class ModelDrafter(TreeDrafter):
         return super().draft(sequences, [self._within(*pair) for pair in zip(sequences, budgets, strict=True)])
 
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
-        # Trees grow side by side, so all ask about their roots in the first round and about nodes below in the others.
+        # Trees grow level by level together: all expand their roots in the first round, and other nodes afterwards.
         roots = [request.nodes == [0] for request in requests]
         assert all(roots) or not any(roots), "trees of one batch grow level by level together"
         self.passes += 1
         with self.weights.lock, self._headed():
             logits, places = self._roots(requests) if roots[0] else self._sprouts(requests)
-            hidden = self._head.seen if self._head is not None and self._wants_hidden else None
+            hidden = self._head.seen if self._head is not None and self.tree.needs_hidden else None
         probs = self._probs(requests, [logits[row, at] for row, at in enumerate(places)])
         return [
             NodeProbs(own, None if hidden is None else hidden[row, at])
@@ -145,9 +143,9 @@ class ModelDrafter(TreeDrafter):
     # Distributions
 
     def _probs(self, requests: Sequence[ExpandRequest], logits: Sequence[Tensor]) -> list[Tensor]:
-        """For every wish (nodes, the target's vocabulary): the distributions to draw from.
+        """For every request the distributions to draw from, (nodes, the target's vocabulary).
 
-        Texts that are sampled in one way are read together.
+        Texts with the same sampling parameters are warped together.
         """
         ways: dict[Reading, list[int]] = {}
         for row, request in enumerate(requests):
@@ -175,7 +173,7 @@ class ModelDrafter(TreeDrafter):
         return self._readings[way]
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """How distributions are warped: as the text's are, as far as they do not depend on what stands before."""
+        """The warping of the draft: that of the text, without what depends on earlier tokens."""
         bias = sampling.logit_bias
         if bias and not self.vocabulary.whole:
             places = self.vocabulary.place_of
@@ -187,7 +185,7 @@ class ModelDrafter(TreeDrafter):
 
     @contextmanager
     def _headed(self) -> Iterator[None]:
-        """Put a head of our own in the place of the model's for one pass, where there is one."""
+        """Replace the head of the model by the head of this drafter, if it has one, for one pass."""
         model = self.weights.model
         own = None if self._head is None else model.get_output_embeddings()
         if own is not None:
@@ -201,7 +199,7 @@ class ModelDrafter(TreeDrafter):
     # Texts
 
     def _within(self, sequence: SequenceState, budget: Budget) -> Budget:
-        """What the context of the draft model leaves room for."""
+        """The part of a budget that fits in the context of the draft model."""
         room = self._context - len(self._text(sequence)) - 1
         return Budget(budget.nodes, max(0, min(budget.depth, room))) if room > 0 else Budget(1, 0)
 
@@ -221,13 +219,13 @@ class ModelDrafter(TreeDrafter):
         return spelled.tokens
 
     def _spell(self, tokens: list[int]) -> list[int]:
-        """What the draft model's tokenizer makes of them; a part of a character that it cannot read is left out."""
+        """The same text in tokens of the draft model; an incomplete character is left out."""
         theirs: Any = self.weights.tokenizer
         text = self.target.tokenizer.decode(tokens, skip_special_tokens=False)  # type: ignore[union-attr]
         return list(theirs(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _common(self, target: Target) -> Vocabulary:
-        weights, tokenizer = self.weights, getattr(target, "tokenizer", None)
+    def _common(self, target: TargetInfo) -> Vocabulary:
+        weights, tokenizer = self.weights, target.tokenizer
         if tokenizer is not None and weights.tokenizer is not None:
             return common(tokenizer, target.vocabulary, weights.tokenizer, weights.vocabulary, weights.name)
         if weights.vocabulary != target.vocabulary:
@@ -239,10 +237,10 @@ class ModelDrafter(TreeDrafter):
 
 
 class Reading:
-    """How the logits of a draft model become distributions over the target's vocabulary, for one way of sampling."""
+    """Turns logits of a draft model into distributions over the target's vocabulary, for one kind of sampling."""
 
     def __init__(self, sampling: SamplingParams, vocabulary: Vocabulary, *, trimmed: bool) -> None:
-        """A trimmed head has a column for every token that can be proposed, and no other."""
+        """A trimmed head has columns for the tokens that can be proposed, and no others."""
         device = vocabulary.tokens.device
         self._vocabulary = vocabulary
         self._columns = None if trimmed or vocabulary.whole else vocabulary.columns
@@ -264,9 +262,9 @@ class Reading:
 
 
 def sound(probs: Tensor) -> Tensor:
-    """Laws (rows, tokens), where a row that overflowed or lost all its mass draws any token alike.
+    """Distributions (rows, tokens), where a row that overflowed or lost all its mass becomes uniform.
 
-    A verifier divides by q. What is drawn must have been possible, whatever a draft model made of its numbers.
+    A verifier divides by q, so a drawn token must have a probability, whatever the draft model computed.
     """
     masses = probs.sum(dim=-1, keepdim=True)
     good = masses.isfinite() & (masses > 0)
@@ -281,4 +279,4 @@ class Spelled:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.read = 0
-        """how many of the target's tokens it covers"""
+        """the number of the target's tokens that are converted"""

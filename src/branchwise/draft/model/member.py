@@ -1,7 +1,7 @@
-"""The tree of a draft model as a memory: what it has just drafted can be looked up like anything else.
+"""A draft model as a member of a fusion (RASD, arXiv 2503.03434): the tree that it has just drafted is looked up like
+the memory of a lookup drafter.
 
-So a model takes its place among the memories of a fusion (RASD, arXiv 2503.03434). Where it has looked it also has a
-distribution, against which what others retrieved can be held.
+For the nodes that it expanded it also has distributions, by which the fusion judges what other members propose.
 """
 
 from __future__ import annotations
@@ -10,67 +10,65 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from branchwise.backends.base import Scored, Target
+from branchwise.backends.base import Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeCoroutine
-from branchwise.draft.lookup.base import Candidate, Cursor, LookupDrafter
+from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreeCoroutine, TreePolicy
+from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.sampler import DraftSampler, SampleRequest
+from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.verify import Verdict
 
 TREE = TopK(24, depth=6, width=8)
-"""what the model drafts: in a fusion, depth comes from the memories"""
+"""what the model drafts: in a fusion, depth comes from lookup drafters"""
 
 
 class DraftModelMember(LookupDrafter):
-    """A draft model among memories. Its place is the path from the root, and behind its tree it knows nothing."""
+    """A draft model among lookup drafters. A cursor is the path from the root; outside its tree it proposes nothing."""
 
     name = "model"
 
     def __init__(self, spec: str) -> None:
         super().__init__(TREE)
-        self._watched = Watched(TREE)
-        self._drafter = DRAFTERS.build(spec, tree=self._watched)
+        self._recorder = RecordingPolicy(TREE)
+        self._drafter: TreeDrafter = DRAFTERS.build(spec, tree=self._recorder)
         self._known: dict[SequenceState, Drafted] = {}
 
-    @property
-    def cost(self) -> float | None:
-        return self._drafter.cost  # type: ignore[no-any-return]
-
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         self._drafter.bind(target)
+        self.cost = self._drafter.cost
 
-    def close(self, sequence: SequenceState) -> None:
-        super().close(sequence)
-        self._drafter.close(sequence)
+    def finish(self, sequence: SequenceState) -> None:
+        super().finish(sequence)
+        self._drafter.finish(sequence)
         self._known.pop(sequence, None)
 
-    def look_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
-        """Draft for all texts together, before anyone asks."""
+    def draft_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
+        """Draft for all texts together, before the fusion looks anything up."""
         trees = self._drafter.draft(sequences, budgets)
         self.passes = self._drafter.passes
         for sequence, tree in zip(sequences, trees, strict=True):
-            self._known[sequence] = Drafted(tree, self._watched.probs.pop(sequence, {}))
+            self._known[sequence] = Drafted(tree, self._recorder.probs.pop(sequence, {}))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """What the draft model recalls of the target it learns from the tree that was scored, whoever drafted it."""
+        """Recall learns from the scored tree, which is the tree of the fusion."""
         self._drafter._drafted = self._drafted
         self._drafter.update(sequences, scored, verdicts)
 
-    def find(self, sequence: SequenceState) -> Cursor:
+    def locate(self, sequence: SequenceState) -> Cursor:
         return self._known[sequence], ()
 
-    def after(self, place: Cursor) -> Sequence[Candidate]:
-        drafted, path = place
+    def candidates(self, cursor: Cursor) -> Sequence[Candidate]:
+        drafted, path = cursor
         return [Candidate(token, mass, (drafted, (*path, token))) for token, mass in drafted.below.get(path, ())]
 
-    def probs(self, place: Cursor) -> Tensor | None:
-        """(vocabulary,): what the model found behind a path, where it looked."""
-        drafted, path = place
+    def probs(self, cursor: Cursor) -> Tensor | None:
+        """(vocabulary,): the distribution after a path; None if the model did not expand it."""
+        drafted, path = cursor
         found: Tensor | None = drafted.probs.get(path)
         return found
 
@@ -88,8 +86,8 @@ class Drafted:
             self.below.setdefault(above, []).append((token, min(float(probs[above][token]), 1.0)))
 
 
-class Watched:
-    """A growth whose distributions are kept as they pass by."""
+class RecordingPolicy(TreePolicy):
+    """A policy that also records the distributions it is sent."""
 
     def __init__(self, policy: TopK) -> None:
         self.policy = policy
@@ -99,18 +97,18 @@ class Watched:
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         return self.policy.grow(root, budget, sampler)
 
-    def plant(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+    def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         probs = self.probs[sequence] = {}
         growing = self.grow(sequence.root, budget, sampler)
         found: NodeProbs | None = None
         while True:
             try:
-                asked = growing.send(found)
+                request = growing.send(found)
             except StopIteration as end:
                 finished: DraftTree = end.value
                 return finished
-            found = yield asked
-            if isinstance(asked, SampleRequest):
+            found = yield request
+            if isinstance(request, SampleRequest):
                 continue
-            tree, nodes = asked
+            tree, nodes = request
             probs.update((tuple(tree.path(node)), row) for node, row in zip(nodes, found.probs, strict=True))

@@ -1,13 +1,13 @@
-"""Recall: the target's own distributions as statistics of the draft. Lossless.
+"""Recall: earlier distributions of the target, mixed into the draft's. Lossless.
 
-Improved MCSD (Lu et al., arXiv 2409.10644) begins trees with tokens of the target's known distributions, which changes
-what is written. Put into q instead, the same knowledge costs no exactness: wherever two tokens were followed by a
-distribution of the target before, a share of it is mixed into the draft's distribution, and the mixture is what is
-drawn from and recorded. That is what Token Recycling (Luo et al., arXiv 2408.08696) does for trees that are not drawn.
+Improved MCSD (Lu et al., arXiv 2409.10644) starts trees with tokens of known distributions of the target, which changes
+what is written. Mixed into q instead, the same knowledge is exact: if two tokens were followed by a distribution of the
+target before, a share of it is mixed into the draft's distribution, and tokens are drawn from the mixture, which is
+recorded as q. Token Recycling (Luo et al., arXiv 2408.08696) does the same for trees that are not drawn.
 
-Each text has a memory of its own. A shared one would know more, but a text would then depend on those beside it, and it
-would not be lossless for texts of one seed: they share their noise, so what one has drawn would tell what another is
-about to draw.
+Each text has its own memory. A shared one would know more, but a text would then depend on the texts beside it, and it
+would not be lossless for texts of one seed: they share their noise, so the tokens of one text would predict those of
+another.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
 KEPT = 32
-"""tokens of a distribution that are remembered, the most probable ones"""
+"""tokens of a distribution that are kept, the most probable ones"""
 ROWS = 16
-"""distributions that are read from one tree, those of its accepted path first: on the host each is a search through a
+"""distributions that are kept of one tree, those of its accepted path first: on the host each is a search through a
 whole vocabulary"""
 
 Pair = tuple[int, int]
 
 
 class Remembered(NamedTuple):
-    """What followed two tokens: the softmax of these logits is a distribution, and no whole row was worked out for
-    it."""
+    """What followed two tokens: the softmax of these logits is the distribution."""
 
     tokens: Tensor
     """(kept,)"""
@@ -49,7 +48,7 @@ class TargetProbsMixer:
     """q' = (1 - share) q + share p, where p is the target's last distribution after the same two tokens."""
 
     def __init__(self, share: float, size: int = 4096) -> None:
-        """`size` bounds the pairs of tokens that are remembered of one text; the oldest are forgotten."""
+        """`size` bounds the pairs of tokens that are kept of one text; the oldest are dropped."""
         if not 0 < share < 1:
             raise UsageError(f"Recall needs a share between 0 and 1, such as recall=0.3, not {share}.")
         if size < 1:
@@ -65,13 +64,13 @@ class TargetProbsMixer:
         scored: Scored,
         verdicts: Sequence[Verdict],
     ) -> None:
-        """Remember distributions that a pass found; called before the tokens of a step join the sequences."""
+        """Keep distributions that a pass found; called before the tokens of a step are appended to the sequences."""
         for row, (sequence, tree, verdict) in enumerate(zip(sequences, trees, verdicts, strict=True)):
             nodes = worth_reading(tree, verdict)
             tokens = tree.tokens.tolist()
             logits, found = scored.logits[row, nodes].topk(min(KEPT, scored.logits.shape[-1]), dim=-1)
             memory = self._memories.setdefault(sequence, {})
-            # From the last on, so that what was accepted is the newest.
+            # In reverse, so that accepted nodes are the newest.
             for node, *remembered in reversed(list(zip(nodes, found, logits.float(), strict=True))):
                 if (pair := last_two(sequence, tokens, tree.parents, node)) is not None:
                     memory.pop(pair, None)
@@ -80,7 +79,7 @@ class TargetProbsMixer:
                 del memory[next(iter(memory))]
 
     def mix(self, sequence: SequenceState, tree: TreeBuilder, nodes: Sequence[int], probs: Tensor) -> Tensor:
-        """Laws (nodes, vocabulary) to draw from after these nodes, given those of a source."""
+        """Distributions (nodes, vocabulary) to draw from after these nodes, given those of the draft."""
         memory = self._memories.get(sequence, {})
         pairs = [last_two(sequence, tree.tokens, tree.parents, node) for node in nodes]
         known = [(row, memory[pair]) for row, pair in enumerate(pairs) if pair in memory]
@@ -97,13 +96,13 @@ class TargetProbsMixer:
 
 
 def worth_reading(tree: DraftTree, verdict: Verdict) -> list[int]:
-    """The accepted nodes, then those that stood beside them or would have come next."""
+    """The accepted nodes, then the rejected children of accepted nodes."""
     below = [child for node in verdict.path for child in tree.topology.children[node] if child not in verdict.path]
     return [*verdict.path, *below][:ROWS]
 
 
 def last_two(sequence: SequenceState, tokens: Sequence[int], parents: Sequence[int], node: int) -> Pair | None:
-    """The last two tokens of the text up to a node; None where there is only one."""
+    """The last two tokens of the text up to a node; None if there is only one."""
     if node > 0:
         return tokens[parents[node]], tokens[node]
     return None if len(sequence.tokens) < 2 else (sequence.tokens[-2], sequence.tokens[-1])

@@ -1,81 +1,60 @@
-"""Which tokens a trimmed draft head keeps: those that the target itself writes most.
+"""The tokens that a trimmed draft head keeps: those that the target itself writes most often.
 
 Goel et al., "VocabTrim" (arXiv 2506.22694): counts over text that the target generated choose better than counts over
-any other text. `branchwise calibrate vocab` makes the table; it lies in the cache, one for each target.
+any other text. `branchwise calibrate vocab` counts, and stores the counts of each target in the cache.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from branchwise.backends.base import Target
+from branchwise.backends.base import TargetInfo
+from branchwise.draft.artifact import Format
 from branchwise.errors import ModelError
 from branchwise.models import cache_dir
-from branchwise.models.cache import workspace
+
+FORMAT = Format("token table", "count tokens with: branchwise calibrate vocab --model TARGET", ModelError)
 
 
-def fingerprint(target: Target) -> str:
-    """What a target is known by: its shape and its vocabulary."""
-    config = target.model.config.get_text_config()  # type: ignore[attr-defined]
-    tokenizer = getattr(target, "tokenizer", None)
-    spelled = sorted(tokenizer.get_vocab().items()) if tokenizer is not None else []
-    shape = [config.model_type, config.hidden_size, config.num_hidden_layers, target.vocabulary]
-    return hashlib.sha256(json.dumps([shape, spelled]).encode()).hexdigest()[:16]
+def table_of(target: TargetInfo) -> Path:
+    """The file with the counts of a target."""
+    return cache_dir() / "vocab" / f"{target.fingerprint}.safetensors"
 
 
-def table_of(target: Target) -> Path:
-    """Where the counts of a target lie."""
-    return cache_dir() / "vocab" / f"{fingerprint(target)}.safetensors"
-
-
-def save_counts(target: Target, counts: Tensor, about: dict[str, str]) -> Path:
-    """Keep how often the target wrote each token (vocabulary,); a file is whole or not there."""
+def save_counts(target: TargetInfo, counts: Tensor, about: dict[str, str]) -> Path:
+    """Keep how often the target wrote each token (vocabulary,), with a few words about the count."""
     path = table_of(target)
-    with workspace() as work:
-        save_file({"counts": counts.to(torch.int64).contiguous()}, work / path.name, metadata=about)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (work / path.name).replace(path)
+    FORMAT.write(path, about, {"counts": counts.to(torch.int64)}, parents=True)
     return path
 
 
-def read_counts(target: Target) -> Tensor:
+def read_counts(target: TargetInfo) -> Tensor:
     path = table_of(target)
     if not path.exists():
-        raise ModelError(
-            "A trimmed head needs to know which tokens the target writes; count them once with: "
-            "branchwise calibrate vocab --model TARGET"
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            counts: Tensor = file.get_tensor("counts")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"The counts in {path} cannot be read ({error}); make them again.") from None
+        raise ModelError(f"A trimmed head needs to know which tokens the target writes; {FORMAT.remedy}.")
+    counts = FORMAT.read(path, lambda _, tensors: tensors["counts"])
     if counts.shape != (target.vocabulary,):
-        raise ModelError(f"The counts in {path} are not of this target; make them again.")
+        raise ModelError(f"The counts in {path} are not of this target; {FORMAT.remedy}.")
     return counts
 
 
-def frequent_tokens(target: Target, count: int) -> Tensor:
-    """(count,) int64, ascending: what the target writes most; of tokens it never wrote, short spellings first."""
+def frequent_tokens(target: TargetInfo, count: int) -> Tensor:
+    """(count,) int64, ascending: the tokens that the target writes most; of those it never wrote, short ones first."""
     counts = read_counts(target).double()
     if count >= len(counts):
         return torch.arange(len(counts))
-    counts[_basic(target)] += 0.5  # only ever breaks ties: counts are whole
+    counts[_basic(target)] += 0.5  # only breaks ties: counts are integers
     order = counts.argsort(descending=True, stable=True)
     return order[:count].sort().values
 
 
-def _basic(target: Target) -> Tensor:
-    """Tokens that any text may need: single characters and bytes, and the ends of a text."""
-    tokenizer: Any = getattr(target, "tokenizer", None)
+def _basic(target: TargetInfo) -> Tensor:
+    """Tokens that any text may need: single characters, bytes and special tokens."""
+    tokenizer: Any = target.tokenizer
     if tokenizer is None:
         return torch.zeros(0, dtype=torch.long)
     short = {number for token, number in tokenizer.get_vocab().items() if len(token) == 1 or token.startswith("<0x")}

@@ -1,7 +1,7 @@
-"""What a draft model can propose: tokens of its own that the target has too.
+"""The tokens that a draft model can propose: its tokens that the target has too.
 
-The distribution that children are drawn from is always one over the target's vocabulary, with nothing on tokens that
-the draft model cannot propose. Any such distribution is lossless, because it is the one that is recorded as q.
+Children are always drawn from a distribution over the target's vocabulary, with 0 on tokens that the draft model cannot
+propose. Any such distribution is lossless, because it is recorded as q.
 
 A draft model with another tokenizer drafts over the tokens whose spelling both share (Timor et al., "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202). A trimmed
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST_OVERLAP = 0.2
-"""of the smaller vocabulary; below it a draft model would hardly ever be able to say what the target says"""
+"""of the smaller vocabulary; with less a draft model could hardly ever propose what the target writes"""
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Columns of a draft model's logits, and the tokens of the target that they stand for."""
+    """Columns of a draft model's logits, and the tokens of the target that they correspond to."""
 
     size: int
     """of the target's vocabulary"""
@@ -52,7 +52,7 @@ class Vocabulary:
         assert len(self.tokens.unique()) == len(self.tokens), "a token of the target stands for two of the draft model"
 
     def keep(self, wanted: Tensor) -> Vocabulary:
-        """Only those of the wanted tokens (of the target) that the draft model has."""
+        """Restricted to these tokens of the target."""
         kept = torch.isin(self.tokens, wanted.to(self.tokens.device))
         return replace(self, columns=self.columns[kept], tokens=self.tokens[kept])
 
@@ -61,7 +61,7 @@ class Vocabulary:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether the draft model's columns are the target's tokens as they stand."""
+        """Whether the draft model's columns are exactly the target's tokens."""
         return self.same and len(self.tokens) == self.size == self.own
 
     @cached_property
@@ -70,7 +70,7 @@ class Vocabulary:
         return dict(zip(self.tokens.tolist(), self.columns.tolist(), strict=True))
 
     def draft_token(self, token: int) -> int:
-        """What the draft model calls a token of the target; any token where it has none."""
+        """The token of the draft model for a token of the target; 0 if there is none."""
         if self.same:
             return token if token < self.own else 0
         return self.draft_of.get(token, 0)
@@ -81,7 +81,7 @@ class Vocabulary:
         return {token: place for place, token in enumerate(self.tokens.tolist())}
 
     def spread(self, probs: Tensor) -> Tensor:
-        """(rows, size): distributions over what can be proposed, (rows, n), as distributions over the target's
+        """(rows, size): distributions over the tokens that can be proposed, (rows, n), extended to the target's
         vocabulary."""
         if self.whole:
             return probs
@@ -91,7 +91,7 @@ class Vocabulary:
 def common(
     target: PreTrainedTokenizerBase, size: int, draft: PreTrainedTokenizerBase, own: int, name: str
 ) -> Vocabulary:
-    """The vocabulary that two tokenizers share; refused where that is too little to draft with."""
+    """The vocabulary that two tokenizers share; a ModelError if it is too small to draft with."""
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return Vocabulary.shared(size, own)
@@ -111,9 +111,9 @@ def common(
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
-    """What every token stands for, as bytes, whichever way its tokenizer writes them -> the token.
+    """The bytes of every token, independent of how its tokenizer writes them -> the token.
 
-    Special tokens stand for themselves, and the end of a text for the end of a text.
+    Special tokens are keyed by their own spelling, and the end-of-text token also by "end of text".
     """
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_tokens) | {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}

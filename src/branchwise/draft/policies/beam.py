@@ -24,14 +24,14 @@ import numpy as np
 from branchwise.core.batch import PadShape
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.no_replacement import no_replacement_samplers
 from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import UsageError
 
 
-class Beam:
-    """`rsd-s:WxL`: W nodes on each of L levels; fewer levels where the budget is smaller, never fewer nodes."""
+class Beam(TreePolicy):
+    """`rsd-s:WxL`: W nodes on each of L levels; fewer levels if the budget is smaller, never fewer nodes a level."""
 
     draw = Draw.WITHOUT_REPLACEMENT
     stoppable = True
@@ -41,16 +41,19 @@ class Beam:
         if not found or not int(found[1]) or not int(found[2]):
             raise UsageError(f"RSD-S takes a width and a length, such as rsd-s:4x6, not rsd-s:{shape}.")
         self.width, self.length = int(found[1]), int(found[2])
+
+    @property
+    def pad_shape(self) -> PadShape:
+        """Which nodes have children is chance: a shape for all outcomes is the same at every step."""
         forks = min(self.width - 1, 1) + (self.length - 1) * (self.width // 2)
-        self.room = replace(PadShape.for_paths(self.width, self.length), forks=forks)
-        """which nodes have children is chance: with room for all of it, every step has the same shape"""
+        return replace(PadShape.for_paths(self.width, self.length), forks=forks)
 
     def levels(self, budget: Budget) -> int:
         return max(0, min(self.length, budget.depth, (budget.nodes - 1) // self.width))
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         tree = TreeBuilder([root])
-        # Of every node the log of its probability and of its time. Only differences between times matter, so the
+        # The logarithms of every node's probability and arrival time. Only differences between times matter, so the
         # clock starts with the first arrival.
         likelihood, time = [0.0], [-math.inf]
         level = [0]
@@ -58,21 +61,21 @@ class Beam:
             found = yield tree, level
             probs = found.drawable
             tree.probs.update(zip(level, probs, strict=True))
-            urns = yield from no_replacement_samplers(probs, level, sampler, self.width)
-            whole = {node: urn.mass for node, urn in urns.items()}
+            remaining = yield from no_replacement_samplers(probs, level, sampler, self.width)
+            whole = {node: rest.mass for node, rest in remaining.items()}
             arrivals = [(time[node], turn, node) for turn, node in enumerate(level)]
             level = []
             heapq.heapify(arrivals)
             while arrivals and len(level) < self.width:
                 now, _, parent = heapq.heappop(arrivals)
-                urn, before = urns[parent], urns[parent].mass
-                token, share, _ = urn.draw(sampler, len(tree))
+                rest, before = remaining[parent], remaining[parent].mass
+                token, share, _ = rest.draw(sampler, len(tree))
                 child = tree.add(parent, token)
                 level.append(child)
                 likelihood.append(likelihood[parent] + math.log(share * before / whole[parent]))
                 time.append(now)
-                if urn.mass > 0 and len(level) < self.width:
-                    rate = likelihood[parent] + math.log(urn.mass / whole[parent])
+                if rest.mass > 0 and len(level) < self.width:
+                    rate = likelihood[parent] + math.log(rest.mass / whole[parent])
                     later = float(np.logaddexp(now, math.log(sampler.wait(child)) - rate))
                     heapq.heappush(arrivals, (later, child, parent))
         return tree.finish(self.draw)

@@ -1,4 +1,4 @@
-"""The simplest growth: one path.
+"""The simplest policy: one path.
 
 Leviathan et al. and Chen et al. (2023) draft so; block verification accepts most of it.
 """
@@ -11,7 +11,7 @@ from branchwise.errors import UsageError
 
 
 class Chain(Paths):
-    """`chain:L`: at most L tokens, one after the other. Where nothing is drawn, as by `ngram`, it says how long."""
+    """`chain:L`: at most L tokens, one after the other. For `ngram`, which draws nothing, it is the length to copy."""
 
     def __init__(self, length: int = 8) -> None:
         if length < 1:

@@ -2,7 +2,7 @@
 
 Xiong et al., "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure" (arXiv 2410.11744). A slot is a
 place where a next token can be drawn. Its value estimates how probable it is that the target comes to ask for it: a
-token with the share R of what was left is taken to be accepted with the probability R. So a draw in a slot of value v
+token with the share R of what was left is assumed to be accepted with probability R. So a draw in a slot of value v
 leaves two behind it, one below the new node with v R, and one for its next sibling with v (1 - R). Values only fall,
 and the best slots are found in order.
 
@@ -17,13 +17,13 @@ import heapq
 
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.no_replacement import FIRST_TURNS, NoReplacementSampler, no_replacement_samplers
 from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import UsageError
 
 
-class Dynamic:
+class Dynamic(TreePolicy):
     """`dynamic:N`: N nodes below the root, or as many as the budget allows.
 
     A pass of the drafter is made when the best slot is below a node that has no distribution yet, and then for every
@@ -39,20 +39,20 @@ class Dynamic:
         self.nodes = nodes
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        tree, urns = TreeBuilder([root]), dict[int, NoReplacementSampler]()
+        tree, remaining = TreeBuilder([root]), dict[int, NoReplacementSampler]()
         slots = [(-1.0, 0, 0)] if budget.depth > 0 else []  # (-value, tie-breaker, the node that gets a child)
         for room in range(min(self.nodes, budget.nodes - 1), 0, -1):
             if not slots:
                 break
-            if slots[0][-1] not in urns:
+            if slots[0][-1] not in remaining:
                 # Values only fall: of the slots that there are, no more than the best `room` will ever be drawn in.
-                bare = sorted(node for *_, node in heapq.nsmallest(room, slots) if node not in urns)
+                bare = sorted(node for *_, node in heapq.nsmallest(room, slots) if node not in remaining)
                 found = yield tree, bare
                 probs = found.drawable
                 tree.probs.update(zip(bare, probs, strict=True))
-                urns.update((yield from no_replacement_samplers(probs, bare, sampler, FIRST_TURNS)))
+                remaining.update((yield from no_replacement_samplers(probs, bare, sampler, FIRST_TURNS)))
             value, _, parent = heapq.heappop(slots)
-            token, share, rest = urns[parent].draw(sampler, len(tree))
+            token, share, rest = remaining[parent].draw(sampler, len(tree))
             child = tree.add(parent, token)
             if tree.depths[child] < budget.depth:
                 heapq.heappush(slots, (value * share, 2 * child, child))

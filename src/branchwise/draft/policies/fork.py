@@ -19,7 +19,7 @@ from branchwise.core.sampling import Context, adjust, one_hot, warp
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.draft.sparse import alone
 from branchwise.errors import UsageError
@@ -27,9 +27,8 @@ from branchwise.verify import Verdict
 from branchwise.verify.longest import after_stop
 
 
-class Fork:
-    """`fork-lossy:WxD`: W branches of D tokens, whose first tokens are the target's wherever its distribution is
-    known."""
+class Fork(TreePolicy):
+    """`fork-lossy:WxD`: W branches of D tokens; their first tokens are the target's if its distribution is known."""
 
     draw = Draw.FORK
 
@@ -39,20 +38,20 @@ class Fork:
             raise UsageError(f"A fork is given as fork-lossy:WxD, such as fork-lossy:4x5, not fork-lossy:{shape}.")
         self.width, self.depth = int(found[1]), int(found[2])
         self._known: WeakKeyDictionary[SequenceState, tuple[int, Tensor]] = WeakKeyDictionary()
-        """what follows a text, and how long the text is then"""
+        """the length of a sequence, and the distribution of the token after it"""
 
-    def plant(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+    def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         length, probs = self._known.get(sequence, (0, None))
         return self.grow(sequence.root, budget, sampler, probs if length == len(sequence.tokens) else None)
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler, known: Tensor | None = None) -> TreeCoroutine:
-        """`known` (vocabulary,) is what the target wants after the root."""
+        """`known` (vocabulary,) is the target's distribution after the root."""
         width = min(self.width, budget.nodes - 1)
         depth = min(self.depth, budget.depth, (budget.nodes - 1) // max(width, 1))
         tree = TreeBuilder([root])
         if depth < 1:
             return self._bare(root, sampler, known)
-        found = yield tree, [0]  # asked for in any case: a source reads the text up to its root before what is below
+        found = yield tree, [0]  # in any case: a source reads the sequence up to its root before what is below
         tree.probs[0] = found.drawable[0] if known is None else known
         [first] = yield SampleRequest(sampler, alone(tree.probs[0]), [(0, 0)], [width])
         level = [tree.add(0, token) for token in first]
@@ -66,7 +65,7 @@ class Fork:
         return tree.finish(self.draw, trusted=known is not None)
 
     def _bare(self, root: int, sampler: DraftSampler, known: Tensor | None) -> DraftTree:
-        """No room for a branch. The one token that may be written is drawn here: nobody else knows its distribution."""
+        """No branch fits. The one token that may be emitted is drawn here: no verifier knows its distribution."""
         if known is None:
             return DraftTree(torch.tensor([root]), (-1,), self.draw)
         token = torch.tensor(sampler.order(known, 1, 0), device=known.device)
@@ -79,13 +78,13 @@ class Fork:
         scored: Scored,
         verdicts: Sequence[Verdict],
     ) -> None:
-        """Keep what the target wants behind the last accepted node of every tree, which is its next root."""
+        """Keep the target's distribution after the last accepted node of every tree, which is its next root."""
         for row, (sequence, tree, verdict) in enumerate(zip(sequences, trees, verdicts, strict=True)):
             tokens = tree.tokens.tolist()
             below = tree.topology.children
             stop = next((node for node in below[verdict.path[-1]] if tokens[node] == verdict.token), None)
             if stop is None:
-                continue  # nothing was accepted, and what follows the token in its place was not scored
+                continue  # nothing was accepted, and the token in its place was not scored
             written = [*sequence.tokens, *(tokens[node] for node in verdict.path[1:]), verdict.token]
             tested = None if tree.q is None or not below[stop] else tree.q[stop]
             context = Context(written, sequence.prompt_length)
@@ -93,9 +92,9 @@ class Fork:
 
 
 def wanted(logits: Tensor, sequence: SequenceState, context: Context, q: Tensor | None) -> Tensor:
-    """(vocabulary,): the distribution of the token behind a node; q is what a rejected token behind it was drawn from.
+    """(vocabulary,): the distribution of the token after a node; q is what a rejected token after it was drawn from.
 
-    A greedy text begins its branches with the most probable tokens, so there the ranks of all tokens are kept.
+    A greedy sequence begins its branches with the most probable tokens, so the ranks of all tokens are kept for it.
     """
     if sequence.sampling.greedy:
         return adjust(logits[None], [sequence.sampling], [context])[0].softmax(dim=-1)

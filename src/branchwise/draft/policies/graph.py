@@ -1,4 +1,4 @@
-"""A graph of hypotheses: where two of them run into the same phrase, its continuation is drafted once.
+"""A graph of hypotheses: if two of them run into the same phrase, its continuation is drafted once.
 
 Gong et al., "Graph-Structured Speculative Decoding" (arXiv 2407.16207). Most drafted tokens recur in other branches. A
 node that repeats the last words of one in another branch is a copy of it: it is linked to that node and not expanded.
@@ -20,30 +20,24 @@ from itertools import count, islice
 
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
-from branchwise.draft.policies.topk import Likeliest, Shoot, joined
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.policies.topk import PathNode, TopKRequest, tree_of
 from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import UsageError
 
 
-class Graph:
+class Graph(TreePolicy):
     """`graph:N,width=4,depth=6,repeat=1,sibling=0.2,leaf=0.05`: N nodes below the root after unrolling.
 
     Every node proposes its `width` most probable children, but none below `sibling` times the best of them. Nodes are
-    the same where they and `repeat` tokens before them are; with -1 none are. One that has less than `leaf` of its
+    the same if they and the `repeat` tokens before them are; with -1 no two are. A node with less than `leaf` of its
     parent's distribution is not expanded. One pass a level, over the originals alone.
     """
 
     draw = Draw.FIXED
 
     def __init__(
-        self,
-        nodes: int,
-        width: int = 4,
-        depth: int = 6,
-        repeat: int = 1,
-        sibling: float = 0.2,
-        leaf: float = 0.05,
+        self, nodes: int, width: int = 4, depth: int = 6, repeat: int = 1, sibling: float = 0.2, leaf: float = 0.05
     ) -> None:
         if min(nodes, width, depth) < 1 or repeat < -1 or not 0 <= sibling <= 1 or not 0 <= leaf <= 1:
             raise UsageError(
@@ -57,7 +51,7 @@ class Graph:
         most, depth = min(self.nodes + 1, budget.nodes), min(self.depth, budget.depth)
         start = Vertex(root, None, 0.0, 0.0)
         originals: dict[tuple[int, ...], list[Vertex]] = defaultdict(list)  # by their last tokens
-        tree, places = TreeBuilder([root]), {start: 0}  # of what is expanded: copies and leaves cost no pass
+        tree, places = TreeBuilder([root]), {start: 0}  # of expanded nodes: copies and leaves cost no pass
         best, level = [start], [start] if most > 1 else []
         for _ in range(depth):
             if not level:
@@ -66,7 +60,7 @@ class Graph:
                 if vertex.parent is not None:
                     places[vertex] = tree.add(places[vertex.parent], vertex.token)
             found = yield tree, [places[vertex] for vertex in level]
-            likeliest = yield Likeliest.of(sampler, found.probs, self.width)
+            likeliest = yield TopKRequest.of(sampler, found.probs, self.width)
             for vertex, likely in zip(level, likeliest, strict=True):
                 vertex.children = [
                     Vertex(token, vertex, value, vertex.total + value)
@@ -82,14 +76,14 @@ class Graph:
                     continue
                 ending = tuple(ancestor.token for ancestor in vertex.path[: self.repeat + 1])
                 vertex.original = self._found(vertex, originals[ending])
-                # As in `topk`, where the tree is full only what is better than its worst node is worth a pass.
+                # As in `topk`: if the tree is full, only a node better than its worst is worth a pass.
                 if vertex.original is None and vertex.total > least and math.exp(vertex.value) >= self.leaf:
                     originals[ending].append(vertex)
                     level.append(vertex)
-        return joined(list(islice(unrolled(start, depth), most))).finish(self.draw)
+        return tree_of(list(islice(unrolled(start, depth), most))).finish(self.draw)
 
     def _found(self, vertex: Vertex, alike: list[Vertex]) -> Vertex | None:
-        """The node that this one is a copy of. None is one of its own ancestor: a repetition has distributions of its
+        """The node that this one is a copy of; never its own ancestor, since a repetition has distributions of its
         own."""
         if self.repeat < 0:
             return None
@@ -120,16 +114,16 @@ class Vertex:
         return path
 
 
-def unrolled(start: Vertex, depth: int) -> Iterator[Shoot]:
+def unrolled(start: Vertex, depth: int) -> Iterator[PathNode]:
     """The nodes of the tree that a graph stands for, the most probable path first, at most so deep.
 
     Links may lead in a circle, so without a depth there is no end.
     """
     number = count()  # of equal ones the first comes first
-    waiting = [(0.0, next(number), start, Shoot(0.0, None, start.token), 0)]
+    waiting = [(0.0, next(number), start, PathNode(0.0, None, start.token), 0)]
     while waiting:
-        _, _, vertex, shoot, level = heapq.heappop(waiting)
-        yield shoot
+        _, _, vertex, path_node, level = heapq.heappop(waiting)
+        yield path_node
         for child in (vertex.original or vertex).children if level < depth else ():
-            below = Shoot(shoot.value + child.value, shoot, child.token)
+            below = PathNode(path_node.value + child.value, path_node, child.token)
             heapq.heappush(waiting, (-below.value, next(number), child, below, level + 1))

@@ -1,9 +1,8 @@
 """K independent paths, merged where they agree: what block verifiers of several paths are exact for.
 
-Near the root a drafter is most often right, so paths drawn there mostly repeat each other. Delayed branching draws the
-first tokens once for all paths. Paths with a common beginning are not independent, so such a tree is one of siblings
-drawn without replacement: where draws repeat, the first of each counts, and it comes from what was left of the
-distribution.
+Near the root a drafter is most often right, so the first tokens of paths mostly agree. Delayed branching draws them
+once for all paths. Paths with a common beginning are not independent, so such a tree is one of siblings drawn without
+replacement: of draws that repeat, the first counts, and it comes from what was left of the distribution.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import re
 from branchwise.core.batch import PadShape
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.errors import UsageError
 
 
-class Paths:
-    """`paths:KxL`: K paths of L tokens, shorter where the budget is; nothing of that depends on what was drawn.
+class Paths(TreePolicy):
+    """`paths:KxL`: K paths of L tokens, shorter if the budget is small; their length never depends on what was drawn.
 
     `paths:KxL@d`: the first d tokens are common to all.
     """
@@ -35,13 +34,16 @@ class Paths:
         self.draw = Draw.PATHS if independent else Draw.WITHOUT_REPLACEMENT
         # A depth that several independent paths decide together makes them depend on each other.
         self.stoppable = self.count == 1 or not independent
-        self.room = PadShape.for_paths(self.count, self.length)
-        """how paths merge is chance: with room for all of it, every step has the same shape"""
+
+    @property
+    def pad_shape(self) -> PadShape:
+        """Where paths merge is chance: a shape for all outcomes is the same at every step."""
+        return PadShape.for_paths(self.count, self.length)
 
     def within(self, budget: Budget) -> int:
-        """How long the paths are within a budget."""
-        room = budget.nodes - 1
-        fits = room if room <= self.common else self.common + (room - self.common) // self.count
+        """The length of the paths within a budget."""
+        nodes = budget.nodes - 1
+        fits = nodes if nodes <= self.common else self.common + (nodes - self.common) // self.count
         return max(min(self.length, budget.depth, fits), 0)
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:

@@ -1,53 +1,49 @@
-"""A tree by simulation: memories are walked many times, and the prefixes that were visited most are drafted.
+"""A tree by simulation: candidates are searched many times, and the prefixes that were visited most are drafted.
 
 Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.12021) draft by Monte-Carlo tree search. A
-walk goes down from the root by the PUCT rule of AlphaZero, which weighs what walks through a child have earned against
-how probable the child is and how seldom it was visited. At the first child that was never visited a rollout begins,
-which draws its tokens. What the walk earns is the sum of the masses along it, and counts for every node on it.
-(In the code that came with the paper it is nearly always 1.)
+simulation goes down from the root by the PUCT rule of AlphaZero, which weighs the rewards of simulations through a
+child against how probable the child is and how seldom it was visited. At the first child that was never visited a
+rollout begins, which draws its tokens. The reward of a simulation is the sum of the masses along it, and counts for
+every node on it. (In the code that came with the paper it is nearly always 1.)
 
-The heap of `topk` takes the most probable prefixes in one go. Walks come close to them and pay for it with look-ups
-and arithmetic; in return they reserve visits for every child of a node they go through, so that siblings near the root
-are tried more broadly than their masses alone would have it.
+The heap of `topk` takes the most probable prefixes in one go. Simulations come close to them and pay for it with
+look-ups and arithmetic; in return they reserve visits for every child of a node they go through, so that siblings near
+the root are tried more broadly than by their masses alone.
 
-The numbers behind a rollout are a stream of its own that begins with the token of the root. So nothing is left to
-chance: the tree depends on the text alone and on what was remembered, it is fixed, and `match` is exact for it.
+The random numbers of rollouts are a stream of their own that begins with the token of the root. So nothing is left to
+chance: the tree depends on the text alone and on what was learned before, it is fixed, and `match` is exact for it.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from math import exp, log, sqrt
 from random import Random
-from typing import TYPE_CHECKING
 
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
-from branchwise.draft.policies.best import Look
-from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.builder import Candidate, Candidates, Cursor, TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from branchwise.draft.lookup.base import Candidate, Cursor
-
 C1, C2 = 32.0, 8.0
-"""how much masses count beside what was earned, and after how many visits they begin to count more; the paper's"""
+"""the weight of masses beside rewards, and after how many visits it begins to grow; the paper's"""
 WIDTH = 12
-"""tokens of a distribution that a walk may take"""
+"""tokens of a distribution that a simulation may take"""
 
 
-class Puct:
-    """`puct:N,simulations=150,length=4`: the N prefixes visited most in so many walks of so many tokens.
+class Puct(TreePolicy):
+    """`puct:N,simulations=150,length=4`: the N prefixes visited most in so many simulations of so many tokens, or as
+    many as they found.
 
-    Fewer where walks found fewer. It is made for memories, where a look costs nothing. A source of distributions is
-    asked for them one by one, so a model that drafts is better off with `topk`.
+    It is made for candidates that are looked up at next to no cost. A source of distributions is asked for them one by
+    one, so for a draft model `topk` is the better choice.
     """
 
     draw = Draw.FIXED
+    lays = True
 
     def __init__(self, nodes: int, simulations: int = 150, length: int = 4) -> None:
         if min(nodes, simulations, length) < 1:
@@ -56,19 +52,17 @@ class Puct:
             )
         self.nodes, self.simulations, self.length = nodes, simulations, length
 
-    def lay(self, root: int, place: Cursor, after: Look, budget: Budget) -> TreeBuilder:
+    def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
         nodes, depth = min(self.nodes, budget.nodes - 1), min(self.length, budget.depth)
-        start = Visited(None, place)
-        chance = Random(root).random
-        if nodes > 0 and depth > 0 and after(place):
+        start = SearchNode(None, cursor)
+        uniform = Random(root).random
+        if nodes > 0 and depth > 0 and candidates(cursor):
             for _ in range(self.simulations):
-                walk(start, after, depth, chance)
+                simulate(start, candidates, depth, uniform)
         return most_visited(root, start, nodes)
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        """The same over distributions. A search that meets one that is not known yet begins again as soon as it is."""
-        from branchwise.draft.lookup.base import Candidate
-
+        """The search begins again whenever it has needed a distribution that was not known yet."""
         tree, places = TreeBuilder([root]), {(): 0}
         known: dict[tuple[int, ...], list[Candidate]] = {}
         while True:
@@ -79,58 +73,58 @@ class Puct:
             if path:
                 places[path] = tree.add(places[path[:-1]], path[-1])
             found = yield tree, [places[path]]
-            [likely] = yield Likeliest.of(sampler, found.probs, WIDTH)
+            [likely] = yield TopKRequest.of(sampler, found.probs, WIDTH)
             known[path] = [Candidate(token, exp(value), (*path, token)) for token, value in likely]
 
 
-class Visited:
-    """A prefix that walks have gone through."""
+class SearchNode:
+    """A prefix that simulations have visited."""
 
-    __slots__ = ("bonus", "children", "earned", "found", "mass", "mean", "next", "place", "visits")
+    __slots__ = ("bonus", "candidate", "candidates", "children", "cursor", "mass", "mean", "reward", "visits")
 
-    def __init__(self, found: Candidate | None, place: Cursor) -> None:
-        self.found = found
-        """what it is; nothing for the root"""
-        self.mass = 0.0 if found is None else found.mass
-        self.place = place
-        self.next: Sequence[Candidate] | None = None
+    def __init__(self, candidate: Candidate | None, cursor: Cursor) -> None:
+        self.candidate = candidate
+        """its last token; None for the root"""
+        self.mass = 0.0 if candidate is None else candidate.mass
+        self.cursor = cursor
+        self.candidates: Sequence[Candidate] | None = None
         """what may come next, once it was looked up"""
-        self.children: list[Visited] = []
-        """those of them that were visited, in their order"""
+        self.children: list[SearchNode] = []
+        """the candidates that were visited, in their order"""
         self.visits = 0
-        self.earned = self.mean = self.bonus = 0.0
+        self.reward = self.mean = self.bonus = 0.0
 
     def visit(self, reward: float) -> None:
         self.visits += 1
-        self.earned += reward
-        self.mean = self.earned / self.visits
+        self.reward += reward
+        self.mean = self.reward / self.visits
         self.bonus = self.mass / (1 + self.visits)
 
 
-def walk(start: Visited, after: Look, length: int, chance: Callable[[], float]) -> None:
-    """Go down from the root until something new is found, roll out from there, and credit all on the way."""
+def simulate(start: SearchNode, candidates: Candidates, length: int, uniform: Callable[[], float]) -> None:
+    """Go down from the root to the first child that was never visited, roll out from it, and credit all on the way."""
     node, path, reward = start, [start], 0.0
     while len(path) <= length:
-        if node.next is None:
-            node.next = after(node.place)
-        if len(node.children) < len(node.next):  # none comes second before all were first
-            found = node.next[len(node.children)]
-            child = Visited(found, found.place)
+        if node.candidates is None:
+            node.candidates = candidates(node.cursor)
+        if len(node.children) < len(node.candidates):  # none is visited twice before all were visited once
+            candidate = node.candidates[len(node.children)]
+            child = SearchNode(candidate, candidate.cursor)
             node.children.append(child)
             path.append(child)
-            reward += child.mass + rolled_out(child, after, length - len(path) + 1, chance)
+            reward += child.mass + rollout(child, candidates, length - len(path) + 1, uniform)
             break
         if not node.children:
-            break  # the memory knows of nothing that could follow
-        node = chosen(node)
+            break  # nothing is known to follow
+        node = select(node)
         path.append(node)
         reward += node.mass
     for node in path:
         node.visit(reward)
 
 
-def chosen(node: Visited) -> Visited:
-    """The child that has earned and promises most; of equals the more probable."""
+def select(node: SearchNode) -> SearchNode:
+    """The child with the greatest PUCT value; of equals the more probable."""
     best = node.children[0]
     if len(node.children) == 1:
         return best
@@ -143,44 +137,44 @@ def chosen(node: Visited) -> Visited:
     return best
 
 
-def rolled_out(node: Visited, after: Look, length: int, chance: Callable[[], float]) -> float:
-    """The masses along a path of up to so many tokens, each drawn from what may come next.
+def rollout(node: SearchNode, candidates: Candidates, length: int, uniform: Callable[[], float]) -> float:
+    """The masses along a path of up to so many tokens, each drawn from the candidates.
 
-    It ends early where the draw falls on what the memory does not know.
+    It ends early if a draw falls on the mass that no candidate has.
     """
     if length == 0:
         return 0.0
-    reward, following = 0.0, after(node.place)
-    node.next = following
+    reward, following = 0.0, candidates(node.cursor)
+    node.candidates = following
     while True:
-        left = chance()
-        for found in following:
-            left -= found.mass
+        left = uniform()
+        for candidate in following:
+            left -= candidate.mass
             if left < 0:
                 break
         else:
             return reward
-        reward += found.mass
+        reward += candidate.mass
         length -= 1
         if length == 0:
             return reward
-        following = after(found.place)
+        following = candidates(candidate.cursor)
 
 
-def most_visited(root: int, start: Visited, nodes: int) -> TreeBuilder:
-    """The tree of the prefixes with the most visits. None has more than the one it continues, so a heap finds them."""
+def most_visited(root: int, start: SearchNode, nodes: int) -> TreeBuilder:
+    """The tree of the prefixes with the most visits. None has more than the prefix before it, so a heap finds them."""
     tree, order = TreeBuilder([root]), 0
-    slots: list[tuple[int, int, int, Visited]] = []  # (-visits, tie-breaker, parent, prefix)
+    heap: list[tuple[int, int, int, SearchNode]] = []  # (-visits, tie-breaker, parent, prefix)
     parent, node = 0, start
     while len(tree) <= nodes:
         for child in node.children:
-            heapq.heappush(slots, (-child.visits, order, parent, child))
+            heapq.heappush(heap, (-child.visits, order, parent, child))
             order += 1
-        if not slots:
+        if not heap:
             break
-        _, _, above, node = heapq.heappop(slots)
-        assert node.found is not None
-        parent = tree.add(above, node.found.token)
-        if node.found.source:
-            tree.sources[parent] = node.found.source
+        _, _, above, node = heapq.heappop(heap)
+        assert node.candidate is not None
+        parent = tree.add(above, node.candidate.token)
+        if node.candidate.source:
+            tree.sources[parent] = node.candidate.source
     return tree

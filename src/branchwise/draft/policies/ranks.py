@@ -11,22 +11,17 @@ from __future__ import annotations
 
 import sys
 from math import prod
-from typing import TYPE_CHECKING
 
 from branchwise.core.batch import PadShape
 from branchwise.core.topology import Topology, topology
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
-from branchwise.draft.policies.best import Look
+from branchwise.draft.builder import Candidates, Cursor, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.policies.template import SHAPES, find_shape
-from branchwise.draft.policies.topk import Likeliest
+from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import UnknownName
 from branchwise.registry import nearest
-
-if TYPE_CHECKING:
-    from branchwise.draft.lookup.base import Cursor
 
 RECYCLING = "recycling-80"
 """a name of this file; the others are those of templates"""
@@ -34,10 +29,11 @@ LEVELS = (8, 21, 25, 15, 8, 3)
 """nodes of every level below the root in the tree of Token Recycling"""
 
 
-class Ranks:
+class Ranks(TreePolicy):
     """`ranks:NAME` or `ranks:FILE.json`: that shape, or as many of its most promising nodes as the budget holds."""
 
     draw = Draw.FIXED
+    lays = True
 
     def __init__(self, shape: str = RECYCLING) -> None:
         self.shape = topology(find_ranked(shape))
@@ -45,47 +41,46 @@ class Ranks:
         self._fitting: dict[tuple[int, int, int], tuple[int, ...]] = {}  # budgets of an engine are few
 
     @property
-    def room(self) -> PadShape:
-        """A tree that is cut, as at the end of a text, is scored in the pass of a whole one: it is recorded already."""
+    def pad_shape(self) -> PadShape:
+        """A tree that is cut, as at the end of a sequence, is scored in the recorded pass of a whole one."""
         return PadShape(nodes=len(self.shape))
 
     def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
-        """The shape that is left within a budget, where no node has more than `width` children."""
+        """What is left of the shape within a budget, if no node has more than `width` children."""
         limits = min(budget.nodes, len(self.shape)), min(budget.depth, self.shape.depth), width
         if limits not in self._fitting:
             self._fitting[limits] = self._fit(*limits)
         return topology(self._fitting[limits])
 
     def whole(self, width: int) -> Topology:
-        """All of the shape, where no node has more than `width` children."""
+        """All of the shape, if no node has more than `width` children."""
         return topology(self._fit(len(self.shape), self.shape.depth, width))
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         shape, tree = self.within(budget), TreeBuilder([root])
         places = {0: 0}  # node of the shape -> node of the tree
         for level in shape.levels[:-1]:
-            # A distribution may carry fewer tokens than the shape has children: what is missing stays away with all
+            # A distribution may carry fewer tokens than the shape has children: a missing child is missing with all
             # below it.
             nodes = [node for node in level if node in places and shape.children[node]]
             if not nodes:
                 break
             found = yield tree, [places[node] for node in nodes]
             widest = max(len(shape.children[node]) for node in nodes)
-            likeliest = yield Likeliest.of(sampler, found.probs, widest)
+            likeliest = yield TopKRequest.of(sampler, found.probs, widest)
             for node, likely in zip(nodes, likeliest, strict=True):
                 for child, (token, _) in zip(shape.children[node], likely, strict=False):
                     places[child] = tree.add(places[node], token)
         return tree.finish(self.draw)
 
-    def lay(self, root: int, place: Cursor, after: Look, budget: Budget) -> TreeBuilder:
-        """The same over a memory."""
-        tree, places = TreeBuilder([root]), {0: (0, place)}
+    def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
+        tree, places = TreeBuilder([root]), {0: (0, cursor)}
         for node, children in enumerate(self.within(budget).children):
             if children and node in places:
                 parent, here = places[node]
-                for child, found in zip(children, after(here), strict=False):
+                for child, found in zip(children, candidates(here), strict=False):
                     added = tree.add(parent, found.token)
-                    places[child] = added, found.place
+                    places[child] = added, found.cursor
                     if found.source:
                         tree.sources[added] = found.source
         return tree
@@ -133,9 +128,9 @@ def imbalanced(levels: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def promising(shape: Topology) -> list[int]:
-    """The nodes of a shape in falling order of promise, every one behind its parent and its elder siblings.
+    """The nodes of a shape in falling order of promise, every one after its parent and its elder siblings.
 
-    What the first-born of a node promises is half of what the node does, and its siblings promise less as in Zipf's
+    The first-born of a node promises half of what the node does, and its siblings promise less as in Zipf's
     distribution. Of equal nodes the first in level order comes first.
     """
     against = [1]  # one in so many
@@ -151,14 +146,6 @@ def places_in(whole: Topology, part: Topology) -> list[int]:
         for child, place in zip(children, whole.children[places[node]], strict=False):
             places[child] = place
     return places
-
-
-def slots(shape: Topology, width: int) -> list[list[int]]:
-    """Where the nodes of every level below the root lie in the successors of the level above, `width` a node."""
-    return [
-        [place * width + rank for place, node in enumerate(above) for rank in range(len(shape.children[node]))]
-        for above in shape.levels[:-1]
-    ]
 
 
 def ways(shape: Topology) -> list[list[int]]:

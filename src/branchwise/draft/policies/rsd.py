@@ -9,12 +9,12 @@ from __future__ import annotations
 from branchwise.core.topology import branched, plant
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.errors import UsageError
 
 
-class Branching:
+class Branching(TreePolicy):
     """`rsd-c:4,2,1`: four children of the root, two of each of those, one below each of those."""
 
     draw = Draw.WITHOUT_REPLACEMENT

@@ -1,4 +1,4 @@
-"""Stopping early: a tree ends where the drafter itself no longer believes in what would come next.
+"""Stopping early: a tree ends when the drafter itself gives its next tokens little probability.
 
 Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644) end a tree after a level in which no node
 scores above a threshold. Their score is that of a small network; a plain limit on confidence or entropy does as well.
@@ -7,47 +7,51 @@ What keeps it exact: a rule sees the distributions after nodes that are drawn, a
 from them. It never sees a token before it is admitted. Several paths are a case apart: they are independent draws of
 one depth, and a depth that they decide together makes them depend on each other.
 
-The pass that a rule looks at is the one that the next level would have been drawn from. What is saved are the passes
-below it, and the nodes that the target would have scored in vain.
+The pass that a rule looks at is the pass that the next level would have been drawn from. A stop saves the passes below
+it, and the nodes that the target would have scored in vain.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from branchwise.core.tree import Draw
+from branchwise.draft.artifact import Format
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.errors import ModelError, PairingError, UsageError
 
 
-class Stop(Protocol):
-    """A rule. One that looks at hidden states also says `wants_hidden = True`."""
+class Stop(ABC):
+    """A rule that may end a tree."""
 
+    needs_hidden: bool = False
+    """whether it looks at hidden states of a draft model"""
+
+    @abstractmethod
     def enough(self, found: NodeProbs, depth: int) -> bool:
-        """Whether the nodes of this depth, about which this was found, should stay without children."""
+        """Whether the nodes of this depth, after which these distributions were found, should have no children."""
+
+    def applied_to(self, policy: TreePolicy, name: str | None = None) -> Stopping:
+        """The policy with this rule; `name` is what an error calls it."""
+        return Stopping(policy, self, name)
 
 
-class Stopping:
-    """A growth that a rule may end at every level but the root's.
-
-    It fits growths that say `stoppable`: those that grow level by level, never take a node back, and whose trees stay
-    what they are when the last levels are missing.
-    """
+class Stopping(TreePolicy):
+    """A `stoppable` policy whose trees a rule may end at every level but the root's."""
 
     def __init__(self, policy: TreePolicy, stop: Stop, name: str | None = None) -> None:
-        if not getattr(policy, "stoppable", False):
+        if not policy.stoppable:
             raise PairingError(
                 f"A tree {name or type(policy).__name__!r} may not stop early: it would no longer be drawn as its "
                 "verifiers expect; use chain:L or rsd-c:4,2,1 with stop=, or leave stop= out."
@@ -55,25 +59,25 @@ class Stopping:
         self.policy = policy
         self.stop = stop
         self.draw = policy.draw
-        self.wants_hidden = any(getattr(part, "wants_hidden", False) for part in (policy, stop))
+        self.needs_hidden = policy.needs_hidden or stop.needs_hidden
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         growing, found = self.policy.grow(root, budget, sampler), None
         while True:
             try:
-                asked = growing.send(found)
+                request = growing.send(found)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            found = yield asked
-            if isinstance(asked, SampleRequest):
+            found = yield request
+            if isinstance(request, SampleRequest):
                 continue
-            tree, nodes = asked
+            tree, nodes = request
             depth = tree.depths[nodes[0]]
             if depth > 0 and self.stop.enough(found, depth):
                 return tree.finish(self.draw, tuple(nodes) if self.draw is Draw.PATHS else ())
 
 
-class Confidence:
+class Confidence(Stop):
     """`confidence:T`: enough when no node is followed by a token with more than this probability."""
 
     def __init__(self, threshold: float) -> None:
@@ -83,7 +87,7 @@ class Confidence:
         return not bool((found.probs.amax(dim=-1) > self.threshold).any())
 
 
-class Entropy:
+class Entropy(Stop):
     """`entropy:H`: enough when the distribution after every node has more than this entropy, in nats."""
 
     def __init__(self, nats: float) -> None:
@@ -95,30 +99,30 @@ class Entropy:
         return bool((entropy(found.probs) > self.nats).all())
 
 
-class Learned:
+class Learned(Stop):
     """`learned:FILE`: enough when a network that `branchwise train stop` wrote scores no node above its threshold."""
 
     def __init__(self, file: str, threshold: float | None = None) -> None:
-        """A `threshold` of one's own takes the place of the file's."""
+        """A `threshold` that is given takes the place of the file's."""
         self.file = file
         self.scorer = read_scorer(Path(file))
         given = self.scorer.threshold if threshold is None else threshold
         self.threshold = _share(given, "Stop 'learned' needs a threshold")
-        self.wants_hidden = self.scorer.kind == "soft"
+        self.needs_hidden = self.scorer.kind == "soft"
 
     def enough(self, found: NodeProbs, depth: int) -> bool:
-        if self.wants_hidden and found.hidden is None:
+        if self.needs_hidden and found.hidden is None:
             raise PairingError(
                 f"The stop {self.file} looks at hidden states, and this drafter has none; "
                 "use a draft model, or train a stop with --kind hard."
             )
-        seen = features(self.scorer.kind, found)
-        if seen.shape[1] != self.scorer.widths[0]:
+        inputs = features(self.scorer.kind, found)
+        if inputs.shape[1] != self.scorer.widths[0]:
             raise PairingError(
                 f"The stop {self.file} was trained for the draft model {self.scorer.draft}, whose hidden states have "
-                f"{self.scorer.widths[0]} numbers, and these have {seen.shape[1]}; train one for this draft model."
+                f"{self.scorer.widths[0]} numbers, and these have {inputs.shape[1]}; train one for this draft model."
             )
-        return not bool((self.scorer.scores(seen) > self.threshold).any())
+        return not bool((self.scorer.scores(inputs) > self.threshold).any())
 
 
 def _share(value: float, what: str) -> float:
@@ -164,17 +168,15 @@ def network_of(widths: tuple[int, ...]) -> nn.Sequential:
 
 # Files
 
-FORMAT = "branchwise.stop"
-"""the one key of the metadata, which holds all of it as JSON; several keys would stand in another order each time"""
-VERSION = 1
+FORMAT = Format("stop", "train one with branchwise train stop", ModelError)
 
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """A trained network, and what is known about it."""
+    """A trained network and its description."""
 
     kind: str
-    """soft: how much of what is drawn after a node is accepted; hard: whether both models agree on the best token"""
+    """soft: how often a token drawn after a node is accepted; hard: whether both models agree on the best token"""
     network: nn.Sequential
     threshold: float
     draft: str
@@ -188,59 +190,30 @@ class Scorer:
         return (layers[0].in_features, *(layer.out_features for layer in layers))
 
     @torch.no_grad()
-    def scores(self, seen: Tensor) -> Tensor:
+    def scores(self, inputs: Tensor) -> Tensor:
         """(nodes,): between 0 and 1, for features (nodes, width)."""
-        logits: Tensor = self.network.to(seen.device)(seen)
+        logits: Tensor = self.network.to(inputs.device)(inputs)
         return logits[:, 0].sigmoid()
 
 
 def write_scorer(scorer: Scorer, file: Path) -> None:
-    """Write a file that is either whole or not there."""
-    from safetensors.torch import save
-
     known = {
-        "version": VERSION,
         "kind": scorer.kind,
         "widths": scorer.widths,
         "threshold": scorer.threshold,
         "draft": scorer.draft,
         "notes": dict(scorer.notes),
     }
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in scorer.network.state_dict().items()}
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(save(tensors, {FORMAT: json.dumps(known)}))
-        os.replace(part, file)
-    except OSError as error:
-        raise UsageError(f"The stop cannot be written to {file}: {error.strerror or error}.") from None
-    finally:
-        part.unlink(missing_ok=True)
+    FORMAT.write(file, known, scorer.network.state_dict())
 
 
 def read_scorer(file: Path) -> Scorer:
-    """The network of a file; whatever is wrong with the file is said in one sentence."""
-    from safetensors import SafetensorError, safe_open
-
     if not file.is_file():
         raise ModelError(f"There is no stop {file}; write one with branchwise train stop --out {file}.")
-    try:
-        with safe_open(file, "pt") as stored:
-            metadata = stored.metadata() or {}
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (it is no dict)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"The stop {file} cannot be read: {str(error).rstrip('.')}; train it again.") from None
-    if FORMAT not in metadata:
-        raise ModelError(f"{file} is no stop; write one with branchwise train stop.")
-    try:
-        return _scorer(json.loads(metadata[FORMAT]), tensors)
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        why = str(error).splitlines()[0].rstrip(".:")
-        raise ModelError(f"The stop {file} is damaged ({why}); train it again.") from None
+    return FORMAT.read(file, _scorer)
 
 
 def _scorer(known: dict[str, Any], tensors: dict[str, Tensor]) -> Scorer:
-    if known["version"] != VERSION:
-        raise ValueError(f"version {known['version']}, where {VERSION} is known")
     kind, threshold, widths = known["kind"], float(known["threshold"]), tuple(known["widths"])
     if kind not in KINDS or widths != widths_of(kind, widths[0]) or not 0 < threshold < 1:
         raise ValueError("its sizes are not those of its kind")

@@ -1,6 +1,6 @@
 """A tree of a given shape: only its tokens are drawn.
 
-Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (arXiv 2402.12374). Where the i-th
+Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (arXiv 2402.12374). If the i-th
 child of a node is accepted about as often at every node, the best shape can be worked out beforehand: `branchwise tree
 optimise` does it for a pair of models on this machine. Siblings are drawn without replacement, and the first drawn has
 the largest part of the shape below it. The shape looks at the order of the draws and never at the tokens.
@@ -19,7 +19,7 @@ from typing import Any
 from branchwise.core.topology import branched, plant
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import nearest
@@ -37,13 +37,13 @@ SHAPES: dict[str, tuple[int, ...]] = {
 """
 
 TYPICAL = (0.8, 0.4, 0.3, 0.2, 0.2, 0.1, 0.1, 0.1)
-"""How often a child is accepted where its elder siblings were rejected: round numbers for a draft model that knows its
+"""How often a child is accepted after its elder siblings were rejected: round numbers for a draft model that knows its
 target well. `branchwise tree optimise` measures those of a pair."""
 
 MOST_NODES = 1024
 
 
-class Template:
+class Template(TreePolicy):
     """`template:NAME` or `template:FILE.json`: that shape, or as many whole levels of it as the budget holds."""
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -58,7 +58,7 @@ class Template:
         for level, below in pairwise(self.shape.levels[: max(budget.depth, 0) + 1]):
             if below[-1] >= budget.nodes:
                 break
-            # A distribution may carry fewer tokens than the shape has children: what is missing stays away with all
+            # A distribution may carry fewer tokens than the shape has children: a missing child is missing with all
             # below it.
             nodes = [node for node in level if node in places and self.shape.children[node]]
             if not nodes:

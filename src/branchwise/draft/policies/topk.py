@@ -3,7 +3,11 @@
 Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (arXiv 2406.16858), expands so many
 nodes of a level and ranks all nodes again at the end. Wang et al., "OPT-Tree: Speculative Decoding with Adaptive Draft
 Tree Structure" (arXiv 2406.17276), shows that the sum of path probabilities is the expected number of accepted tokens,
-if the draft is right about itself, and stops where one more level would add too little to it.
+if the draft is right about itself, and stops at a level that would add too little to it.
+
+Over candidates that are looked up, which costs next to nothing, the same tree needs no levels and no passes: a heap has
+the most probable node that may come next on top. Probabilities only fall along a path, so whatever its size, the tree
+is the best of that size.
 
 Nothing is drawn here: the tree depends on the text alone, so it is fixed, and `match` is exact for it.
 """
@@ -12,32 +16,30 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
-from branchwise.draft.policies.best import Look, best_first
+from branchwise.draft.builder import Candidate, Candidates, Cursor, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.errors import UsageError
 
-if TYPE_CHECKING:
-    from branchwise.draft.lookup.base import Cursor
 
-
-class TopK:
+class TopK(TreePolicy):
     """`topk:N,depth=D,width=W,gain=g`: the N best nodes below the root, at most D deep.
 
     Of every level only the W best nodes are expanded, each into its W most probable children: one pass a level, over W
-    nodes. With a gain the tree ends where a level adds less than that to the expected tokens: between what a pass of
-    the draft costs in passes of the target, and 1.
+    nodes. With a gain the tree ends if a level adds less than that to the expected tokens: between what a pass of the
+    draft costs in passes of the target, and 1.
     """
 
     draw = Draw.FIXED
+    lays = True
 
     def __init__(self, nodes: int, depth: int = 6, width: int = 8, gain: float = 0.0) -> None:
         if nodes < 1 or depth < 1 or width < 1 or not 0 <= gain < 1:
@@ -49,48 +51,46 @@ class TopK:
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         most = min(self.nodes + 1, budget.nodes)
-        start = Shoot(0.0, None, root)
-        tree, places = (
-            TreeBuilder([root]),
-            {start: 0},
-        )  # of what is expanded: a node that is only proposed costs no pass
+        start = PathNode(0.0, None, root)
+        # Only nodes that are expanded are in this tree: a node that is only proposed costs no pass.
+        tree, places = TreeBuilder([root]), {start: 0}
         best, level = [start], [start] if most > 1 else []
         for _ in range(min(self.depth, budget.depth)):
             # The children of a level are together at most as probable as the level.
-            if not level or sum(shoot.probability for shoot in level) < self.gain:
+            if not level or sum(node.probability for node in level) < self.gain:
                 break
-            for shoot in level:
-                if shoot.parent is not None:
-                    places[shoot] = tree.add(places[shoot.parent], shoot.token)
-            found = yield tree, [places[shoot] for shoot in level]
-            likeliest = yield Likeliest.of(sampler, found.probs, self.width)
+            for node in level:
+                if node.parent is not None:
+                    places[node] = tree.add(places[node.parent], node.token)
+            found = yield tree, [places[node] for node in level]
+            likeliest = yield TopKRequest.of(sampler, found.probs, self.width)
             below = [
-                Shoot(parent.value + value, parent, token)
+                PathNode(parent.value + value, parent, token)
                 for parent, likely in zip(level, likeliest, strict=True)
                 for token, value in likely
             ]
-            expected = sum(shoot.probability for shoot in best)
-            best = heapq.nsmallest(most, [*best, *below], key=lambda shoot: -shoot.value)  # of equal ones the first
-            if sum(shoot.probability for shoot in best) - expected < self.gain:
+            expected = sum(node.probability for node in best)
+            best = heapq.nsmallest(most, [*best, *below], key=lambda node: -node.value)  # of equal ones the first
+            if sum(node.probability for node in best) - expected < self.gain:
                 break
-            # Where the tree is full, only children of what is better than its worst node can find a place in it.
+            # If the tree is full, only children of a node better than its worst can find a place in it.
             fresh, least = set(below), best[-1].value if len(best) == most else -math.inf
-            level = [shoot for shoot in best if shoot in fresh and shoot.value > least][: self.width]
-        return joined(best).finish(self.draw)
+            level = [node for node in best if node in fresh and node.value > least][: self.width]
+        return tree_of(best).finish(self.draw)
 
-    def lay(self, root: int, place: Cursor, after: Look, budget: Budget) -> TreeBuilder:
-        """The same over a memory, where a look costs nothing: the very best nodes, with at most W children each."""
+    def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
+        """The very best nodes, with at most W children each."""
         nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)
-        return best_first(root, place, after, nodes=nodes, depth=depth, width=self.width)[0]
+        return best_first(root, cursor, candidates, nodes=nodes, depth=depth, width=self.width)[0]
 
 
 @dataclass(frozen=True, eq=False)
-class Shoot:
+class PathNode:
     """A node that may join a tree."""
 
     value: float
     """log-probability of its path"""
-    parent: Shoot | None
+    parent: PathNode | None
     token: int
 
     @property
@@ -98,32 +98,32 @@ class Shoot:
         return math.exp(self.value)
 
 
-def joined(shoots: Sequence[Shoot]) -> TreeBuilder:
-    """The tree of these, the root first and parents before their children."""
-    tree, places = TreeBuilder([shoots[0].token]), {shoots[0]: 0}
-    for shoot in shoots[1:]:
-        assert shoot.parent is not None
-        places[shoot] = tree.add(places[shoot.parent], shoot.token)
+def tree_of(nodes: Sequence[PathNode]) -> TreeBuilder:
+    """The tree of these nodes, the root first and parents before their children."""
+    tree, places = TreeBuilder([nodes[0].token]), {nodes[0]: 0}
+    for node in nodes[1:]:
+        assert node.parent is not None
+        places[node] = tree.add(places[node.parent], node.token)
     return tree
 
 
-class Likeliest(SampleRequest):
+class TopKRequest(SampleRequest):
     """For each distribution its most probable tokens, as many as `sizes` says, and the logarithms of their masses, best
     first.
 
-    Nothing of it is left to chance, but a device is asked for it as for draws: once for all texts of a batch.
+    Nothing of it is left to chance, but a device is asked for it as for draws: once for all sequences of a batch.
     """
 
     @classmethod
-    def of(cls, sampler: DraftSampler, probs: Tensor, width: int) -> Likeliest:
+    def of(cls, sampler: DraftSampler, probs: Tensor, width: int) -> TopKRequest:
         return cls(sampler, probs, [(row, row) for row in range(len(probs))], [width] * len(probs))
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return (Likeliest,)
+        return (TopKRequest,)
 
     def alone(self) -> list[list[tuple[int, float]]]:
-        """Of equal ones that are found the smallest token comes first."""
+        """Of equally probable tokens that are found the smallest comes first."""
         assert isinstance(self.probs, Tensor), "most probable tokens are found in rows"
         assert self.sizes is not None, "nobody said how many"
         rows = self.sampler.best(self.probs, max(self.sizes))
@@ -136,3 +136,50 @@ class Likeliest(SampleRequest):
             ]
             for row, size in zip(rows, self.sizes, strict=True)
         ]
+
+
+# Over candidates
+
+
+def best_first(
+    root: int, cursor: Cursor, candidates: Candidates, *, nodes: int, depth: int, width: int = 64, least: float = 0.0
+) -> tuple[TreeBuilder, list[float]]:
+    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first."""
+    tree = TreeBuilder([root])
+    growing = grow_best_first(tree, cursor, candidates, depth=depth, width=width, least=least)
+    return tree, [1.0, *islice(growing, max(nodes, 0))]
+
+
+def grow_best_first(
+    tree: TreeBuilder, cursor: Cursor, candidates: Candidates, *, depth: int, width: int = 64, least: float = 0.0
+) -> Iterator[float]:
+    """Add the next best node to a tree and yield how probable its path is, for as long as there is one.
+
+    The `width` best children of every node are considered, and none whose path is less probable than `least`. Of
+    siblings only the best that has not joined waits in the heap: the others cannot come before it. Of equally probable
+    paths that below the older parent comes first.
+    """
+    # (-probability of the path, parent, rank, the node, all siblings)
+    heap: list[tuple[float, int, int, Candidate, Sequence[Candidate]]] = []
+    reach = [1.0]
+
+    def offer(parent: int, rank: int, siblings: Sequence[Candidate]) -> None:
+        if rank < width and rank < len(siblings):
+            best = siblings[rank]
+            value = reach[parent] * min(best.mass, 1.0)
+            if value >= least:
+                heapq.heappush(heap, (-value, parent, rank, best, siblings))
+
+    newest = 0
+    while True:
+        if tree.depths[newest] < depth:
+            offer(newest, 0, candidates(cursor))
+        if not heap:
+            return
+        value, parent, rank, (token, _, cursor, source), siblings = heapq.heappop(heap)
+        offer(parent, rank + 1, siblings)
+        newest = tree.add(parent, token)
+        reach.append(-value)
+        if source:
+            tree.sources[newest] = source
+        yield -value

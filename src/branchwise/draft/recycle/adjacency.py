@@ -1,4 +1,4 @@
-"""For every token the successors that were probable on average: the table that `recycle` learns."""
+"""The adjacency table that `recycle` learns: for every token the successors that were probable on average."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.draft.lookup.base import Candidate, new
-from branchwise.draft.recycle.topk import HostTopTokens, Ints, ReportedTopTokens, TopTokens
+from branchwise.draft.builder import Candidate, new
+from branchwise.draft.recycle.topk import HostTopTokens, Ints, ReportedTopTokens
 from branchwise.errors import UsageError
 
 Halves = NDArray[np.float16]
+PADDING, REJECTED, ACCEPTED = range(3)
+"""what becomes of a node that the table learns from"""
 HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
 MOST_READ = 1024
-"""rows that are kept as they were read"""
-NEXT_BYTES = 144
-"""about what a successor takes there"""
+"""rows that are cached as they were read"""
+PADDING, REJECTED, ACCEPTED = range(3)
+"""what became of a node, for the kernels"""
 
 
 class AdjacencyTable:
     """For every token of a vocabulary its successors, best first, and how probable they were on average.
 
-    8 successors of 49,152 tokens are 1.6 MB of tokens (int32), and the probabilities (float16) add 0.8 MB. A place
-    without a probability is empty.
+    8 successors of 49,152 tokens are 1.6 MB of tokens (int32), and the probabilities (float16) add 0.8 MB. An entry
+    with probability 0 is empty.
     """
 
     def __init__(self, vocabulary: int, width: int, device: torch.device | str = "cpu") -> None:
         self.tokens = torch.zeros(vocabulary, width, dtype=torch.int32, device=device)
         self.masses = torch.zeros(vocabulary, width, dtype=torch.float16, device=device)
-        # Over the same memory: reading a row of an array costs less than a tensor's.
+        # Views of the same memory: reading a row of an array costs less than reading a row of a tensor.
         self._arrays = (self.tokens.numpy(), self.masses.numpy()) if self.tokens.device.type == "cpu" else None
         self._read: dict[int, list[Candidate]] = {}
-        """rows as they were read, until they are written again; trees of one text come back to the same tokens"""
+        """rows as they were read, until they are written again: trees of one text visit the same tokens"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,13 +44,8 @@ class AdjacencyTable:
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    @property
-    def bytes(self) -> int:
-        """The table, and about what the rows take that were read."""
-        return self.tokens.nbytes + self.masses.nbytes + len(self._read) * self.width * NEXT_BYTES
-
     def row(self, token: int) -> list[Candidate]:
-        """What may come after a token."""
+        """The successors of a token."""
         row = self._read.get(token)
         if row is None:
             tokens, masses = self._arrays or (self.tokens, self.masses)
@@ -61,19 +58,19 @@ class AdjacencyTable:
 
     def mix(self, probs: dict[int, int], found: HostTopTokens | ReportedTopTokens, rate: float) -> None:
         """Average new distributions into the rows of tokens: token -> row of what was found."""
-        assert self._arrays is not None, "this table lies on a device"
+        assert self._arrays is not None, "this table is on a device"
         tokens, masses = self._arrays
         keys = list(probs)
-        tokens[keys], masses[keys] = averaged_here(tokens[keys], masses[keys], found, list(probs.values()), rate)
+        tokens[keys], masses[keys] = averaged(tokens[keys], masses[keys], found, list(probs.values()), rate)
         for key in keys:
             self._read.pop(key, None)
 
     def forget_read(self) -> None:
-        """What was read may have changed: which rows did only the device knows."""
+        """Drop cached rows: the device has changed some, and does not report which."""
         self._read.clear()
 
     def put(self, tensors: dict[str, Tensor]) -> None:
-        """Take over a stored table."""
+        """Replace the table by a stored one."""
 
         def refuse(why: str) -> UsageError:
             return UsageError(f"This is no state of 'recycle' for this model: {why}; leave it out and start afresh.")
@@ -100,28 +97,14 @@ class AdjacencyTable:
         self._read.clear()
 
 
-def averaged(tokens: Tensor, masses: Tensor, found: TopTokens, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """Rows of a table, with row rows[i] of what was found averaged into row i.
-
-    The new distribution is asked exactly for all tokens that a row holds; a token that is new to the row counts as if
-    it had been impossible so far. The best stay.
-    """
-    old, before = tokens.long(), masses.float()
-    held = before > 0
-    share = torch.where(held.any(dim=1, keepdim=True), rate, 1.0)
-    stay = torch.where(held, (1 - share) * before + share * found.of(rows, old), 0.0)
-    new = found.tokens[rows]
-    known = ((new[:, :, None] == old[:, None, :]) & held[:, None, :]).any(dim=2)
-    join = torch.where(known, 0.0, share * found.masses[rows])
-    best, places = torch.cat([stay, join], dim=1).topk(tokens.shape[1])
-    best = (best * HALF_DOWN).half()
-    return torch.where(best > 0, torch.cat([old, new], dim=1).gather(1, places), 0).int(), best
-
-
-def averaged_here(
+def averaged(
     tokens: Ints, masses: Halves, found: HostTopTokens | ReportedTopTokens, rows: list[int], rate: float
 ) -> tuple[Ints, Halves]:
-    """The same on the host, number for number."""
+    """Rows of a table, with row rows[i] of what was found averaged into row i.
+
+    The new distribution is looked up exactly for all tokens that a row holds; a token that is new to the row counts as
+    if its probability had been 0 so far. The best tokens stay.
+    """
     old, before = tokens.astype(np.int64), masses.astype(np.float32)
     held = before > 0
     share = np.where(held.any(axis=1, keepdims=True), np.float32(rate), np.float32(1))

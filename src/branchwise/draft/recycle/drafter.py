@@ -1,17 +1,18 @@
-"""Token Recycling: what the target once found probable after a token is proposed after it again.
+"""Token Recycling: tokens that the target once found probable after a token are proposed after it again.
 
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling" (arXiv
-2408.08696). A pass over a tree finds distributions for all its nodes, and most of them are thrown away with the nodes.
-Here the best successors of every token go into a table, also those behind rejected tokens.
+2408.08696). A pass over a tree computes distributions for all its nodes, and most of them are discarded with the nodes.
+The drafter keeps the best successors of every token in a table, also those after rejected tokens.
 
-What is different from the paper: the table starts with distributions of the prompt, it keeps probabilities beside the
-tokens, as a running average, so that a tree can go where they are high; and a token that was never seen proposes
-nothing. The probabilities are those of the model at temperature 1, before any warping.
+Differences from the paper: the table starts with distributions of the prompt; it keeps probabilities with the tokens,
+as a running average, so that a tree can grow where they are high; and a token that was never seen proposes nothing. The
+probabilities are those of the model at temperature 1, before any warping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,67 +20,66 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.backends.base import Nodes, Scored, Target
+from branchwise.backends.base import Needs, Prefill, Scored, ScoredNodes, TargetInfo
 from branchwise.core.batch import lay_out
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import Topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.cuda.graphs import GraphedFunction, have_kernels
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
-from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreePolicy
-from branchwise.draft.lookup.base import Candidate, LookupDrafter
+from branchwise.draft.base import Budget, LearningDrafter
+from branchwise.draft.builder import Candidate, TreePolicy
+from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.policies.ranks import Ranks, places_in, slots, ways
+from branchwise.draft.policies.ranks import Ranks, places_in, ways
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.recycle.adjacency import AdjacencyTable, averaged
-from branchwise.draft.recycle.device_paths import DevicePaths
-from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens, top_tokens_at
+from branchwise.draft.recycle.adjacency import ACCEPTED, PADDING, REJECTED, AdjacencyTable
+from branchwise.draft.recycle.device_paths import MOST_PATHS, DevicePaths
+from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens_at
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
 
+PREFILL = 128
+"""distributions of a prompt that are learned from, the last ones"""
 MOST_PARTS = 256
-MOST_BY_KERNELS = 16
-"""successors of a token; a kernel takes as many turns to find them"""
+MOST_WIDTH = 16
+"""successors of a token that the kernels find, one after the other"""
 
 
-class Recycle(LookupDrafter):
+class Recycle(LookupDrafter, LearningDrafter):
     """`recycle:k=8,rate=0.5,rows=16`: a table of k successors for every token.
 
-    What is new counts `rate` in the average, and all where a token is seen for the first time. On the host a step
-    learns from `rows` nodes of a text at most: the end of the accepted path, then rejected nodes level by level. A
-    token has no row before it was scored once, and what is rejected here is often written soon. On a device it learns
-    from all nodes, and nothing is read back: the tokens of a tree of ranks are looked up there, and
-    paths are drawn there (`device_paths.py`). Other trees are laid on the host, so for them the table lies there, and a
-    device tells what is best behind each node.
+    A new distribution counts `rate` in the average, and wholly if its token is seen for the first time. On the host a
+    step learns from at most `rows` nodes of a text: the end of the accepted path, then rejected nodes level by level. A
+    token has no row before it was scored once, and a rejected token is often written soon.
+
+    On a device with kernels the table is on the device: it learns from all nodes, and nothing is read back. The tokens
+    of a tree of ranks are looked up on the device, and paths are drawn on it (`device_paths.py`). Other trees are laid
+    on the host, with the table on the host; the device then reports the best tokens after each node.
     """
 
     name = "recycle"
-    wants_prefill = 128
 
     def __init__(self, k: int = 8, rate: float = 0.5, rows: int = 16, tree: TreePolicy | None = None) -> None:
         if k < 1 or not 0 < rate <= 1 or rows < 1:
             raise UsageError("Drafter 'recycle' takes k and rows of at least 1 and a rate above 0 and up to 1.")
         super().__init__(tree or TopK(64, depth=8, width=k))
         self.k, self.rate, self.rows = k, rate, rows
-        self.learns = True
         self.on_device = False
-        """learn from all nodes, and look up trees of ranks or draw paths where the table lies"""
-        self.by_kernels = False
-        """learn and look up in a few kernels of our own"""
+        """whether the table is on the device, and kernels learn, look up trees of ranks and draw paths"""
         self._table: AdjacencyTable | None = None
         self._bound_to: tuple[int, int, torch.device] | None = None
         self._whole: Topology | None = None
         """the largest tree that is looked up"""
         self._paths: DevicePaths | None = None
-        self._parts: dict[Topology, Tensor] = {}  # which nodes of the whole tree a smaller one has, on the device
+        self._parts: dict[Topology, Tensor] = {}  # indices of the nodes of a smaller tree in the whole, on the device
         self._roots: dict[int, PinnedBuffer] = {}  # by the number of texts
         self._ahead: Tensor | None = None
         """whole trees below the tokens of the last verdicts"""
         self._expected: list[tuple[SequenceState, int]] = []
         """the text of each of these trees, and its root"""
-        self._foreseen: list[DraftTree] | None = None
-        """what they come to within budgets"""
+        self._next: list[DraftTree] | None = None
+        """the same trees, cut to budgets"""
 
     @property
     def table(self) -> AdjacencyTable:
@@ -87,80 +87,84 @@ class Recycle(LookupDrafter):
         return self._table
 
     @property
-    def memory_bytes(self) -> int:
-        return 0 if self._table is None else self._table.bytes
+    def needs(self) -> Needs:
+        return replace(super().needs, prefill_logits=PREFILL, topk=0 if self.on_device else 2 * self.k)
 
-    def bind(self, target: Target) -> None:
+    def bind(self, target: TargetInfo) -> None:
         if target is not self.target:
             self._paths = None
         super().bind(target)
-        self.on_device = target.device.type != "cpu" and isinstance(self.tree, Ranks | Paths)
-        place = target.device if self.on_device else torch.device("cpu")
-        wanted = _, width, _ = target.vocabulary, min(self.k, target.vocabulary), place
-        self.by_kernels = self.on_device and width <= MOST_BY_KERNELS and have_kernels(place)
-        self.by_kernels &= getattr(target, "kernels", True)
-        compiled = getattr(target, "compile", False) and not self.by_kernels  # there is nothing left to compile
-        self._ways: dict[str, Any] = {"capture": getattr(target, "graphs", True), "compile": compiled}
+        width = min(self.k, target.vocabulary)
+        fits = isinstance(self.tree, Ranks) or (isinstance(self.tree, Paths) and self.tree.count <= MOST_PATHS)
+        self.on_device = fits and width <= MOST_WIDTH and have_kernels(target.device)
+        self.on_device &= target.execution.kernels
+        wanted = target.vocabulary, width, target.device if self.on_device else torch.device("cpu")
+        self._captures = target.execution.graphs
         if self._table is None or self._bound_to != wanted:
             self._move_to(*wanted)
-        if not self.on_device and hasattr(target, "tell_best"):
-            target.tell_best(2 * self.k)
 
     def _move_to(self, vocabulary: int, width: int, place: torch.device) -> None:
-        """A table there; what was learned stays, where it fits."""
+        """Create the table on this device; what was learned stays if it fits."""
         known, self._table = self._table, AdjacencyTable(vocabulary, width, place)
         if known is not None and known.tokens.shape == self._table.tokens.shape:
             self._table.put({"tokens": known.tokens.cpu(), "masses": known.masses.cpu()})
         self._bound_to, self._whole, self._paths = (vocabulary, width, place), None, None
-        self._ahead = self._foreseen = None
-        self._tables = self._table.tokens, self._table.masses
-        self._learning = GraphedFunction(learn_judged, place, self._tables, writes=True, **self._ways, **self._how)
-        for told in (self._parts, self._roots):
-            told.clear()
+        self._ahead = self._next = None
+        self._parts.clear()
+        self._roots.clear()
+        if self.on_device:
+            self._tables = self._table.tokens, self._table.masses
+            self._learning = GraphedFunction(
+                learn_judged,
+                place,
+                self._tables,
+                writes=True,
+                capture=self._captures,
+                learner=self._kernels.learn_marked,
+                rate=self.rate,
+            )
 
-    def find(self, sequence: SequenceState) -> int:
+    def locate(self, sequence: SequenceState) -> int:
         return sequence.root
 
-    def after(self, place: int | None) -> list[Candidate]:
-        return [] if place is None else self.table.row(place)
+    def candidates(self, cursor: int | None) -> list[Candidate]:
+        return [] if cursor is None else self.table.row(cursor)
 
-    def step(self, place: int | None, token: int) -> int:
+    def advance(self, cursor: int | None, token: int) -> int:
         return token
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         if self.on_device and isinstance(self.tree, Paths):
             assert self.target is not None, "a table is bound to a target"
-            self._paths = self._paths or DevicePaths(self.tree, self.table.tokens, self.table.masses, self.target)
+            self._paths = self._paths or DevicePaths(self.tree, *self._tables, self.target, self._kernels.draw_paths)
             self._drafted = self._paths(sequences, budgets)
             return self._drafted
         if not self.on_device or not isinstance(self.tree, Ranks):
             return super().draft(sequences, budgets)
         wanted = [(sequence, sequence.root) for sequence in sequences]
-        # What was looked up already is right where the texts go on together as they were.
+        # Trees that were looked up in advance are right if the batch is the same and every root is as expected.
         expected = wanted == self._expected
-        trees, self._foreseen = self._foreseen if expected else None, None
+        trees, self._next = self._next if expected else None, None
         if trees is None:
             found, self._ahead = self._ahead if expected else None, None
             found = self.looked_up([root for _, root in wanted]) if found is None else found
             trees = self._within(found, budgets)
-        if hasattr(self.tree, "drafted"):
-            self.tree.drafted()
+        self.tree.drafted()
         self._drafted = trees
         return trees
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         if self._ahead is None or not isinstance(self.tree, Ranks):
             return None
-        if min(budget.depth for budget in budgets) < self.tree.shape.depth:  # they may come out smaller than they need
+        if min(budget.depth for budget in budgets) < self.tree.shape.depth:  # the trees may have to be smaller
             return None
-        self._foreseen, self._ahead = self._within(self._ahead, budgets), None
-        return self._foreseen
+        self._next, self._ahead = self._within(self._ahead, budgets), None
+        return self._next
 
     def _within(self, found: Tensor, budgets: Sequence[Budget]) -> list[DraftTree]:
-        """What trees (at least as many, nodes) that were looked up come to within budgets."""
+        """Trees (at least as many as budgets, nodes) that were looked up, cut to budgets."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
-        if hasattr(self.tree, "begin"):
-            self.tree.begin(len(budgets), self.target)
+        self.tree.begin_batch(len(budgets), self.target)
         shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
         return [
             DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
@@ -168,81 +172,76 @@ class Recycle(LookupDrafter):
         ]
 
     def looked_up(self, roots: list[int]) -> Tensor:
-        """(roots, nodes): the tokens of whole trees, without a wait for the device.
+        """(roots, nodes): the tokens of whole trees, without waiting for the device; the next call overwrites them.
 
-        Where a row is empty the tokens mean nothing. What they propose is rejected like anything else. The next trees
-        overwrite these.
+        Tokens below an empty row are arbitrary, and are verified like all others.
         """
         size = fitting(len(roots), BATCHES)  # few sizes, each of which is recorded
         if size not in self._roots:
             self._roots[size] = PinnedBuffer(size, self.table.tokens.device)
-        told = self._roots[size]
-        told.here[: len(roots)] = roots
-        return self._looked(told.bring())[: len(roots)]
+        buffer = self._roots[size]
+        buffer.host[: len(roots)] = roots
+        return self._looked(buffer.copy())[: len(roots)]
 
     def _looked(self, roots: Tensor) -> Tensor:
         if self._whole is None:
             self._look()
-        return self._lookup(roots)
+        found: Tensor = self._lookup(roots)
+        return found
 
     def _part(self, whole: Tensor, shape: Topology) -> Tensor:
-        """(nodes,): what a smaller tree has of a whole one; as a look-up, that is recorded once for all shapes."""
+        """(nodes,): the tokens of a smaller tree, gathered from a whole one: look-ups are recorded for one shape."""
         assert self._whole is not None, "nothing was looked up"
         if shape is self._whole:
             return whole
         if shape not in self._parts:
             if len(self._parts) > MOST_PARTS:
                 self._parts.clear()
-            self._parts[shape] = _there(places_in(self._whole, shape), whole)
+            self._parts[shape] = _upload(places_in(self._whole, shape), whole)
         return whole.index_select(0, self._parts[shape])
 
     def _look(self) -> None:
-        """Make ready to look up the whole tree."""
+        """Prepare to look up whole trees."""
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
-        if self.by_kernels:
-            from branchwise.draft.recycle import kernels
+        ranks = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
+        self._lookup = GraphedFunction(self._kernels.walk, table.device, (table, ranks), capture=self._captures)
 
-            there = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
-            self._lookup = GraphedFunction(kernels.walk, table.device, (table, there), **self._ways)
-        else:
-            levels = [_there(level, table) for level in slots(self._whole, self.table.width)]
-            self._lookup = GraphedFunction(walk, table.device, (table, *levels), **self._ways)
-
-    def begin(self, sequence: SequenceState, logits: Tensor) -> None:
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        if not len(logits := prefill.logits):
+            return
         tokens = sequence.tokens[-1 - len(logits) : -1]
         if self.on_device:
-            # In one shape, however long the prompt is: kernels are compiled for the shapes that they meet.
-            left = max(self.wants_prefill - len(logits), 0)
-            there = _there([*tokens, *[0] * left], logits)[None]
-            marks = _there([*[ACCEPTED] * len(logits), *[PADDING] * left], logits)[None]
-            probs = torch.nn.functional.pad(logits, (0, 0, 0, left))[None]
-            self._learner(*self._tables, there, probs, marks, rate=self.rate)
+            # Padded to one shape for prompts of all lengths: kernels are compiled for every shape.
+            left = max(PREFILL - len(logits), 0)
+            uploaded = _upload([*tokens, *[0] * left], logits)[None]
+            marks = _upload([*[ACCEPTED] * len(logits), *[PADDING] * left], logits)[None]
+            padded = torch.nn.functional.pad(logits, (0, 0, 0, left))[None]
+            self._kernels.learn_marked(*self._tables, uploaded, padded, marks, rate=self.rate)
             self.table.forget_read()
         else:
             self._learn_in_turn(tokens, host_top_tokens(logits, self.table.width))
 
-    def update_on_device(self, scored: Scored, found: Verdicts) -> None:
-        """On a device, learn from every node at once, before the host knows what was accepted, and look up the trees
-        that come next."""
-        # Whoever interrupts this step finds nothing looked up.
-        self._ahead = self._foreseen = None
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        """Enqueue learning from all nodes and the look-up of the next trees, before the host reads the verdict."""
+        # An interrupted step leaves no trees behind.
+        self._ahead = self._next = None
         self._expected = []
         if not self.on_device:
             return
         nodes = scored.nodes or self._nodes(scored.logits)
-        places = nodes.tokens, nodes.seen, nodes.slots, scored.logits, found.paths
-        if scored.nodes is None:  # a pass that was not recorded, whose logits lie anywhere
-            learn_judged(*self._tables, *places, **self._how)
+        inputs = nodes.tokens, nodes.ancestor_bits, nodes.slots, scored.logits, verdicts.paths
+        if scored.nodes is None:  # a pass that was not recorded, whose logits have no fixed address
+            learn_judged(*self._tables, *inputs, learner=self._kernels.learn_marked, rate=self.rate)
         else:
-            self._learning(*places)
+            self._learning(*inputs)
         self.table.forget_read()
-        self._ahead = self._looked(found.tokens) if isinstance(self.tree, Ranks) else None
+        self._ahead = self._looked(verdicts.tokens) if isinstance(self.tree, Ranks) else None
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.on_device:
-            told = zip(sequences, verdicts, strict=True)
-            self._expected = [(sequence, verdict.token) for sequence, verdict in told]
+            pairs = zip(sequences, verdicts, strict=True)
+            self._expected = [(sequence, verdict.token) for sequence, verdict in pairs]
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         drafted = [tree.tokens.tolist() for tree in self._drafted]
@@ -258,9 +257,9 @@ class Recycle(LookupDrafter):
         self.table.put(tensors)
 
     def _learn_in_turn(self, tokens: list[int], found: HostTopTokens | ReportedTopTokens) -> None:
-        """From the distributions after tokens that the host knows, one after the other.
+        """Average the distributions after tokens into the table, in order.
 
-        A token that comes several times is averaged in as often, in that order: each turn has every token once.
+        A token that occurs several times is averaged several times: each turn has every token at most once.
         """
         turns: list[dict[int, int]] = []  # token -> row
         for row, token in enumerate(tokens):
@@ -271,39 +270,30 @@ class Recycle(LookupDrafter):
         for turn in turns:
             self.table.mix(turn, found, self.rate)
 
-    def _nodes(self, logits: Tensor) -> Nodes:
-        """The trees that were drafted last, in the shape of a pass over them."""
+    def _nodes(self, logits: Tensor) -> ScoredNodes:
+        """The trees that were drafted last, padded like a pass over them."""
         batch, nodes, _ = logits.shape
         rows = [tree.tokens.to(logits.device, non_blocking=True) for tree in self._drafted]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         tokens = torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1], 0, batch - len(rows)))
         slots = [*range(len(rows)), *[-1] * (batch - len(rows))]
         layout = lay_out(tuple(tree.topology for tree in self._drafted), nodes)
-        seen = torch.nn.functional.pad(_there(layout.seen, logits), (0, 0, 0, 0, 0, batch - len(rows)))
-        return Nodes(tokens, seen, there := _there(slots, logits), torch.zeros_like(there))
+        bits = torch.nn.functional.pad(_upload(layout.ancestor_bits, logits), (0, 0, 0, 0, 0, batch - len(rows)))
+        uploaded = _upload(slots, logits)
+        return ScoredNodes(tokens, bits, uploaded, torch.zeros_like(uploaded))
 
     @property
-    def _learner(self) -> Callable[..., None]:
-        if not self.by_kernels:
-            return learn_marked
-        from branchwise.draft.recycle import kernels
+    def _kernels(self) -> Any:
+        from branchwise.draft.recycle import kernels  # Triton is installed only where there is a CUDA device
 
-        return kernels.learn_marked
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"learner": self._learner, "rate": self.rate}
-
-
-PADDING, REJECTED, ACCEPTED = range(3)
-"""what becomes of a node"""
+        return kernels
 
 
 def learn_judged(
     table: Tensor,
     masses: Tensor,
     tokens: Tensor,
-    seen: Tensor,
+    ancestor_bits: Tensor,
     slots: Tensor,
     logits: Tensor,
     paths: Tensor,
@@ -311,49 +301,22 @@ def learn_judged(
     learner: Callable[..., None],
     rate: float,
 ) -> None:
-    """Learn from the nodes of a pass, told as `Nodes`, and from verdicts that accepted paths (batch, depth + 1)."""
-    real = (seen != 0).any(dim=2) & (slots >= 0)[:, None]
-    accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # a path that is over stays at its root
+    """Learn from the nodes of a pass, given as in `ScoredNodes`, and from the accepted paths (batch, depth + 1)."""
+    real = (ancestor_bits != 0).any(dim=2) & (slots >= 0)[:, None]
+    accepted = torch.zeros_like(real).scatter(1, paths.clamp_min(0), True)  # the padding of a path marks its root
     learner(table, masses, tokens, logits, torch.where(accepted, ACCEPTED, REJECTED) * real, rate=rate)
-
-
-def learn_marked(table: Tensor, masses: Tensor, tokens: Tensor, logits: Tensor, marks: Tensor, *, rate: float) -> None:
-    """Learn from tokens, distributions and marks (batch, nodes) in a table, in fixed shapes.
-
-    Several nodes may carry one token. All of them write the distribution of the last one, and accepted nodes count as
-    last: so it does not matter who writes first. Padding writes what the first node of all writes.
-    """
-    flat, marks = tokens.flatten().long(), marks.flatten()
-    places = torch.arange(len(flat), device=flat.device)
-    keys = torch.where(marks > PADDING, flat, flat[0])
-    turns = torch.where(marks > PADDING, places + len(flat) * (marks == ACCEPTED), -1)
-    last = torch.zeros(len(table), dtype=torch.int64, device=flat.device)
-    last.scatter_reduce_(0, keys, turns, "amax")
-    found = top_tokens(logits.flatten(0, 1), table.shape[1])
-    table[keys], masses[keys] = averaged(table[keys], masses[keys], found, last[keys] % len(flat), rate)
-
-
-def walk(*inputs: Tensor) -> Tensor:
-    """From a table, for every level where its nodes lie in the successors of the level above, and roots (n,) to the
-    tokens (n, nodes) of trees: one look at the table a level."""
-    table, *levels, roots = inputs
-    found = [roots[:, None]]
-    for level in levels:
-        below = table.index_select(0, found[-1].flatten()).view(len(roots), -1)
-        found.append(below.index_select(1, level))
-    return torch.cat(found, dim=1).long()
 
 
 def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
     """The nodes of a tree to learn from on the host, the most important last: the accepted path ends the list.
 
-    What the table did not foresee lies at the end of the path, so that is what stays of a long one.
+    The table predicted the start of a long path, so only its end is kept.
     """
     path = path[-most:]
     others = [node for node in range(1, len(tree)) if node not in path]
     return [*others[: most - len(path)], *path]
 
 
-def _there(numbers: Sequence[int] | NDArray[np.integer], like: Tensor) -> Tensor:
-    """Numbers where a tensor is, without waiting for the device."""
+def _upload(numbers: Sequence[int] | NDArray[np.integer], like: Tensor) -> Tensor:
+    """Numbers on the device of a tensor, without waiting for it."""
     return torch.tensor(numbers).to(like.device, non_blocking=True)

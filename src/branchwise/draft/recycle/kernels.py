@@ -1,14 +1,14 @@
-"""The table of successors as Triton kernels: two to learn from all nodes of a pass, one to look up whole trees.
+"""The adjacency table as Triton kernels: two to learn from all nodes of a pass, one to look up whole trees.
 
-`learn_marked` and `walk` of recycle.py are the truth; these do the same in a few launches. A tournament finds the best
-tokens of a row while it is read, as in peaks.py: a program reads part of a row in blocks, a block is cut into groups of
-a few tokens that lie side by side, and the k best tokens are among the groups with the k best winners. Those alone are
-read again. The sum over the row comes along.
+`learn_marked` and `walk` of `tests/device_twins.py` are the same in torch. A tournament finds the best tokens of a row
+while it is read, as in topk.py: a program reads part of a row in blocks, a block is cut into groups of a few adjacent
+tokens, and the k best tokens are among the groups with the k best winners. Only these groups are read again. The sum
+over the row is computed on the way.
 
-A value and its token are one whole number, so that the best of some is their maximum, and of equal ones it is that of
-the lowest token: what is found depends neither on how a row is cut nor on who runs first.
+A value and its token are packed into one integer, so that the best is the maximum, and of equal values the lowest token
+wins: the result depends neither on how a row is cut nor on the order of programs.
 
-Nothing here is imported where there is no CUDA device, except by tests, which run it in Triton's interpreter.
+This module is imported only if there is a CUDA device, and by tests, which run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -23,12 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.cuda.graphs import on
-from branchwise.draft.recycle import adjacency as successors
-from branchwise.draft.recycle import drafter as recycle
+from branchwise.draft.recycle import adjacency
+from branchwise.draft.recycle.paths_kernel import draw_paths
 
-PADDING = tl.constexpr(recycle.PADDING)
-ACCEPTED = tl.constexpr(recycle.ACCEPTED)
-HALF_DOWN = tl.constexpr(successors.HALF_DOWN)
+__all__ = ["draw_paths", "learn_marked", "walk"]
+
+PADDING = tl.constexpr(adjacency.PADDING)
+ACCEPTED = tl.constexpr(adjacency.ACCEPTED)
+HALF_DOWN = tl.constexpr(adjacency.HALF_DOWN)
 
 LAST = tl.constexpr((1 << 31) - 1)
 """no token"""
@@ -79,9 +81,10 @@ def learn_marked(
     rate: float,
     tiles: Tiling | None = None,
 ) -> None:
-    """What `recycle.learn_marked` does: learn from tokens, distributions and marks (batch, nodes) in a table.
+    """Learn from tokens, distributions and marks (batch, nodes).
 
-    Of several nodes that carry one token only the one that counts as last writes, and padding is not even read.
+    Of several nodes with one token only the last writes, where accepted nodes count after rejected ones. Padding is not
+    read.
     """
     batch, nodes, vocabulary = logits.shape
     rows, k = batch * nodes, table.shape[1]
@@ -253,10 +256,10 @@ def _best(keys, k: tl.constexpr, block_k: tl.constexpr):
 
 
 def walk(table: Tensor, ways: Tensor, roots: Tensor) -> Tensor:
-    """(n, nodes) int64: what `recycle.walk` finds, the tokens of trees below roots (n,).
+    """(n, nodes) int64: the tokens of trees below roots (n,).
 
     `ways` (nodes, depth) int32 has the ranks of the successors that lead from the root to each node, padded with -1:
-    every node goes its own way, so none waits for the level above it.
+    every node is looked up from the root, so no level waits for the level above it.
     """
     nodes, depth = ways.shape
     assert table.is_contiguous(), "a table must be whole"

@@ -1,8 +1,7 @@
 """Paths drawn on a device, as a Triton kernel: one program for all paths of a text, from the root to the last level.
 
-`draw` in `device_paths.py` is the truth, and says what the steps are for; as operations of torch it is some eighty
-small ones a level. Nothing here is imported where there is no CUDA device, except by tests, which run it in Triton's
-interpreter.
+`draw_paths` of `tests/device_twins.py` is the same in torch, some eighty small operations a level. This module is
+imported only if there is a CUDA device, and by tests, which run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -14,33 +13,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from branchwise.core import rng as chance
-from branchwise.draft.recycle.device_paths import PICKS, TOLD
+from branchwise.core import rng, rows
+from branchwise.draft import sampler
 
-BLOCK = tl.constexpr(chance.BLOCK)
-GAMMA = tl.constexpr(chance.GAMMA)
-FIRST_FACTOR = tl.constexpr(chance.signed(chance.FACTORS[0]))
-SECOND_FACTOR = tl.constexpr(chance.signed(chance.FACTORS[1]))
-STREAM = tl.constexpr(PICKS)
+BLOCK = tl.constexpr(rows.BLOCK)
+GAMMA = tl.constexpr(rng.GAMMA)
+FIRST_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[0]))
+SECOND_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[1]))
+STREAM = tl.constexpr(sampler.PICKS)
+"""where the draws of `SeededSampler` begin"""
 STEP = tl.constexpr(2.0**-52)
 NOBODY = tl.constexpr(1 << 40)
 """more than any token"""
 
 
-def draw_paths_kernel(
-    table: Tensor, masses: Tensor, told: Tensor, q: Tensor, *, count: int, length: int, common: int
+def draw_paths(
+    table: Tensor, masses: Tensor, texts: Tensor, q: Tensor, *, count: int, length: int, common: int
 ) -> Tensor:
-    """What `draw` does."""
-    texts, rows, vocabulary = q.shape
+    """(texts, count, length, 2) int64: the tokens of paths and the nodes that they become, -1 if the root has no row.
+
+    `table` and `masses` (vocabulary, width) are the successors of every token, best first; `texts` (texts, 4) are root,
+    seed, position of the root and whether the text is greedy. `q` (texts, rows, vocabulary) is overwritten with the
+    distributions after the nodes.
+
+    The distribution after a token is its row; if the row is empty, the distribution before it stays. Nodes are numbered
+    level by level: children of one parent in a row, in the order in which paths first reach them.
+    """
+    batch, rows, vocabulary = q.shape
     width = table.shape[1]
-    assert all(it.is_contiguous() for it in (table, masses, told, q)), "tables must be whole"
-    assert told.shape == (texts, TOLD), "every text is told of with the same numbers"
-    found = torch.empty(texts, count, length, 2, dtype=torch.int64, device=q.device)
+    assert all(it.is_contiguous() for it in (table, masses, texts, q)), "tables must be contiguous"
+    assert texts.shape == (batch, 4), "a text has four numbers"
+    found = torch.empty(batch, count, length, 2, dtype=torch.int64, device=q.device)
     block_paths, block_width = triton.next_power_of_2(count), triton.next_power_of_2(width)
     q.zero_()
-    _draw[(texts,)](
-        table, masses, told, q, found, rows, vocabulary,
-        told_numbers=TOLD, count=count, length=length, common=common, width=width,
+    _draw[(batch,)](
+        table, masses, texts, q, found, rows, vocabulary,
+        count=count, length=length, common=common, width=width,
         block_paths=block_paths, block_width=block_width,
         num_warps=min(max(block_paths * max(block_paths, block_width) // 256, 1), 8), num_stages=1,
     )  # fmt: skip
@@ -49,16 +57,16 @@ def draw_paths_kernel(
 
 @triton.jit(do_not_specialize=["rows", "vocabulary"])
 def _draw(
-    table, masses, told, q, found, rows, vocabulary,
-    told_numbers: tl.constexpr, count: tl.constexpr, length: tl.constexpr, common: tl.constexpr, width: tl.constexpr,
+    table, masses, texts, q, found, rows, vocabulary,
+    count: tl.constexpr, length: tl.constexpr, common: tl.constexpr, width: tl.constexpr,
     block_paths: tl.constexpr, block_width: tl.constexpr,
 ):  # fmt: skip
-    """All paths of one text. A block may have more paths than are wanted: they go down like the others, unseen."""
+    """All paths of one text. A block may have more paths than are wanted: they are drawn too, and not stored."""
     text = tl.program_id(0).to(tl.int64)
     path = tl.arange(0, block_paths).to(tl.int64)
     place = tl.arange(0, block_width).to(tl.int64)  # among successors
     real = path < count
-    about = told + text * told_numbers
+    about = texts + text * 4
     probs = tl.zeros([block_paths], tl.int64) + tl.load(about)
     seed, spot = _mix(tl.load(about + 1)), tl.load(about + 2) * GAMMA
     sure = tl.load(about + 3) > 0
@@ -97,14 +105,14 @@ def _draw(
 
 @triton.jit
 def _held(masses, tokens, place, width: tl.constexpr):
-    """Of which tokens a successor is known."""
+    """Which tokens have a row that is not empty."""
     row = tl.load(masses + tokens[:, None] * width + place[None, :], mask=(place < width)[None, :], other=0.0)
     return tl.max((row.to(tl.float32) > 0).to(tl.int32), 1) > 0
 
 
 @triton.jit
 def _race(table, masses, probs, total, tokens, likely, key, width: tl.constexpr):
-    """Which tokens (paths, width) arrive first: blocks of the vocabulary race, then the tokens of the winning one."""
+    """The tokens that win races: blocks of the vocabulary race first, then the tokens (paths, width) of the winner."""
     blocks, chances = tokens // BLOCK, likely.to(tl.float64)
     sums = tl.zeros_like(chances)
     for other in range(width):
@@ -118,18 +126,18 @@ def _race(table, masses, probs, total, tokens, likely, key, width: tl.constexpr)
 
 @triton.jit
 def _first(names, chances, key):
-    """(paths,): of runners (paths, width) the name of the one that arrives first."""
+    """(paths,): of runners (paths, width) the name of the first to arrive."""
     bits = (_mix(key[:, None] + names * GAMMA) >> 12) & 0xFFFFFFFFFFFFF
     wait = -tl.log((bits.to(tl.float64) + 0.5) * STEP)
     times = tl.where(chances > 0, wait / tl.where(chances > 0, chances, 1.0), float("inf"))
     soonest = tl.min(times, 1)
-    # An empty distribution has no winner: then it is token 0, and nobody looks.
+    # An empty distribution has no winner: the result is token 0, and is not used.
     return tl.min(tl.where((times == soonest[:, None]) & (chances > 0), names, NOBODY), 1) % NOBODY
 
 
 @triton.jit
 def _mix(x):
-    """`chance.mix`."""
+    """`rng.mix`."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

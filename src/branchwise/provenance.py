@@ -1,8 +1,9 @@
-"""Where a record comes from: code, machine, versions, arguments."""
+"""Where measured numbers come from: code, machine, versions, arguments."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shlex
 import subprocess
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parent
 
 
 def provenance(device: torch.device, arguments: Mapping[str, Any], commit: str | None = None) -> dict[str, Any]:
-    """`commit` names the code by hand where there is no git to ask; the digest of the source stands beside it."""
+    """`commit` names the code if it does not run from a git checkout; the digest of the source is noted as well."""
     changes = None if commit else git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": commit or git("rev-parse", "HEAD"),
@@ -28,15 +29,15 @@ def provenance(device: torch.device, arguments: Mapping[str, Any], commit: str |
         "command": shlex.join(["branchwise", *map(without_folder, sys.argv[1:])]),
         "arguments": dict(arguments),
         "versions": versions(),
-        "machine": cpu_name(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "machine": device_name(torch.device("cpu")),
+        "device": device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
 def without_folder(word: str) -> str:
-    """A word of a command line; where files lie on this machine is nobody's business."""
+    """A word of a command line without the folders of this machine."""
     return Path(word).name if Path(word).is_absolute() else word
 
 
@@ -53,16 +54,16 @@ def versions() -> dict[str, str]:
 
 
 def source_digest(*folders: Path) -> str:
-    """What ran: it tells a commit's own code from a changed one, also where there is no git to ask."""
+    """Sixteen hexadecimal digits of the code and its data: they tell changed code from a commit's, also without git."""
     digest = hashlib.sha256()
     for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted(file for file in folder.rglob("*") if file.suffix in (".py", ".toml", ".jsonl")):
             digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def git(*words: str) -> str | None:
-    """What git says about the code that runs; nothing where it runs from an installed package."""
+    """What git says about the code that runs; None if it runs from an installed package."""
     if not any((folder / ".git").exists() for folder in PACKAGE.parents[:2]):
         return None
     try:
@@ -72,8 +73,11 @@ def git(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def cpu_name() -> str:
+def device_name(device: torch.device) -> str:
+    """The processor that computes, as its vendor calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"

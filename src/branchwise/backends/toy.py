@@ -1,0 +1,127 @@
+"""A target of a few tokens with exact tiny distributions: for tests, examples and audits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from branchwise.backends.base import Chunk, Needs, Prefill, Scored, Target, TargetInfo, weakly
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.errors import UsageError
+from branchwise.verify import Verdict
+
+
+class ToyTarget(Target):
+    """A model whose logits are a fixed random function of all tokens before.
+
+    It keeps the books of a KV cache and checks that every commit is what a real cache would hold. Its one layer,
+    "embedding", has hidden states that are a fixed random function of the tokens too.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 8,
+        *,
+        context: int = 512,
+        max_nodes: int = 64,
+        slots: int = 4,
+        seed: int = 0,
+        padded: bool = False,
+        prefill_chunk: int = 512,
+    ) -> None:
+        """`padded` makes passes for more trees and nodes than are wanted, as CUDA graphs do."""
+        self.padded = padded
+        self.seed = seed
+        self.prefill_chunk = prefill_chunk
+        self.passes = 0
+        self.prefills: list[list[int]] = []
+        """tokens of every chunk of every prefill pass"""
+        info = TargetInfo("toy", vocabulary, context, max_nodes, slots, fingerprint=f"toy-{vocabulary}-{seed}")
+        self.info = replace(
+            info, hidden_width=vocabulary, layers=("embedding",), bucket=weakly(self.bucket), score=weakly(self.score)
+        )
+        self._needs = Needs()
+        self._cached: dict[SequenceState, list[int]] = {}
+        self._prefilled: dict[SequenceState, list[Prefill]] = {}
+        self._scored: dict[SequenceState, tuple[DraftTree, Tensor]] = {}
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self._cached)
+
+    def require(self, needs: Needs) -> None:
+        unknown = set(needs.hidden_layers) - set(self.info.layers)
+        if unknown:
+            raise UsageError(f"The toy target has no layer {sorted(unknown)[0]!r}; it has {self.info.layers[0]!r}.")
+        layers = (*self._needs.hidden_layers, *needs.hidden_layers)
+        self._needs = Needs(hidden_layers=tuple(dict.fromkeys(layers)))
+
+    def bucket(self, batch: int, nodes: int) -> tuple[int, int]:
+        return (batch + 2, min(nodes + 3, self.max_nodes)) if self.padded else (batch, nodes)
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """(vocabulary,): what follows these tokens."""
+        generator = torch.Generator().manual_seed(hash((self.seed, *tokens)) % (1 << 62))
+        return 2 * torch.randn(self.vocabulary, generator=generator)
+
+    def hidden(self, tokens: Sequence[int]) -> Tensor:
+        """(width,): the hidden state of the last of these tokens."""
+        return self.logits((*tokens, -1))
+
+    def reserve(self, sequence: SequenceState) -> None:
+        assert self.free_slots > 0, "more sequences are opened than there are slots"
+        self._cached[sequence] = []
+        self._prefilled[sequence] = []
+
+    def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]:
+        self.prefills.append([len(chunk.tokens) for chunk in chunks])
+        return [self._prefill(*chunk) for chunk in chunks]
+
+    def _prefill(self, sequence: SequenceState, tokens: Sequence[int], keep: int) -> Prefill:
+        cached = self._cached[sequence]
+        ends = range(len(cached) + 1, len(cached) + len(tokens) + 1)
+        cached += tokens
+        logits = [self.logits(cached[:end]) for end in ends[len(tokens) - keep :]]
+        states = [self.hidden(cached[:end]) for end in ends] or [torch.zeros(0, self.vocabulary)]
+        hidden = {layer: torch.stack(states).view(-1, self.vocabulary) for layer in self._needs.hidden_layers}
+        found = Prefill(torch.stack(logits) if logits else torch.zeros(0, self.vocabulary), hidden)
+        self._prefilled[sequence].append(found)
+        return found
+
+    def fork(self, source: SequenceState, sequence: SequenceState) -> Prefill:
+        assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
+        self.reserve(sequence)
+        self._cached[sequence] = list(self._cached[source])
+        self._prefilled[sequence] = self._prefilled[source]
+        return Prefill.joined(self._prefilled[source])
+
+    def score(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored:
+        self.passes += 1
+        logits = torch.zeros(len(batch), batch.nodes, self.vocabulary)
+        hidden = {layer: torch.zeros(logits.shape) for layer in self._needs.hidden_layers}
+        for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
+            cached = self._cached[sequence]
+            assert cached == sequence.tokens[:-1], "the cache is out of step with its sequence"
+            tokens = batch.tokens[row]
+            assert int(tokens[0]) == sequence.root, "a tree does not start at the root"
+            self._scored[sequence] = (tree, tokens)
+            for node in range(len(tree)):
+                path = cached + tokens[tree.topology.path(node)].tolist()
+                logits[row, node] = self.logits(path)
+                for states in hidden.values():
+                    states[row, node] = self.hidden(path)
+        return Scored(logits, hidden)
+
+    def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            tree, tokens = self._scored.pop(sequence)
+            assert tuple(tree.topology.path(verdict.path[-1])) == verdict.path, "an accepted path has a gap"
+            self._cached[sequence] += tokens[list(verdict.path)].tolist()
+
+    def close(self, sequence: SequenceState) -> None:
+        del self._cached[sequence], self._prefilled[sequence]

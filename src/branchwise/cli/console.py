@@ -1,0 +1,103 @@
+"""What commands print with: the console, answers as they are written, and errors as one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from branchwise.errors import BranchwiseError, LossyWarning, ModelError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from branchwise.engine import Piece
+    from branchwise.llm import LLM, Completion, Options
+
+
+@contextlib.contextmanager
+def errors_in_one_sentence() -> Iterator[None]:
+    """Print a user's mistake as one sentence and exit with code 2; exit with code 130 after Ctrl-C."""
+    warnings.showwarning = _lossy_in_one_sentence(warnings.showwarning)
+    try:
+        yield
+    except BranchwiseError as error:
+        print_notice(str(error))
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _lossy_in_one_sentence(show: Callable[..., None]) -> Callable[..., None]:
+    """Print a `LossyWarning` without the line of code that raised it; leave other warnings to `show`."""
+
+    def shown(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, LossyWarning):
+            print_notice(str(message))
+        else:
+            show(message, category, *place, **more)
+
+    return shown
+
+
+def print_notice(sentence: str) -> None:
+    """Print a sentence for people on standard error, because standard output belongs to results."""
+    print(f"branchwise: {sentence}", file=sys.stderr)
+
+
+def console(width: int = 160) -> Console:
+    """A console that prints texts as they are; `width` is for pipes and files, which have no width of their own."""
+    from rich.console import Console
+
+    made = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if not made.is_terminal:
+        made.width = width
+    return made
+
+
+def write_answer(
+    shown: Console, llm: LLM, prompt: Any, options: Options, show_draft: bool, printed: list[Piece] | None = None
+) -> Completion:
+    """Print the answer step by step; `printed` collects the printed pieces, also if Ctrl-C ends the answer."""
+    for chunk in llm.stream(prompt, **options):
+        show_pieces(shown, chunk.pieces, show_draft)
+        if printed is not None:
+            printed += chunk.pieces
+        if chunk.completion is not None:
+            shown.print()
+            return chunk.completion
+    raise AssertionError("a stream ends with its completion")
+
+
+def show_pieces(shown: Console, pieces: list[Piece], show_draft: bool) -> None:
+    """Print pieces of text; only coloured pieces go through rich, which would change control characters."""
+    for piece in pieces:
+        if show_draft and piece.drafted:
+            shown.print(piece.text, end="", style="bold green")
+        else:
+            shown.file.write(piece.text)
+    shown.file.flush()
+
+
+def summarise(completion: Completion, show_draft: bool) -> None:
+    """Print a line of numbers on standard error if a person reads it."""
+    refuse_incomplete(completion)
+    if not sys.stderr.isatty():
+        return
+    from rich.console import Console
+
+    stats = completion.stats
+    legend = "green: drafted and accepted · " if show_draft else ""
+    Console(stderr=True, highlight=False).print(
+        f"{legend}{len(completion.token_ids)} tokens in {stats.steps} steps, "
+        f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.tokens_per_second:.1f} tokens/s",
+        style="dim",
+    )
+
+
+def refuse_incomplete(completion: Completion) -> None:
+    """Raise the error that ended an answer too early."""
+    if completion.error is not None:
+        raise ModelError(completion.error)

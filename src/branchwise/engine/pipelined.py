@@ -1,0 +1,86 @@
+"""The step on a device: the next pass is enqueued behind the verdict, before the host has read it.
+
+It is the same step. What changes is when the device gets its work: cache rows are moved, the drafter learns and drafts,
+and the next forward pass starts as soon as the verdict is in device memory, while the host waits for its copy, emits
+tokens and detokenizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from branchwise.backends.base import Inflight, PipelinedTarget
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.draft.base import Budget, Drafter
+from branchwise.engine.request import Generation
+from branchwise.engine.step import Outcome, Step
+from branchwise.verify import Verdicts, Verifier
+
+
+class PipelinedStep(Step):
+    target: PipelinedTarget
+
+    def __init__(self, target: PipelinedTarget, drafter: Drafter, verifier: Verifier, most: Budget) -> None:
+        super().__init__(target, drafter, verifier, most)
+        self._verify = target.capture(verifier)
+        self._inflight: Inflight | None = None
+
+    def __call__(self, generations: Sequence[Generation], *, joining: bool = False) -> list[Outcome]:
+        sequences = [generation.sequence for generation in generations]
+        budgets = [generation.budget(self.most, self.target.info.context) for generation in generations]
+
+        inflight, self._inflight = self._inflight, None
+        batch = self.batch(self.drafter.draft(sequences, budgets), sequences, budgets)
+        self.clock.lap("draft")
+        scored = None if inflight is None else inflight.result(sequences, batch)
+        if scored is None:
+            scored = self.target.score(sequences, batch)
+            self.clock.lap("score")
+        probs = WarpedProbs(scored.logits, batch, sequences)
+        found = self._verify(batch, probs, self.chance(sequences, len(batch)))
+        if (
+            batch.host_tokens is None
+        ):  # the memory of a tree drafted on the device may hold the next one when it is read
+            found = found.spelled(batch.tokens)
+        logprobs = self.logprobs(generations, batch, scored, found)
+        self.clock.lap("verify")
+
+        found.fetch()  # the copy to the host starts; what is enqueued from here on does not delay it
+        self.interrupted = True
+        self.target.commit_on_device(scored, found)
+        with self.sparing_memory():
+            self.drafter.update_on_device(scored, found)
+        self._inflight = None if joining else self._launch(generations, batch.depth, found)
+        for generation in generations:
+            generation.detokenize()  # tokens of the step before, while the device works
+        verdicts = found.read()[: len(sequences)]
+
+        self.update(sequences, scored, verdicts)
+        self.target.commit(sequences, verdicts)
+        self.interrupted = False
+        if self._inflight is not None:
+            self._inflight.committed = True
+        else:
+            self.clock.lap("commit")
+        return self.outcomes(batch, verdicts, logprobs)
+
+    def _launch(self, generations: Sequence[Generation], depth: int, found: Verdicts) -> Inflight | None:
+        """Enqueue the next pass, if the drafter knows its trees and no text can end before it."""
+        least = [generation.budget(self.most, self.target.info.context, depth + 1) for generation in generations]
+        if min(budget.depth for budget in least) < 0:
+            return None
+        self.clock.lap("commit")
+        try:
+            trees = self.drafter.draft_next(least)
+            if trees is None:
+                return None
+            sequences = [generation.sequence for generation in generations]
+            batch = self.batch(trees, sequences, least)
+            # A recorded verdict has columns for paths that no tree of this step has.
+            return self.target.launch(sequences, batch, Verdicts(found.paths[:, : depth + 1], found.tokens))
+        except torch.OutOfMemoryError:
+            return None  # the next step will meet it again, and handle it
+        finally:
+            self.clock.lap("score")

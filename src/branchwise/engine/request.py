@@ -1,0 +1,133 @@
+"""What is to be written, and a request on its way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from branchwise.backends.base import Prefill
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.text import TextStream
+from branchwise.draft.base import Budget
+from branchwise.engine.stats import Stats, Stopwatch
+from branchwise.errors import ModelError, UsageError
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """a stop token or stop string"""
+    LENGTH = "length"
+    """the wanted length or the end of the context"""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+    """the device had no memory for it"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be written."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 256
+    stop_tokens: frozenset[int] = frozenset()
+    stop_when: Callable[[Sequence[int]], bool] | None = None
+    """called after every emitted token with all tokens so far"""
+    logprobs: bool = False
+    """report the log-probability of each emitted token under the unwarped model"""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise UsageError("The prompt is empty; there is nothing to continue.")
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One emitted token."""
+
+    token: int
+    text: str
+    """what it adds to the text; empty while a character or a stop string is incomplete"""
+    drafted: bool
+    """accepted from the draft; otherwise the target's own"""
+    logprob: float | None
+    source: str = ""
+    """the drafter that proposed it, or the one of its members that did"""
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request on its way through the engine."""
+
+    request: Request
+    sequence: SequenceState
+    text: TextStream | None = None
+    """detokenizes the output, if somebody reads it as it comes or stop strings end it"""
+    on_output: Callable[[Generation, list[Piece]], None] | None = None
+    """called on the engine's thread with the pieces that a step added, and with none when nothing but the end came"""
+    like: SequenceState | None = None
+    """an open sequence of the same tokens, whose cache rows are copied in place of a prefill"""
+    pieces: list[Piece] = field(default_factory=list)
+    pending: list[tuple[int, str, float | None]] = field(default_factory=list)
+    """(token, source, logprob) that are not detokenized yet: on a GPU that happens while the next step runs"""
+    prefilled: int = 0
+    """prompt tokens that are in the cache"""
+    prefill: list[Prefill] = field(default_factory=list)
+    """what the chunks of the prefill found, until the drafter has it"""
+    stats: Stats = field(default_factory=Stats)
+    prefill_clock: Stopwatch | None = None
+    """runs until the prefill is known to be over"""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """what happened and what helps, if it ended with an error"""
+    _reported: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.output
+
+    def check(self) -> None:
+        """Raise the error that it ended with, if it did."""
+        if self.error is not None:
+            raise ModelError(self.error)
+
+    def budget(self, most: Budget, context: int, further: int = 0) -> Budget:
+        """What a tree may hold so that no node lies past the wanted length or the context, `further` tokens on."""
+        tokens = len(self.sequence.tokens) + further
+        wanted = self.request.max_new_tokens - (tokens - self.sequence.prompt_length)
+        return Budget(most.nodes, depth=min(wanted, context - tokens, most.depth + 1) - 1)
+
+    # Text
+
+    def detokenize(self, *, last: bool = False) -> None:
+        """Turn pending tokens into pieces; another thread may read each piece as soon as it is appended."""
+        while self.pending:
+            token, source, logprob = self.pending.pop(0)
+            silent = self.text is None or token in self.request.stop_tokens
+            shown = "" if silent else self.text.push(token)  # type: ignore[union-attr]
+            shown += self._held() if last and not self.pending else ""
+            self.pieces.append(Piece(token, shown, bool(source), logprob, source))
+
+    def flush(self) -> None:
+        """Nothing will follow: release the text that was held back, with the last piece if there is one."""
+        self.detokenize(last=True)
+        held = self._held()
+        if held and self.pieces:
+            self.pieces[-1] = replace(self.pieces[-1], text=self.pieces[-1].text + held)
+
+    def report(self) -> None:
+        """Hand new pieces to the callback."""
+        if self.on_output is not None and (self.finished or len(self.pieces) > self._reported):
+            new, self._reported = self.pieces[self._reported :], len(self.pieces)
+            self.on_output(self, new)
+
+    def _held(self) -> str:
+        return "" if self.text is None else self.text.finish()

@@ -1,0 +1,176 @@
+"""Admission: who waits, whose prompt is being prefilled, who runs.
+
+`submit` and `cancel` only touch an inbox and never wait for a running step. Between two steps the scheduler lets
+requests in, first come first served: it reserves slots while there are any and prefills prompts in chunks, several of
+them in one pass, at most `prefill_tokens` tokens a step while texts are running. So a long prompt delays the others by
+one chunk a step, and never by all of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from branchwise.backends.base import Chunk, Prefill, Target
+from branchwise.draft.base import Drafter
+from branchwise.engine.request import FinishReason, Generation
+from branchwise.engine.stats import Stopwatch
+from branchwise.errors import QueueFull
+
+PREFILL_TOKENS = 512
+"""prompt tokens that are written between two steps while texts are running"""
+
+
+class Scheduler:
+    def __init__(
+        self, target: Target, drafter: Drafter, *, queue: int | None = None, prefill_tokens: int = PREFILL_TOKENS
+    ) -> None:
+        """`queue` is how many requests may wait for a slot; None for any number."""
+        self.target = target
+        self.drafter = drafter
+        self.queue = queue
+        self.prefill_tokens = prefill_tokens
+        self.prefilling: list[Generation] = []
+        """they have a slot, and their prompts are not wholly in the cache"""
+        self.running: list[Generation] = []
+        self._waiting: deque[Generation] = deque()
+        self._cancelled: deque[Generation] = deque()
+        self._inbox = threading.Lock()
+        """held for moments, never during a pass"""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._cancelled or self.prefilling or self.running)
+
+    @property
+    def joining(self) -> bool:
+        """Whether somebody will join, or go on with a prefill, before the next step."""
+        return bool(self.prefilling or (self._waiting and self.target.free_slots) or self._cancelled)
+
+    # From any thread, at any time
+
+    def submit(self, generation: Generation) -> None:
+        with self._inbox:
+            if self.queue is not None and len(self._waiting) >= self.queue:
+                raise QueueFull(
+                    f"{len(self._waiting)} requests are waiting already, which is as many as may; try again later."
+                )
+            self._waiting.append(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation at once; its slot is free before the next step."""
+        with self._inbox:
+            if generation.finished:
+                return
+            generation.finish_reason = FinishReason.CANCELLED
+            if generation in self._waiting:
+                self._waiting.remove(generation)
+            else:
+                self._cancelled.append(generation)
+
+    # Between steps, on the thread that steps
+
+    def admit(self) -> list[Generation]:
+        """Free cancelled slots, fill free ones, write the next chunks; returns those that ran out of memory."""
+        self.release()
+        failed: list[Generation] = []
+        while self._waiting and self.target.free_slots:
+            with self._inbox:
+                if not self._waiting:
+                    break
+                generation = self._waiting.popleft()
+            failed += self._enter(generation)
+        if self.prefilling and self.running:
+            failed += self._prefill(self._chunks(self.prefill_tokens))
+        while self.prefilling and not self.running:  # nobody waits for a step meanwhile
+            failed += self._prefill(self._chunks(self.target.prefill_chunk))
+        return failed
+
+    def release(self) -> None:
+        """Free the slots of what was cancelled."""
+        while self._cancelled:
+            generation = self._cancelled.popleft()
+            generation.flush()
+            self.leave(generation)
+
+    def leave(self, generation: Generation) -> None:
+        """Free the slot of a generation that has ended, if it has one."""
+        for group in (self.running, self.prefilling):
+            if generation in group:
+                # The last takes its place, as in the KV cache: a pass over sequences in slot order copies no rows.
+                place, last = group.index(generation), group.pop()
+                if last is not generation:
+                    group[place] = last
+                self.target.close(generation.sequence)
+                self.drafter.finish(generation.sequence)
+
+    def _enter(self, generation: Generation) -> list[Generation]:
+        generation.prefill_clock = Stopwatch(self.target.info.device)
+        try:
+            if generation.like is None:
+                self.target.reserve(generation.sequence)
+            else:
+                generation.prefill = [self.target.fork(generation.like, generation.sequence)]
+                generation.prefilled = len(generation.sequence.tokens) - 1
+        except torch.OutOfMemoryError:
+            return [generation]
+        except BaseException:
+            generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
+            raise
+        self.prefilling.append(generation)
+        return self._start([generation])
+
+    def _chunks(self, budget: int) -> list[Chunk]:
+        """The next tokens of the prompts that are being written, the oldest first, at most `budget` of them."""
+        left = min(budget, self.target.prefill_chunk)
+        keep = self.drafter.needs.prefill_logits
+        chunks = []
+        for generation in self.prefilling:
+            prompt = generation.sequence.tokens[:-1]
+            tokens = prompt[generation.prefilled : generation.prefilled + left]
+            if not tokens:
+                break
+            after = len(prompt) - generation.prefilled - len(tokens)
+            chunks.append(Chunk(generation.sequence, tokens, min(max(keep - after, 0), len(tokens))))
+            left -= len(tokens)
+        return chunks
+
+    def _prefill(self, chunks: list[Chunk]) -> list[Generation]:
+        generations = self.prefilling[: len(chunks)]
+        try:
+            found = self.target.prefill(chunks)
+        except torch.OutOfMemoryError:
+            # The last that came leaves, so that there is room for the others.
+            self.leave(generations[-1])
+            return [generations[-1]]
+        except BaseException:
+            for generation in generations:
+                generation.finish_reason = FinishReason.CANCELLED
+                self.leave(generation)
+            raise
+        for generation, chunk, part in zip(generations, chunks, found, strict=True):
+            generation.prefill.append(part)
+            generation.prefilled += len(chunk.tokens)
+        return self._start(generations)
+
+    def _start(self, generations: Iterable[Generation]) -> list[Generation]:
+        """Let those run whose prompts are in the cache."""
+        failed = []
+        for generation in generations:
+            if generation.prefilled < len(generation.sequence.tokens) - 1:
+                continue
+            parts, generation.prefill = generation.prefill, []
+            self.prefilling.remove(generation)
+            self.running.append(generation)
+            if not parts:  # a prompt of one token, which is the root
+                parts = self.target.prefill([Chunk(generation.sequence, [])])
+            try:
+                self.drafter.start(generation.sequence, Prefill.joined(parts))
+            except torch.OutOfMemoryError:
+                failed.append(generation)
+            if generation.prefill_clock is not None:
+                generation.prefill_clock.lap("prefill")
+        return failed

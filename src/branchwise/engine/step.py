@@ -1,0 +1,141 @@
+"""The step: draft, score, verify, update, commit; for every running sequence at once.
+
+There is no special first step (prefill leaves out the last prompt token, which is the first root), no greedy mode and
+no batch of one. Plain decoding is this step with a drafter that proposes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from branchwise.backends.base import Scored, Target
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.rng import SeededChance
+from branchwise.core.sequence import SequenceState
+from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import DraftTree
+from branchwise.draft.base import Budget, Drafter
+from branchwise.engine.request import Generation
+from branchwise.engine.stats import Stopwatch
+from branchwise.errors import UsageError
+from branchwise.verify import Verdict, Verdicts, Verifier
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(NamedTuple):
+    """What a step found for one generation."""
+
+    tree: DraftTree
+    verdict: Verdict
+    logprobs: list[float] | None
+    """of the emitted tokens under the unwarped model, if the request asks for them"""
+
+
+class Step:
+    """One round on a target, with a drafter and a verifier."""
+
+    def __init__(self, target: Target, drafter: Drafter, verifier: Verifier, most: Budget) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.verifier = verifier
+        self.most = most
+        """bounds every tree"""
+        self.clock = Stopwatch(target.info.device)
+        self.interrupted = False
+        """whether a drafter may have learned from a step that was never committed"""
+
+    def __call__(self, generations: Sequence[Generation], *, joining: bool = False) -> list[Outcome]:
+        """Advance every generation; its tokens are emitted by the caller. `joining`: others join before the next."""
+        sequences = [generation.sequence for generation in generations]
+        budgets = [generation.budget(self.most, self.target.info.context) for generation in generations]
+
+        batch = self.batch(self.drafter.draft(sequences, budgets), sequences, budgets)
+        self.clock.lap("draft")
+        scored = self.target.score(sequences, batch)
+        self.clock.lap("score")
+        probs = WarpedProbs(scored.logits, batch, sequences)
+        found = self.verifier(batch, probs, self.chance(sequences, len(batch)))
+        logprobs = self.logprobs(generations, batch, scored, found)
+        verdicts = found.read()[: len(sequences)]
+        self.clock.lap("verify")
+        self.interrupted = True
+        self.update(sequences, scored, verdicts)
+        self.target.commit(sequences, verdicts)
+        self.interrupted = False
+        self.clock.lap("commit")
+        return self.outcomes(batch, verdicts, logprobs)
+
+    def batch(
+        self, trees: Sequence[DraftTree], sequences: Sequence[SequenceState], budgets: Sequence[Budget]
+    ) -> TreeBatch:
+        """The drafted trees as one batch; what a drafter got wrong must not reach the text."""
+        if len(trees) != len(sequences):
+            raise UsageError(f"Drafter {self.drafter.name!r} gave {len(trees)} trees for {len(sequences)} sequences.")
+        for tree, budget in zip(trees, budgets, strict=True):
+            if tree.draw is not self.drafter.draw and len(tree) > 1:
+                raise UsageError(
+                    f"Drafter {self.drafter.name!r} says that it draws {self.drafter.draw.value} and gave a tree drawn "
+                    f"{tree.draw.value}."
+                )
+            if len(tree) > budget.nodes or tree.depth > budget.depth:
+                raise UsageError(
+                    f"Drafter {self.drafter.name!r} gave a tree beyond its budget: {len(tree)} nodes, "
+                    f"{tree.depth} deep, where {budget.nodes} and {budget.depth} are allowed."
+                )
+        shape = self.drafter.needs.pad_shape or PadShape()
+        size, nodes = self.target.bucket(len(trees), max(min(shape.nodes, self.most.nodes), *map(len, trees)))
+        roots = [sequence.root for sequence in sequences] + [0] * (size - len(trees))
+        padded = [*trees, *[DraftTree.root(0)] * (size - len(trees))]
+        return TreeBatch(padded, self.target.info.device, shape.holding(nodes), roots)
+
+    def chance(self, sequences: Sequence[SequenceState], size: int) -> SeededChance:
+        """The randomness of this step: keyed by the seed of each text and the position of its root."""
+        keys = np.zeros((2, size), dtype=np.int64)
+        keys[0, : len(sequences)] = [sequence.rng_seed for sequence in sequences]
+        keys[1, : len(sequences)] = [len(sequence.tokens) - 1 for sequence in sequences]
+        seeds, roots = torch.from_numpy(keys)
+        return SeededChance(seeds, roots, device=self.target.info.device)
+
+    def logprobs(
+        self, generations: Sequence[Generation], batch: TreeBatch, scored: Scored, found: Verdicts
+    ) -> Tensor | None:
+        """(batch, depth + 1): the log-probability of every token of the verdicts under the unwarped model.
+
+        Computed where the logits are, before the next pass overwrites them; None if no request asks for it.
+        """
+        if not any(generation.request.logprobs for generation in generations):
+            return None
+        nodes = found.paths.clamp_min(0)
+        last = torch.nn.functional.pad(found.paths[:, 1:] < 0, (0, 1), value=True)  # the node that ends its path
+        below = torch.nn.functional.pad(batch.tokens.gather(1, nodes[:, 1:]), (0, 1))
+        tokens = torch.where(last, found.tokens[:, None], below)
+        rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+        picked = scored.logits[rows, nodes].float().log_softmax(dim=-1)
+        return picked.gather(2, tokens[..., None])[..., 0].to("cpu", non_blocking=True)  # there with the verdicts
+
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        with self.sparing_memory():
+            self.drafter.update(sequences, scored, verdicts)
+
+    def outcomes(self, batch: TreeBatch, verdicts: Sequence[Verdict], logprobs: Tensor | None) -> list[Outcome]:
+        values = None if logprobs is None else logprobs.tolist()
+        return [
+            Outcome(tree, verdict, None if values is None else values[row][: len(verdict.path)])
+            for row, (tree, verdict) in enumerate(zip(batch.trees, verdicts, strict=False))
+        ]
+
+    @contextmanager
+    def sparing_memory(self) -> Iterator[None]:
+        """Texts go on if the device has no memory for what a drafter wants to learn."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            log.warning("The device has no memory left for drafter %r to learn from a step.", self.drafter.name)
