@@ -44,31 +44,14 @@ LONG_FILES: set[str] = set()
 
 FULL_FOLDERS: set[str] = set()
 
-UNDECLARED = {
-    "core/batch.py": 1,
-    "cuda/verify_graph.py": 1,
-    "draft/lookup/base.py": 4,
-    "draft/lookup/retrieval.py": 1,
-    "draft/lookup/stand.py": 1,
-    "draft/model/drafter.py": 6,
-    "draft/model/trim.py": 2,
-    "draft/policies/stop.py": 2,
-    "draft/recycle/device_paths.py": 2,
-    "draft/recycle/drafter.py": 6,
-    "draft/state.py": 4,
-    "draft/tree_drafter.py": 5,
-    "engine/engine.py": 10,
-    "hf.py": 1,
-    "verify/match.py": 1,
-}
+UNDECLARED = {"core/batch.py": 1}
 """files that ask our own objects with `hasattr` or `getattr` what their protocol should declare, and how often"""
 
 FOREIGN = {
     "backends/transformers/probe.py": (2, "a transformers config has the fields of its family only"),
-    "backends/transformers/target.py": (1, "only some modules of a transformers model have a config"),
+    "backends/transformers/runner.py": (1, "only some modules of a transformers model have a config"),
     "bench/peers/transformers.py": (1, "a transformers generation config has the fields of its version only"),
     "cuda/kernels.py": (1, "not every torch tells how much shared memory a program may ask for"),
-    "draft/model/draft_model.py": (1, "the output head of a transformers model may have no weight"),
     "hf.py": (3, "a transformers generation config, and logits processors and stopping criteria of users"),
     "llm.py": (1, "torch.cpu names instruction sets of some processors only"),
     "models/load.py": (3, "a transformers config has the fields of its family only"),

@@ -16,7 +16,7 @@ from tests.conformance.architectures import served
 from tests.tiers import NONE, SLOW
 
 TESTS = Path(__file__).parent
-PROMISED = ("conformance/test_drafters.py", "test_smollm2_default.py")
+PROMISED = ("test_smollm2_default.py",)
 """files without slow tests that the promises below look at"""
 
 

@@ -33,9 +33,23 @@ SLOW: dict[str, str] = {
     "test_slow_truth.py::test_a_frozen_case_has_its_block_efficiency_and_the_law_of_the_target": ".*3,2,2 medium.*",
     "test_slow_truth.py::test_a_frozen_case_has_its_optimum": ".*(3,2,2 medium|4,1,3 far).*",
     "test_verify_precision.py::test_in_float32_the_emitted_law_is_the_target_s_to_six_digits": ".*medium.*",
+    "test_verify_precision.py::test_in_float32_any_laws_are_verified_to_six_digits": NONE,
+    "test_verify_precision.py::test_awkward_laws_in_float32_give_odds_that_are_odds_and_laws_that_are_laws": ".*-7-.*",
+    "test_verify_precision.py::test_odds_and_residuals_in_float32_are_those_in_float64": ".*-device",
+    "test_slow_truth.py::test_every_verifier_is_lossless_and_below_the_optimum_on_awkward_laws": r".*-\(2, 2, 3\)",
+    "test_policies.py::test_policy_and_verifier_together_keep_the_law_of_the_target": ".*-(plain|zeros|far), V=3, L=2",
+    "test_verify_order.py::test_verifiers_stay_exact_where_only_some_tokens_are_ranked": ".*-2",
+    "test_policies.py::test_beams_that_are_drawn_have_the_law_of_the_brute_force": ".*V=3, L=2.*",
+    # Audits of a tiny model with many samples
+    "test_audit_model.py::test_match_is_lossless": "whole",
+    "test_audit_model.py::test_a_rule_that_needs_q_is_lossless_for_a_drafter_that_tells_the_truth": "block",
+    "test_audit_model.py::test_a_planted_verifier_is_not_lossless": "sharpened",
+    "test_audit_model.py::test_several_verifiers_share_a_model_and_the_worst_word_decides": NONE,
+    "test_audit_model.py::test_the_command_prints_the_word_on_its_own_line_and_exits_with_its_code": NONE,
+    "test_audit_model.py::test_a_model_in_low_precision_is_sampled_and_its_greedy_texts_decide_nothing": NONE,
     # Verifiers over batches, 150 s: 60 of them traced by a compiler
     "test_verify_batches.py::test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes": (
-        "(auto|cascade|k-seq) on paths-all rows|traversal on without-replacement-rows on the walk"
+        "cascade on paths-all rows|traversal on without-replacement-rows on the walk"
     ),
     "test_verify_batches.py::test_a_batch_gives_each_sequence_what_it_gets_alone": ".* on paths-device",
     "test_verify_batches.py::test_a_tree_gets_the_same_verdict_beside_deeper_and_wider_ones": ".* on paths-device",
@@ -53,6 +67,8 @@ SLOW: dict[str, str] = {
     "test_recycle_kernels.py::test_the_kernels_compile_for_a_hopper_gpu": NONE,
     "test_recycle_kernels.py::test_any_laws_are_averaged": NONE,
     "test_device_paths.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
+    "test_device_paths.py::test_the_kernel_draws_the_same": "1-1-0|5-4-2",
+    "test_device_paths.py::test_the_first_tokens_have_the_targets_law": "paths:2x2-cascade",
     "test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does": "gemma2-True",
     "test_graphs.py::test_a_fused_pass_scores_as_the_model_does": "qwen2-window",
     "test_graphs.py::test_drafting_with_a_model_by_kernels_writes_the_same_texts": NONE,
@@ -67,7 +83,9 @@ SLOW: dict[str, str] = {
     "test_inflight.py::test_nothing_of_a_pass_that_nobody_uses_stays_in_the_slots": NONE,
     "test_inflight.py::test_a_bounded_depth_does_not_keep_a_pass_from_beginning": NONE,
     "test_inflight.py::test_idle_time_behind_a_pass_that_nobody_uses_is_nobodys": NONE,
-    # Families of models: one for every kind of attention
+    # Drafters, and families of models: one for every kind of attention
+    "conformance/test_drafters.py::test_the_text_is_that_of_plain_decoding": ".*-(match|auto)",
+    "test_model_drafter.py::test_every_law_is_the_draft_models_own_after_the_whole_text": "0.8-.*",
     "conformance/test_target.py::test_low_precision_stays_close_to_the_models_own_forward": (
         "(llama|gemma2|mixtral)-dtype0"
     ),
@@ -82,8 +100,12 @@ SLOW: dict[str, str] = {
     "test_smollm2.py::test_greedy_output_in_a_batch_equals_transformers_generate": NONE,
     "test_smollm2.py::test_the_same_seed_writes_the_same_text_with_and_without_drafting": NONE,
     "test_smollm2.py::test_logprobs_equal_a_plain_forward_under_speculation": NONE,
+    "test_smollm2.py::test_penalties_write_the_same_with_and_without_drafting": NONE,
+    "test_smollm2.py::test_two_streams_at_once_both_get_their_whole_text": NONE,
+    "test_smollm2.py::test_threads_may_share_a_model": NONE,
+    "test_smollm2.py::test_a_stop_string_that_spans_tokens_ends_the_text_before_it": NONE,
     "test_smollm2_presets.py::test_greedy_text_is_that_of_plain_decoding": "cascade",
-    "test_smollm2_presets.py::test_sampled_text_is_that_of_plain_decoding_seed_for_seed": "opt-tree",
+    "test_smollm2_presets.py::test_sampled_text_is_that_of_plain_decoding_seed_for_seed": NONE,
     "test_smollm2_presets.py::test_who_drafts_from_the_targets_own_law_is_accepted_to_the_end": "block",
     # Processes of their own, each of which imports torch and most of which load the real model
     "test_cli.py::test_a_mistake_is_one_sentence_and_exit_code_2": r"arguments\d*[05]-.*",
@@ -92,9 +114,20 @@ SLOW: dict[str, str] = {
     "test_cli.py::test_show_draft_colours_tokens_by_origin": NONE,
     "test_cli.py::test_chat_keeps_the_conversation_and_survives_a_mistake": NONE,
     "test_cli.py::test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_conversation": NONE,
+    "test_cli.py::test_ctrl_c_ends_an_answer_without_a_traceback": NONE,
     "test_cli.py::test_a_reader_that_goes_away_ends_the_writing": NONE,
+    "test_bench_commands.py::test_a_mistake_is_one_sentence_before_anything_is_loaded": "words[059]-.*",
+    "test_bench_commands.py::test_a_run_that_was_killed_goes_on": NONE,
+    "test_bench_commands.py::test_the_same_command_again_does_nothing_and_another_is_refused": NONE,
+    "test_bench_commands.py::test_answers_that_differ_in_float32_are_a_failure": NONE,
+    "test_bench_commands.py::test_draft_passes_and_their_cost_are_recorded": NONE,
+    "test_bench_commands.py::test_a_budget_bounds_the_nodes_below_the_root_of_every_method": NONE,
+    "test_bench_commands.py::test_the_table_and_the_csv_show_what_drafting_costs": NONE,
+    "test_bench_commands.py::test_whoever_runs_a_lossy_method_is_told_and_it_is_no_bug": NONE,
     "test_bench_peers.py::test_a_longer_prompt_and_a_larger_batch_get_the_room_that_they_need": NONE,
     "test_bench_peers.py::test_a_seed_writes_the_same_again": NONE,
+    "test_bench_peers.py::test_a_stop_token_that_llama_cpp_does_not_know_ends_an_answer_too": NONE,
+    "test_bench_peers.py::test_an_answer_ends_where_the_model_ends_it": NONE,
     "test_bench_run.py::test_a_run_killed_at_any_write_goes_on_without_loss_or_doubling": "inside a line",
     "test_gguf.py::test_two_processes_converting_at_once_both_succeed": NONE,
 }
