@@ -101,7 +101,7 @@ BELOW_TOP = [name for name in PATHS if name != "branchwise"]
 
 @pytest.mark.parametrize("name", BELOW_TOP)
 def test_imports_point_downwards(name: str) -> None:
-    level = {part: number for number, parts in enumerate(LEVELS) for part in parts}
+    level = {folder: number for number, folders in enumerate(LEVELS) for folder in folders}
     above = [other for other in imports(name) - {"branchwise"} if level[part(other)] > level[part(name)]]
     assert not above, f"{name} is below {', '.join(sorted(above))}"
 

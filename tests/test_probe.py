@@ -136,11 +136,11 @@ def test_wrong_positions_and_masks_are_refused_in_low_precision(
     family: str, times: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sharp(family, times)
-    with pytest.raises(UnsupportedModel, match="differs from its own forward by"):
+    with pytest.raises(UnsupportedModel, match="differ from its own forward by"):
         Wrong(model, slots=2, context=64)
     with monkeypatch.context() as patch:
         patch.setattr("branchwise.backends.transformers.target.batch_ancestors", everything)
-        with pytest.raises(UnsupportedModel, match="differs from its own forward by"):
+        with pytest.raises(UnsupportedModel, match="differ from its own forward by"):
             TransformersTarget(model, slots=2, context=64)
     target = TransformersTarget(model, slots=2, context=64)
     assert (2 * rounding(target) > ROUNDED) is (family == "qwen2-moe"), "one of them magnifies rounding"
@@ -149,17 +149,17 @@ def test_wrong_positions_and_masks_are_refused_in_low_precision(
 def test_a_model_that_magnifies_rounding_is_held_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the bound were too strict for a model that is served."""
     target = target_of("llama", torch.bfloat16)
-    monkeypatch.setattr("branchwise.backends.transformers.probe.ROUNDED", 1e-3)
-    check_against_own_forward(target)
-    monkeypatch.setattr("branchwise.backends.transformers.probe.own_rounding", lambda *given: 0.0)
-    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
-        check_against_own_forward(target)
+    monkeypatch.setattr("branchwise.backends.transformers.check.ROUNDED", 1e-3)
+    check_against_own_forward(target, target.runner)
+    monkeypatch.setattr("branchwise.backends.transformers.check.own_rounding", lambda *given: 0.0)
+    with pytest.raises(UnsupportedModel, match="differ from its own forward"):
+        check_against_own_forward(target, target.runner)
 
 
 def test_no_rounding_excuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.backends.transformers.probe.own_rounding", lambda *given: 10.0)
+    monkeypatch.setattr("branchwise.backends.transformers.check.own_rounding", lambda *given: 10.0)
     assert MOST_ROUNDED < 0.5
-    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+    with pytest.raises(UnsupportedModel, match="differ from its own forward"):
         Wrong(sharp("llama", 4.0), slots=2, context=64)
 
 
@@ -167,7 +167,7 @@ def test_float32_is_not_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*given: object) -> float:
         raise AssertionError("nobody asks for rounding in float32")
 
-    monkeypatch.setattr("branchwise.backends.transformers.probe.own_rounding", asked)
-    with pytest.raises(UnsupportedModel, match="differs from its own forward"):
+    monkeypatch.setattr("branchwise.backends.transformers.check.own_rounding", asked)
+    with pytest.raises(UnsupportedModel, match="differ from its own forward"):
         Wrong(build(served()["llama"]), slots=2, context=64)
     assert EXACT <= 1e-3

@@ -167,7 +167,7 @@ def counted(tree: str, verdicts: list[tuple[int, ...]], width: int) -> Witness:
 
     witness = Witness(build_drafter("disturbed:0", tree), width)
     target = ToyTarget(6)
-    witness.bind(target)
+    witness.bind(target.info)
     sequence = SequenceState([1, 2], SamplingParams(temperature=1.0, seed=1))
     target.open(sequence)
     for path in verdicts:
@@ -187,13 +187,6 @@ def test_children_are_counted_until_one_is_accepted() -> None:
     both = counted("rsd-c:3,2", [(0, 2), (0, 3, 8)], 4)
     assert (both.tried, both.accepted) == ([4, 3, 1, 0], [1, 1, 1, 0])
     assert Acceptance(tuple(both.accepted), tuple(both.tried)).rates == [0.25, 1 / 3, 1.0, 0.0]
-
-
-def test_a_witness_changes_nothing_and_passes_on_what_only_some_drafters_have() -> None:
-    witness = Witness(build_drafter("disturbed:1", "rsd-c:2"), 2)
-    assert hasattr(witness, "bind")
-    assert witness.sigma == 1.0
-    assert not hasattr(witness, "nothing_of_this_name")
 
 
 def test_acceptance_is_counted_on_texts_and_follows_the_skill_of_the_drafter(llm: LLM) -> None:

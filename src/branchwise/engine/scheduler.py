@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
@@ -121,7 +120,7 @@ class Scheduler:
             generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
             raise
         self.prefilling.append(generation)
-        return self._start([generation])
+        return []
 
     def _chunks(self, budget: int) -> list[Chunk]:
         """The next tokens of the prompts that are being written, the oldest first, at most `budget` of them."""
@@ -131,17 +130,17 @@ class Scheduler:
         for generation in self.prefilling:
             prompt = generation.sequence.tokens[:-1]
             tokens = prompt[generation.prefilled : generation.prefilled + left]
-            if not tokens:
-                break
-            after = len(prompt) - generation.prefilled - len(tokens)
-            chunks.append(Chunk(generation.sequence, tokens, min(max(keep - after, 0), len(tokens))))
-            left -= len(tokens)
+            if tokens:
+                after = len(prompt) - generation.prefilled - len(tokens)
+                chunks.append(Chunk(generation.sequence, tokens, min(max(keep - after, 0), len(tokens))))
+                left -= len(tokens)
         return chunks
 
     def _prefill(self, chunks: list[Chunk]) -> list[Generation]:
-        generations = self.prefilling[: len(chunks)]
+        written = {chunk.sequence: chunk for chunk in chunks}
+        generations = [generation for generation in self.prefilling if generation.sequence in written]
         try:
-            found = self.target.prefill(chunks)
+            found = self.target.prefill(chunks) if chunks else []
         except torch.OutOfMemoryError:
             # The last that came leaves, so that there is room for the others.
             self.leave(generations[-1])
@@ -154,12 +153,12 @@ class Scheduler:
         for generation, chunk, part in zip(generations, chunks, found, strict=True):
             generation.prefill.append(part)
             generation.prefilled += len(chunk.tokens)
-        return self._start(generations)
+        return self._start()
 
-    def _start(self, generations: Iterable[Generation]) -> list[Generation]:
-        """Let those run whose prompts are in the cache."""
+    def _start(self) -> list[Generation]:
+        """Let those run whose prompts are in the cache, in the order in which they came."""
         failed = []
-        for generation in generations:
+        for generation in list(self.prefilling):
             if generation.prefilled < len(generation.sequence.tokens) - 1:
                 continue
             parts, generation.prefill = generation.prefill, []
