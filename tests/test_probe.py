@@ -20,6 +20,7 @@ from branchwise.backends.transformers.attention import Window
 from branchwise.backends.transformers.check import EXACT, MOST_ROUNDED, ROUNDED, check_against_own_forward, own_rounding
 from branchwise.backends.transformers.kv_cache import batch_ancestors
 from branchwise.backends.transformers.probe import Probe
+from branchwise.backends.transformers.runner import ModelRunner
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import TreeBatch
 from branchwise.errors import UnsupportedModel
@@ -110,11 +111,17 @@ def test_embeddings_in_place_of_tokens_are_the_same_to_the_model() -> None:
     assert torch.equal(target.own_logits(embeddings), target.own_logits(TEXTS))
 
 
-class Wrong(TransformersTarget):
-    """A target that takes places in a tree for positions, where they are depths."""
+class Misplacing(ModelRunner):
+    """Takes places in a tree for positions, where they are depths."""
 
-    def _run(self, tokens: Tensor, positions: Tensor, *rest: Any, **more: Any) -> Tensor:
-        return super()._run(tokens, positions + torch.arange(positions.shape[1]), *rest, **more)
+    def run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        return super().run(tokens, positions + torch.arange(positions.shape[1]), cache, keep)
+
+
+def wrong_target(model: PreTrainedModel) -> TransformersTarget:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("branchwise.backends.transformers.target.ModelRunner", Misplacing)
+        return TransformersTarget(model, slots=2, context=64)
 
 
 def everything(batch: TreeBatch, device: torch.device) -> Tensor:
@@ -137,7 +144,7 @@ def test_wrong_positions_and_masks_are_refused_in_low_precision(
 ) -> None:
     model = sharp(family, times)
     with pytest.raises(UnsupportedModel, match="differ from its own forward by"):
-        Wrong(model, slots=2, context=64)
+        wrong_target(model)
     with monkeypatch.context() as patch:
         patch.setattr("branchwise.backends.transformers.target.batch_ancestors", everything)
         with pytest.raises(UnsupportedModel, match="differ from its own forward by"):
@@ -160,7 +167,7 @@ def test_no_rounding_excuses_everything(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("branchwise.backends.transformers.check.own_rounding", lambda *given: 10.0)
     assert MOST_ROUNDED < 0.5
     with pytest.raises(UnsupportedModel, match="differ from its own forward"):
-        Wrong(sharp("llama", 4.0), slots=2, context=64)
+        wrong_target(sharp("llama", 4.0))
 
 
 def test_float32_is_not_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,5 +176,5 @@ def test_float32_is_not_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("branchwise.backends.transformers.check.own_rounding", asked)
     with pytest.raises(UnsupportedModel, match="differ from its own forward"):
-        Wrong(build(served()["llama"]), slots=2, context=64)
+        wrong_target(build(served()["llama"]))
     assert EXACT <= 1e-3
