@@ -18,7 +18,7 @@ from branchwise.core.target_probs import TargetProbs
 from branchwise.core.tree import Draw
 from branchwise.draft import TREES, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine
+from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import BranchwiseError, LossyWarning
 from branchwise.methods import PRESETS, find_any
@@ -120,7 +120,7 @@ def test_a_trimmed_head_never_drafts_what_it_does_not_know() -> None:
 # What is wrong is found
 
 
-class Choosy:
+class Choosy(TreePolicy):
     """A policy that looks at what it drew: an unlikely token is drawn again."""
 
     draw = Draw.PATHS

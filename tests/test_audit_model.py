@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from branchwise.audit.findings import Word
 from branchwise.audit.model import ModelAudit, ModelAuditor, OwnProbs, Plan
-from branchwise.backends.base import Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli.audit import app, read_prompts, split_names
 from branchwise.core.batch import TreeBatch
@@ -31,13 +30,13 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import TargetProbs
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import DRAFTERS, build_drafter
-from branchwise.draft.base import Budget
+from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UnknownName, UsageError
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
 from branchwise.testing import RandomDrafter
-from branchwise.verify import VERIFIERS, Verdict, Verdicts
+from branchwise.verify import VERIFIERS, Verdicts
 from branchwise.verify.match import Match
 from tests.conformance.architectures import COMMON, build
 
@@ -123,7 +122,7 @@ class ReplacesFromTheTarget:
         return Verdicts(paths, chance.pick(probs.at(after)))
 
 
-class Guess:
+class Guess(Drafter):
     """Chains of two tokens drawn from a fixed random distribution, which it may lie about."""
 
     name = "guess"
@@ -145,9 +144,6 @@ class Guess:
         drawn = drawn if self.honest else self.probs.argmax().repeat(length)
         tokens = torch.cat([torch.tensor([sequence.root]), drawn])
         return DraftTree(tokens, tuple(range(-1, length)), Draw.PATHS, self.probs.expand(length + 1, -1), (length,))
-
-    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        pass
 
 
 def audit(

@@ -90,8 +90,8 @@ def test_the_command_keeps_a_table_that_a_trimmed_head_reads(tmp_path: Path, mon
     found = json.loads(said.stdout)
     assert found["tokens"] >= 100
     assert Path(found["file"]).is_relative_to(tmp_path / "cache" / "vocab")
-    counts = read_counts(llm.engine.target)
-    kept = frequent_tokens(llm.engine.target, 5)
+    counts = read_counts(llm.engine.target.info)
+    kept = frequent_tokens(llm.engine.target.info, 5)
     assert int(counts[kept].min()) >= int(counts[[n for n in range(len(counts)) if n not in kept.tolist()]].max())
 
 

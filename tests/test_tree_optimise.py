@@ -18,10 +18,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from branchwise.backends.base import Needs
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli import app
 from branchwise.core.topology import topology
 from branchwise.draft import TREES, build_drafter
+from branchwise.draft.base import Drafter
 from branchwise.draft.policies.template import SHAPES, TYPICAL, read_template
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UsageError
@@ -167,7 +169,7 @@ def counted(tree: str, verdicts: list[tuple[int, ...]], width: int) -> Witness:
 
     witness = Witness(build_drafter("disturbed:0", tree), width)
     target = ToyTarget(6)
-    witness.bind(target)
+    witness.bind(target.info)
     sequence = SequenceState([1, 2], SamplingParams(temperature=1.0, seed=1))
     target.open(sequence)
     for path in verdicts:
@@ -189,11 +191,16 @@ def test_children_are_counted_until_one_is_accepted() -> None:
     assert Acceptance(tuple(both.accepted), tuple(both.tried)).rates == [0.25, 1 / 3, 1.0, 0.0]
 
 
-def test_a_witness_changes_nothing_and_passes_on_what_only_some_drafters_have() -> None:
-    witness = Witness(build_drafter("disturbed:1", "rsd-c:2"), 2)
-    assert hasattr(witness, "bind")
-    assert witness.sigma == 1.0
-    assert not hasattr(witness, "nothing_of_this_name")
+def test_a_witness_passes_on_whatever_the_engine_asks_of_its_drafter() -> None:
+    asked = {name for name, member in vars(Drafter).items() if callable(member) or isinstance(member, property)}
+    assert {"bind", "start", "draft", "draft_next", "needs"} <= asked
+    assert {name for name in asked if not name.startswith("__")} <= set(vars(Witness))
+    drafter, target = build_drafter("recycle", "rsd-c:2"), ToyTarget(6).info
+    witness = Witness(drafter, 2)
+    witness.bind(target)
+    assert drafter.target is target  # type: ignore[attr-defined]
+    assert witness.needs == drafter.needs != Needs()
+    assert (witness.name, witness.draw, witness.learns) == (drafter.name, drafter.draw, True)
 
 
 def test_acceptance_is_counted_on_texts_and_follows_the_skill_of_the_drafter(llm: LLM) -> None:
