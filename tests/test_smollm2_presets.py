@@ -48,7 +48,7 @@ def _counts(smollm2: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     table = tmp_path_factory.getbasetemp() / "counts.safetensors"
     monkeypatch.setattr(trim, "table_of", lambda target: table)
     if not table.exists():
-        trim.save_counts(smollm2.engine.target, torch.arange(smollm2.engine.target.vocabulary, 0, -1), {})
+        trim.save_counts(smollm2.engine.target.info, torch.arange(smollm2.engine.target.vocabulary, 0, -1), {})
 
 
 def write(smollm2: LLM, method: Method, **options: object) -> tuple[list[int], float]:

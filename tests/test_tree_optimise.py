@@ -18,10 +18,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from branchwise.backends.base import Needs
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli import app
 from branchwise.core.topology import topology
 from branchwise.draft import TREES, build_drafter
+from branchwise.draft.base import Drafter
 from branchwise.draft.policies.template import SHAPES, TYPICAL, read_template
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UsageError
@@ -187,6 +189,18 @@ def test_children_are_counted_until_one_is_accepted() -> None:
     both = counted("rsd-c:3,2", [(0, 2), (0, 3, 8)], 4)
     assert (both.tried, both.accepted) == ([4, 3, 1, 0], [1, 1, 1, 0])
     assert Acceptance(tuple(both.accepted), tuple(both.tried)).rates == [0.25, 1 / 3, 1.0, 0.0]
+
+
+def test_a_witness_passes_on_whatever_the_engine_asks_of_its_drafter() -> None:
+    asked = {name for name, member in vars(Drafter).items() if callable(member) or isinstance(member, property)}
+    assert {"bind", "start", "draft", "draft_next", "needs"} <= asked
+    assert {name for name in asked if not name.startswith("__")} <= set(vars(Witness))
+    drafter, target = build_drafter("recycle", "rsd-c:2"), ToyTarget(6).info
+    witness = Witness(drafter, 2)
+    witness.bind(target)
+    assert drafter.target is target  # type: ignore[attr-defined]
+    assert witness.needs == drafter.needs != Needs()
+    assert (witness.name, witness.draw, witness.learns) == (drafter.name, drafter.draw, True)
 
 
 def test_acceptance_is_counted_on_texts_and_follows_the_skill_of_the_drafter(llm: LLM) -> None:

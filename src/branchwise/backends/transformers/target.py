@@ -215,7 +215,9 @@ class TransformersTarget(PipelinedTarget):
     def _prefills_recorded(self, chunks: Sequence[Chunk]) -> bool:
         if self._graphs is None or not self._graphs.captures or self.info.max_nodes < PREFILL_NODES:
             return False
-        return max(len(chunk.sequence.tokens) for chunk in chunks) <= LONG_PROMPT
+        # A draft model's sequences are keys that hold no tokens, so what is in the cache counts too.
+        ends = [self.store.length(chunk.sequence) + len(chunk.tokens) for chunk in chunks]
+        return max(*ends, *(len(chunk.sequence.tokens) for chunk in chunks)) <= LONG_PROMPT
 
     def _prefill_recorded(self, chunk: Chunk) -> Prefill:
         """One chunk as chains in the pass of the largest trees: no graph is recorded anew for another length."""
