@@ -18,6 +18,7 @@ from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Engine, FinishReason, Generation, Request
 from branchwise.engine.pipelined import PipelinedStep
 from branchwise.engine.step import Step
+from branchwise.errors import UsageError
 from branchwise.testing import PipelinedDouble, PipelinedToy, RandomDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 
@@ -234,3 +235,18 @@ def test_out_of_memory_ends_the_last_text_alone(step: type[Step]) -> None:
     reasons = [generation.finish_reason for generation in generations]
     assert reasons == [FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.ERROR]
     assert "ran out of memory" in (generations[2].error or "")
+
+
+@pytest.mark.parametrize(
+    ("logits", "said"),
+    [
+        (torch.zeros(1, VOCABULARY), r"of shape \(1, 1, 6\), not \(1, 6\)"),
+        (torch.zeros(1, 1, VOCABULARY).numpy(), r"as a tensor of shape \(1, 1, 6\), not ndarray"),
+    ],
+)
+def test_a_target_that_scores_something_else_is_named(logits: torch.Tensor, said: str) -> None:
+    engine = engine_for(Step, build_drafter("none"))
+    engine.target.score = lambda *given: Scored(logits)  # type: ignore[method-assign]
+    engine.submit(Request((1, 2), max_new_tokens=2))
+    with pytest.raises(UsageError, match=said):
+        engine.step()

@@ -60,6 +60,7 @@ class Step:
         batch = self.batch(self.drafter.draft(sequences, budgets), sequences, budgets)
         self.clock.lap("draft")
         scored = self.target.score(sequences, batch)
+        self.check(scored, batch)
         self.clock.lap("score")
         probs = WarpedProbs(scored.logits, batch, sequences)
         found = self.verifier(batch, probs, self.chance(sequences, len(batch)))
@@ -95,6 +96,17 @@ class Step:
         roots = [sequence.root for sequence in sequences] + [0] * (size - len(trees))
         padded = [*trees, *[DraftTree.root(0)] * (size - len(trees))]
         return TreeBatch(padded, self.target.info.device, shape.holding(nodes), roots)
+
+    def check(self, scored: Scored, batch: TreeBatch) -> None:
+        """A target of somebody's own must return what the protocol says; later errors would not name it."""
+        info, wanted = self.target.info, (len(batch), batch.nodes, self.target.info.vocabulary)
+        if not isinstance(scored.logits, Tensor) or scored.logits.shape != wanted:
+            shape = tuple(scored.logits.shape) if isinstance(scored.logits, Tensor) else type(scored.logits).__name__
+            raise UsageError(f"Target {info.name!r} must score logits as a tensor of shape {wanted}, not {shape}.")
+        if missing := set(self.drafter.needs.hidden_layers) - set(scored.hidden):
+            raise UsageError(
+                f"Target {info.name!r} accepted the layer {sorted(missing)[0]!r} and reported no states of it."
+            )
 
     def chance(self, sequences: Sequence[SequenceState], size: int) -> SeededChance:
         """The randomness of this step: keyed by the seed of each text and the position of its root."""
