@@ -100,6 +100,8 @@ class TargetInfo:
     """the (batch, nodes) for which a pass over so many trees and nodes is really made"""
     score: Callable[[Sequence[SequenceState], TreeBatch], Scored] | None = None
     """a pass of the target, for a drafter that drafts with the target itself"""
+    embeddings: tuple[Tensor, Tensor] | None = None
+    """the rows (vocabulary, width) that tokens are read with, and those that logits are computed with"""
 
 
 class ScoredNodes(NamedTuple):

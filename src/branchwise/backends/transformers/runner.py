@@ -162,3 +162,10 @@ def without_plans(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(ways)
+
+
+def embedding_rows(model: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
+    """The rows of the input and of the output embeddings, where both are plain matrices."""
+    rows = [getattr(layer, "weight", None) for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
+    given, found = rows
+    return (given, found) if isinstance(given, Tensor) and isinstance(found, Tensor) else None

@@ -35,7 +35,7 @@ from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTr
 from branchwise.backends.transformers.memory import fitting_context
 from branchwise.backends.transformers.prefill import grouped, nothing_written, prefill_eager
 from branchwise.backends.transformers.probe import context_limit
-from branchwise.backends.transformers.runner import ModelRunner, bytes_read
+from branchwise.backends.transformers.runner import ModelRunner, bytes_read, embedding_rows
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
 from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
@@ -118,6 +118,7 @@ class TransformersTarget(PipelinedTarget):
             execution,
             weakly(self.bucket),
             weakly(self.score),
+            embedding_rows(model),
         )
         self.store = KVCache(
             layout,

@@ -1,0 +1,254 @@
+"""Drafting with a trained head: `head:FILE[,table=N,temperature=…]`.
+
+After a step the head reads the hidden states of the tokens that were kept, in one pass for all texts, which gives the
+distributions after the new roots. Then every level of a tree is one pass over its new nodes; a parallel head has
+predicted all levels in the first pass already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
+from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.model.drafter import Reading
+from branchwise.draft.model.vocabulary import Vocabulary
+from branchwise.draft.policies.topk import TopK
+from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+from branchwise.errors import ModelError, UsageError
+from branchwise.verify import Verdict
+
+CHUNK = 512
+"""rows of a prompt that one pass writes"""
+NONE = -torch.inf
+NOTHING = Budget(nodes=1, depth=0)
+
+
+@dataclass(eq=False)
+class Following:
+    """What the head knows of a text."""
+
+    unread: Tensor
+    """(rows, width): features of tokens whose rows are not in the cache yet"""
+    extra: Tensor
+    """tokens of the prompt that are not in the table; they can be proposed in this text"""
+    root: int = 0
+    """the place of the row whose prediction is after the root"""
+    carried: dict[int, Tensor] = field(default_factory=dict)
+    """node of the growing tree -> what its row carried on, (width,)"""
+    cells: dict[int, int] = field(default_factory=dict)
+    """node -> its cell in the cache"""
+    ahead: Tensor | None = None
+    """(depths, width): what a parallel head predicted for the levels below the root"""
+
+
+class HeadDrafter(TreeDrafter):
+    name = "head"
+
+    def __init__(
+        self,
+        file: str | TrainedHead,
+        table: int | None = None,
+        temperature: float | None = None,
+        tree: TreePolicy | None = None,
+    ) -> None:
+        """`table` uses the N most frequent tokens of the head's table. `temperature` is that of the draft; by default
+        that of the text, and 1 for a greedy text."""
+        super().__init__(tree or TopK(32, depth=6, width=8))
+        if table is not None and table < 1:
+            raise UsageError(f"A head proposes at least 1 token, not table={table}.")
+        if temperature is not None and not temperature > 0:
+            raise UsageError(f"A head draws at a temperature above 0, not {temperature}.")
+        self.trained = file if isinstance(file, TrainedHead) else TrainedHead.load(Path(file).expanduser())
+        self.wanted, self.temperature = table, temperature
+        self._texts: dict[SequenceState, Following] = {}
+        self._readings: dict[object, Reading] = {}
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(hidden_layers=self.trained.head.config.taps, pad_shape=super().needs.pad_shape)
+
+    def bind(self, target: TargetInfo) -> None:
+        super().bind(target)
+        self.trained.check(target)
+        if target.embeddings is None:
+            raise ModelError(f"{target.name} shows no embeddings, and a head reads them.")
+        self._embeddings, output = target.embeddings
+        self.head = self.trained.head.to(target.device, target.dtype)
+        self.head.frequencies = self.head.frequencies.float()
+        self._table = self.trained.table[: self.wanted].to(target.device)
+        self._output, self._rows = output, output[self._table].contiguous()
+        self._listed = torch.zeros(target.vocabulary, dtype=torch.bool)
+        self._listed[self._table.cpu()] = True
+        self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
+        self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
+        self._texts.clear()
+        self._readings.clear()
+        if target.weight_bytes is not None:
+            weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
+            self.cost = weights / target.weight_bytes
+
+    @torch.inference_mode()
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        prompt = torch.tensor(sequence.tokens).unique()
+        extra = prompt[~self._listed[prompt]].to(self._table.device)
+        self._cache.open(sequence)
+        self._texts[sequence] = Following(self._features([prefill.hidden[tap] for tap in self.head.config.taps]), extra)
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        # Before the first pass over a text of one token there are no states to draft from.
+        known = [self._cache.lengths[sequence] + len(self._texts[sequence].unread) > 0 for sequence in sequences]
+        return super().draft(
+            sequences, [budget if some else NOTHING for some, budget in zip(known, budgets, strict=True)]
+        )
+
+    def finish(self, sequence: SequenceState) -> None:
+        self._cache.close(sequence)
+        self._texts.pop(sequence, None)
+
+    @torch.inference_mode()
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        super().update(sequences, scored, verdicts)
+        for row, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
+            text, path = self._texts[sequence], list(verdict.path)
+            kept = self._features([scored.hidden[tap][row, path] for tap in self.head.config.taps])
+            text.unread = torch.cat([text.unread, kept])
+
+    def _features(self, hidden: Sequence[Tensor]) -> Tensor:
+        return self.head.features([state.to(self.head.join.weight.dtype) for state in hidden])
+
+    @torch.inference_mode()
+    def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
+        roots = [request.nodes == [0] for request in requests]
+        assert all(roots) or not any(roots), "trees of one batch grow level by level together"
+        if roots[0]:
+            predicted = self._roots([request.sequence for request in requests])
+        elif self.head.config.masks:
+            predicted = [self._ahead(request) for request in requests]
+        else:
+            predicted = self._level(requests)
+        return [
+            NodeProbs(self._probs(request, rows)) for request, rows in zip(requests, predicted, strict=True)
+        ]
+
+    # Passes
+
+    def _roots(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
+        """Catch up with the texts; what is predicted after their roots, (1, width) each."""
+        self.passes += 1
+        while any(len(self._texts[sequence].unread) > CHUNK for sequence in sequences):
+            self._catch_up([sequence for sequence in sequences if len(self._texts[sequence].unread) > CHUNK])
+        return self._catch_up(sequences)
+
+    def _catch_up(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
+        """One pass over the next unread rows of these texts."""
+        texts, lengths = [self._texts[sequence] for sequence in sequences], self._cache.lengths
+        taken = [text.unread[:CHUNK] for text in texts]
+        last = [len(part) == len(text.unread) for part, text in zip(taken, texts, strict=True)]
+        masks = self.head.config.masks if all(last) else 0
+        counts = [len(part) for part in taken]
+        rows, keys = max(counts) + masks, max(lengths[s] + c for s, c in zip(sequences, counts, strict=True)) + masks
+        features = taken[0].new_zeros(len(sequences), rows, taken[0].shape[1])
+        embeddings = torch.zeros_like(features)
+        cells = torch.full((len(sequences), rows), -1)
+        for row, (sequence, part, count) in enumerate(zip(sequences, taken, counts, strict=True)):
+            start = lengths[sequence]
+            after = torch.tensor(sequence.tokens[start + 1 : start + count + 1], device=features.device)
+            assert len(after) == count, "a head must know the token after every state that it reads"
+            features[row, :count], embeddings[row, :count] = part, self._embeddings[after]
+            if masks:
+                features[row, count : count + masks] = self.head.mask_feature
+                embeddings[row, count : count + masks] = self.head.mask_embeddings
+            cells[row, : count + masks] = torch.arange(start, start + count + masks)
+        seen = torch.arange(keys)[None, None, :] <= cells[:, :, None]
+        attend = self._cache.attend(sequences, cells, seen)
+        predict, carry = self.head(features, embeddings, cells.clamp_min(0).to(features.device), attend)
+        found = []
+        for row, (sequence, text, count) in enumerate(zip(sequences, texts, counts, strict=True)):
+            lengths[sequence] += count
+            text.unread = text.unread[count:]
+            text.root = lengths[sequence] - 1
+            text.carried, text.cells = {0: carry[row, count - 1]}, {}
+            text.ahead = predict[row, count : count + masks] if masks else None
+            found.append(predict[row, count - 1 : count])
+        return found
+
+    def _level(self, requests: Sequence[ExpandRequest]) -> list[Tensor]:
+        """One pass over nodes below the root; what is predicted after each, (nodes, width) a text."""
+        self.passes += 1
+        sequences = [request.sequence for request in requests]
+        texts = [self._texts[sequence] for sequence in sequences]
+        rows = max(len(request.nodes) for request in requests)
+        keys = max(text.root + 1 + len(text.cells) + len(r.nodes) for text, r in zip(texts, requests, strict=True))
+        cells, positions = torch.full((len(requests), rows), -1), torch.zeros(len(requests), rows, dtype=torch.long)
+        tokens, seen = torch.zeros_like(positions), torch.zeros(len(requests), rows, keys, dtype=torch.bool)
+        features = torch.zeros(len(requests), rows, self.head.config.width, device=self._rows.device, dtype=self._rows.dtype)
+        for row, (request, text) in enumerate(zip(requests, texts, strict=True)):
+            tree = request.tree
+            for place, node in enumerate(request.nodes):
+                cell = text.cells.setdefault(node, text.root + 1 + len(text.cells))
+                cells[row, place], tokens[row, place] = cell, tree.tokens[node]
+                positions[row, place] = text.root + tree.depths[node]
+                seen[row, place, : text.root + 1] = True
+                seen[row, place, [text.cells[above] for above in _branch(tree, node)]] = True
+            features[row, : len(request.nodes)] = torch.stack([text.carried[tree.parents[n]] for n in request.nodes])
+        device = features.device
+        attend = self._cache.attend(sequences, cells, seen)
+        predict, carry = self.head(features, self._embeddings[tokens.to(device)], positions.to(device), attend)
+        for row, (request, text) in enumerate(zip(requests, texts, strict=True)):
+            text.carried |= {node: carry[row, place] for place, node in enumerate(request.nodes)}
+        return [predict[row, : len(request.nodes)] for row, request in enumerate(requests)]
+
+    def _ahead(self, request: ExpandRequest) -> Tensor:
+        """What a parallel head predicted for the depths of these nodes."""
+        ahead = self._texts[request.sequence].ahead
+        assert ahead is not None
+        depths = [min(request.tree.depths[node], len(ahead)) - 1 for node in request.nodes]
+        return ahead[depths]
+
+    # Distributions
+
+    def _probs(self, request: ExpandRequest, predict: Tensor) -> Tensor:
+        """(nodes, vocabulary): distributions over the table and the tokens of the prompt."""
+        tokens = torch.tensor([request.tree.tokens[node] for node in request.nodes], device=self._rows.device)
+        previous = self._embeddings[tokens] if self.head.config.bias else None
+        extra = self._texts[request.sequence].extra
+        logits = predict.new_full((len(predict), self._vocabulary.size), NONE)
+        logits[:, self._table] = self.head.logits(predict, self._rows, previous)
+        if len(extra):
+            logits[:, extra] = self.head.logits(predict, self._output[extra], previous)
+        return self._reading(request.sequence.sampling)(logits)
+
+    def _reading(self, sampling: SamplingParams) -> Reading:
+        greedy = sampling.temperature == 0
+        own = SamplingParams(
+            temperature=self.temperature or sampling.temperature or 1.0,
+            top_k=0 if greedy else sampling.top_k,
+            top_p=1.0 if greedy else sampling.top_p,
+            min_p=0.0 if greedy else sampling.min_p,
+            logit_bias=sampling.logit_bias,
+        )
+        way = own.temperature, own.top_k, own.top_p, own.min_p, tuple(own.logit_bias.items())
+        if way not in self._readings:
+            self._readings[way] = Reading(own, self._vocabulary, trimmed=False)
+        return self._readings[way]
+
+
+def _branch(tree: TreeBuilder, node: int) -> list[int]:
+    """A node and those above it, the root excluded."""
+    found = []
+    while node > 0:
+        found.append(node)
+        node = tree.parents[node]
+    return found

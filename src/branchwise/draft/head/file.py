@@ -1,0 +1,73 @@
+"""Files of trained heads: matrices in int8 with a scale for every row, and what the head is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from branchwise.backends.base import TargetInfo
+from branchwise.draft.artifact import Format, Tensors
+from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.errors import ModelError
+
+FORMAT = Format("head", "train one with: branchwise train head --target MODEL", ModelError)
+SCALE = ".scale"
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedHead:
+    """A head, the tokens that it can propose, and where it comes from."""
+
+    head: Head
+    table: Tensor
+    """(tokens,) int64: what its output rows are for, most frequent first"""
+    target: str
+    """name of the model that it was trained for"""
+    fingerprint: str
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """recipe, scores and provenance"""
+
+    def save(self, file: Path, *, int8: bool = True) -> None:
+        tensors: Tensors = {"table": self.table.to(torch.int32), "frequencies": self.head.frequencies}
+        for name, weight in self.head.state_dict().items():
+            if int8 and weight.ndim == 2:
+                scale = weight.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+                tensors[name] = (weight.float() / scale).round().to(torch.int8)
+                tensors[name + SCALE] = scale[:, 0]
+            else:
+                tensors[name] = weight.float()
+        known = {
+            "config": asdict(self.head.config),
+            "target": self.target,
+            "fingerprint": self.fingerprint,
+            "about": dict(self.about),
+        }
+        FORMAT.write(file, known, tensors, parents=True)
+
+    @classmethod
+    def load(cls, file: Path) -> TrainedHead:
+        return FORMAT.read(file, cls._parsed)
+
+    @classmethod
+    def _parsed(cls, known: dict[str, Any], tensors: Tensors) -> TrainedHead:
+        sizes = known["config"] | {"taps": tuple(known["config"]["taps"])}
+        head = Head(HeadConfig(**sizes), tensors.pop("frequencies"))
+        table = tensors.pop("table").long()
+        weights = {
+            name: tensor.float() * tensors[name + SCALE][:, None] if name + SCALE in tensors else tensor
+            for name, tensor in tensors.items()
+            if not name.endswith(SCALE)
+        }
+        head.load_state_dict(weights)
+        head.eval().requires_grad_(False)
+        return cls(head, table, known["target"], known["fingerprint"], known["about"])
+
+    def check(self, target: TargetInfo) -> None:
+        """Refuse a target that the head was not trained for."""
+        if self.fingerprint != target.fingerprint:
+            raise ModelError(f"The head was trained for {self.target} and cannot draft for {target.name}.")

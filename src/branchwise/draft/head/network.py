@@ -1,0 +1,189 @@
+"""The network of a trained head: one or two decoder layers over the hidden states of the target.
+
+Row t reads the target's hidden states at token t and the embedding of token t + 1, and predicts token t + 2. Where the
+target has not been yet, at a drafted token, a row reads what the row before it carried on instead of hidden states.
+Embedding and output rows are the target's own and are never trained.
+
+The published forms are options of this one network:
+
+    EAGLE          Li et al., arXiv 2401.15077, 2406.16858, 2503.01840: rows feed each other, one pass a level
+    FSPAD          Gui et al., arXiv 2408.15562: `gate` lets the embedding select among the features, `carry` gives the
+                   next row a vector of its own instead of the one that predicts
+    ParallelSpec   Xiao et al., arXiv 2410.05589: `masks` stand for tokens not known yet, so that all depths are one
+                   pass; `bias` tells each depth the token drafted before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attention of a layer: (its number, queries (batch, heads, rows, head width), keys and values of the new rows) ->
+(batch, heads, rows, head width)"""
+
+GATES = ("none", "low", "full")
+LOW_RANK = 64
+"""of the low gate"""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes and options of a head."""
+
+    width: int
+    """of the target's hidden states"""
+    taps: tuple[str, ...]
+    """layers of the target whose outputs it reads (`TargetInfo.layers`)"""
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp: int
+    """width of the gated MLP"""
+    layers: int = 1
+    carry: bool = False
+    """FSPAD's split: one output predicts, another one is carried to the next row"""
+    gate: str = "none"
+    """FSPAD's feature sampling: none, low (a gate of low rank), full (as published)"""
+    masks: int = 0
+    """ParallelSpec: so many depths behind the first are predicted in the same pass"""
+    bias: int = 0
+    """rank of the correction by the token drafted before, in a parallel head"""
+    epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.gate not in GATES:
+            raise ValueError(f"unknown gate {self.gate!r}; known: {', '.join(GATES)}")
+        if self.carry and self.masks:
+            raise ValueError("a parallel head carries nothing from row to row")
+        if self.bias and not self.masks:
+            raise ValueError("only a parallel head needs a bias by the token before")
+
+
+class Rows(NamedTuple):
+    """The outputs of a pass, both (batch, rows, width)."""
+
+    predict: Tensor
+    """for the output rows"""
+    carry: Tensor
+    """what the next row reads in place of hidden states"""
+
+
+class Head(nn.Module):
+    frequencies: Tensor
+
+    def __init__(self, config: HeadConfig, frequencies: Tensor) -> None:
+        """`frequencies` (head width / 2) are those of the target's rotary positions."""
+        super().__init__()
+        self.config = config
+        width, norm = config.width, lambda: nn.RMSNorm(config.width, eps=config.epsilon)
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+        self.tap_norms = nn.ModuleList(norm() for _ in config.taps)
+        self.join = nn.Linear(len(config.taps) * width, width, bias=False)
+        self.feature_norm, self.embedding_norm, self.output_norm = norm(), norm(), norm()
+        self.blocks = nn.ModuleList(
+            Block(config, inputs=2 if number == 0 else 1, outputs=2 if config.carry and last else 1)
+            for number in range(config.layers)
+            for last in [number == config.layers - 1]
+        )
+        self.gate = None if config.gate == "none" else Gate(config)
+        if config.masks:
+            self.mask_feature = nn.Parameter(torch.randn(width) * 0.02)
+            self.mask_embeddings = nn.Parameter(torch.randn(config.masks, width) * 0.02)
+        if config.bias:
+            self.bias_down = nn.Linear(width, config.bias, bias=False)
+            self.bias_up = nn.Linear(config.bias, width, bias=False)
+            nn.init.zeros_(self.bias_up.weight)
+
+    def features(self, hidden: Sequence[Tensor]) -> Tensor:
+        """(…, width): the hidden states of the tapped layers, (…, width) each, as what a row reads."""
+        return self.join(torch.cat([norm(state) for norm, state in zip(self.tap_norms, hidden, strict=True)], dim=-1))
+
+    def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Rows:
+        """Rows of features (or of what earlier rows carried) and of the target's embeddings, (batch, rows, width) each.
+
+        `positions` (batch, rows) are the places of the tokens whose hidden states the rows read.
+        """
+        embedded = self.embedding_norm(embeddings)
+        state = features if self.gate is None else self.gate(features, embedded)
+        angles = positions[:, None, :, None] * self.frequencies
+        turn = angles.cos().to(state.dtype), angles.sin().to(state.dtype)
+        read = torch.cat([self.feature_norm(state), embedded], dim=-1)
+        for number, block in enumerate(self.blocks):
+            if number:
+                read = block.input_norm(state)
+            state = block(state, read, turn, lambda q, k, v, number=number: attend(number, q, k, v))
+        if self.config.carry:
+            return Rows(*state.chunk(2, dim=-1))
+        return Rows(state, state)
+
+    def logits(self, predict: Tensor, rows: Tensor, previous: Tensor | None = None) -> Tensor:
+        """(…, tokens) over the output rows (tokens, width) of the target. A parallel head with a bias corrects what it
+        predicts by the embedding (…, width) of the token before."""
+        if self.config.bias and previous is not None:
+            predict = predict + self.bias_up(self.bias_down(self.embedding_norm(previous)))
+        return functional.linear(self.output_norm(predict), rows)
+
+
+class Block(nn.Module):
+    """A decoder layer; the first one of a head attends from features and embeddings side by side."""
+
+    def __init__(self, config: HeadConfig, *, inputs: int, outputs: int) -> None:
+        super().__init__()
+        width, head = config.width, config.head_width
+        self.heads, self.kv_heads, self.outputs = config.heads, config.kv_heads, outputs
+        self.qkv = nn.Linear(inputs * width, (config.heads + 2 * config.kv_heads) * head, bias=False)
+        self.out = nn.Linear(config.heads * head, width, bias=False)
+        self.input_norm = nn.RMSNorm(width, eps=config.epsilon) if inputs == 1 else nn.Identity()
+        self.mlp_norm = nn.RMSNorm(width, eps=config.epsilon)
+        self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
+        self.down = nn.Linear(config.mlp, outputs * width, bias=False)
+
+    def forward(
+        self,
+        state: Tensor,
+        read: Tensor,
+        turn: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        batch, rows, _ = read.shape
+        shaped = self.qkv(read).view(batch, rows, self.heads + 2 * self.kv_heads, -1).transpose(1, 2)
+        query, key, value = shaped.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        found = attend(rotated(query, *turn), rotated(key, *turn), value)
+        state = state + self.out(found.transpose(1, 2).reshape(batch, rows, -1))
+        gate, up = self.gate_up(self.mlp_norm(state)).chunk(2, dim=-1)
+        return state.repeat(1, 1, self.outputs) + self.down(functional.silu(gate) * up)
+
+
+class Gate(nn.Module):
+    """FSPAD's feature sampling: the embedding of the token that was taken selects among the features."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.full = config.gate == "full"
+        if self.full:
+            self.mix = nn.Linear(2 * width, width)
+            self.norm = nn.RMSNorm(width, eps=config.epsilon)
+            self.up, self.select = nn.Linear(width, config.mlp, bias=False), nn.Linear(width, config.mlp, bias=False)
+            self.down = nn.Linear(config.mlp, width, bias=False)
+        else:
+            self.down = nn.Linear(width, LOW_RANK, bias=False)
+            self.up = nn.Linear(LOW_RANK, width, bias=False)
+
+    def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
+        if not self.full:
+            return features * (1 + self.up(self.down(embedded)).tanh())
+        mixed = self.mix(torch.cat([embedded, features], dim=-1))
+        return mixed + self.down(functional.silu(self.select(embedded)) * self.up(self.norm(mixed)))
+
+
+def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, the two halves of a head as the parts of complex numbers."""
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

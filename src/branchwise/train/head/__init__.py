@@ -1,0 +1,1 @@
+"""Training of heads that draft from the hidden states of their target."""

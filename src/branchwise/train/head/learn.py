@@ -1,0 +1,290 @@
+"""Learning: a head follows its target through texts that the target wrote.
+
+Hidden states are computed anew for every batch and never stored. At every depth the head learns the target's
+distribution over the token table and its most probable token. Rates follow the clock, so that a run of given minutes
+uses them all; a checkpoint holds everything that the next step needs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from branchwise.draft.head.network import Head
+from branchwise.train.head.unroll import unroll
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a head is trained; the numbers were compared on SmolLM2 (docs/heads.md)."""
+
+    minutes: float
+    depth: int = 5
+    decay: float = 0.8
+    """weight of each depth, as a share of the one before"""
+    tokens: int = 32_768
+    """of a batch"""
+    muon: float = 0.02
+    adam: float = 1e-3
+    warm: float = 0.03
+    flat: float = 0.2
+    """shares of the time: the rate rises during `warm`, is flat until `flat`, and falls to zero"""
+    clip: float = 1.0
+    chunk: int = 8192
+    """rows whose logits are in memory at a time"""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and what the target wrote after it."""
+
+    tokens: Tensor
+    """(length,) int32"""
+    prompt: int
+    """tokens of the prompt"""
+
+
+@dataclass
+class Score:
+    """What a head would have drafted in held-out texts."""
+
+    hits: list[float]
+    """for each depth how often its best token was the target's best, given that all before it were"""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens a pass that a chain of this depth would give."""
+        kept, whole = 1.0, 1.0
+        for hit in self.hits:
+            kept *= hit
+            whole += kept
+        return whole
+
+
+class Watched:
+    """A target model in training: hidden states of some layers, and its embedding and output rows."""
+
+    def __init__(self, model: nn.Module, taps: Sequence[str], table: Tensor) -> None:
+        self.model: Any = model
+        self.taps = [model.get_submodule(name) for name in taps]
+        self.embeddings: Tensor = self.model.get_input_embeddings().weight
+        self.output: Tensor = self.model.get_output_embeddings().weight
+        self.table, self.rows = table, self.output[table]
+        self.place = torch.full((len(self.output),), -1, device=table.device)
+        self.place[table] = torch.arange(len(table), device=table.device)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The outputs of the taps and the states that the output rows read, (batch, length, width) each."""
+        seen: dict[int, Tensor] = {}
+
+        def keep(number: int) -> Any:
+            return lambda _, __, out: seen.__setitem__(number, out[0] if isinstance(out, tuple) else out)
+
+        hooks = [tap.register_forward_hook(keep(number)) for number, tap in enumerate(self.taps)]
+        try:
+            last = self.model.base_model(tokens, use_cache=False).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [seen[number] for number in range(len(self.taps))], last
+
+
+@dataclass
+class Learner:
+    head: Head
+    target: Watched
+    recipe: Recipe
+    elapsed: float = 0.0
+    """seconds of learning so far, earlier runs included"""
+    steps: int = 0
+    best: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    """what was scored, and when"""
+
+    def __post_init__(self) -> None:
+        matrices = [weight for weight in self.head.parameters() if weight.ndim == 2]
+        others = [weight for weight in self.head.parameters() if weight.ndim != 2]
+        self.optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=self.recipe.muon, momentum=0.95, weight_decay=0.0),
+            torch.optim.AdamW(others, lr=self.recipe.adam, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+
+    @property
+    def rate(self) -> float:
+        """The share of the full rates at this time."""
+        done, recipe = self.elapsed / (60 * self.recipe.minutes), self.recipe
+        if done < recipe.warm:
+            return max(done / recipe.warm, 0.02)
+        return 1.0 if done < recipe.flat else max(0.0, (1 - done) / (1 - recipe.flat))
+
+    @property
+    def finished(self) -> bool:
+        return self.elapsed >= 60 * self.recipe.minutes
+
+    def learn(self, texts: Sequence[Text]) -> float:
+        """One step on a batch; its loss."""
+        start = time.perf_counter()
+        for optimiser, full in zip(self.optimisers, (self.recipe.muon, self.recipe.adam), strict=True):
+            for group in optimiser.param_groups:
+                group["lr"] = full * self.rate
+        loss = sum(self._losses(texts, self._loss))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        self.steps += 1
+        self.elapsed += time.perf_counter() - start
+        return value
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[Sequence[Text]]) -> Score:
+        """Hits by depth over held-out texts."""
+        hits = torch.zeros(2, self.recipe.depth)
+        for texts in batches:
+            right: Tensor | None = None
+            for depth, (rows, good) in enumerate(self._hits(texts)):
+                # A depth counts where all depths before it, of the same anchor, were right.
+                if right is not None:
+                    rows = rows & functional.pad(right[:, :-1], (1, 0))
+                right = rows & good
+                hits[0, depth] += float(right.sum())
+                hits[1, depth] += float(rows.sum())
+        return Score((hits[0] / hits[1].clamp_min(1)).tolist())
+
+    # What a batch is
+
+    def _batch(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+        """(batch, length) tokens, and which tokens belong to an answer."""
+        device, length = self.target.table.device, max(len(text.tokens) for text in texts)
+        tokens = torch.zeros(len(texts), length, dtype=torch.long)
+        answers = torch.zeros(len(texts), length, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text.tokens)] = text.tokens
+            answers[row, text.prompt : len(text.tokens)] = True
+        return tokens.to(device), answers.to(device)
+
+    def _unrolled(self, texts: Sequence[Text]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Predictions by depth, the target's states where each is judged, tokens, and the rows that count."""
+        tokens, answers = self._batch(texts)
+        device = tokens.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            hidden, last = self.target(tokens)
+            embeddings = self.target.embeddings[tokens[:, 1:-1]]
+            features = self.head.features([state[:, :-2] for state in hidden])
+            found = unroll(self.head, features, embeddings, self.recipe.depth)
+        return found, last[:, 1:-1], tokens, answers[:, 2:]
+
+    def _losses(self, texts: Sequence[Text], measure: Any) -> Iterator[Tensor]:
+        found, states, tokens, counted = self._unrolled(texts)
+        rows = torch.arange(counted.shape[1], device=counted.device)
+        wanted, known = self._best(states)
+        for depth, predict in enumerate(found):
+            chosen = counted & known & (rows >= depth)
+            previous = self.target.embeddings[tokens[:, 1:-1]] if self.head.config.bias else None
+            count = chosen.sum().clamp_min(1)
+            parts = [predict[chosen], states[chosen], wanted[chosen]]
+            parts += [] if previous is None else [previous[chosen]]
+            total = sum(
+                checkpoint(measure, *piece, use_reentrant=False)
+                for piece in zip(*(part.split(self.recipe.chunk) for part in parts), strict=True)
+            )
+            yield self.recipe.decay**depth * total / count
+
+    def _loss(self, predict: Tensor, states: Tensor, wanted: Tensor, previous: Tensor | None = None) -> Tensor:
+        """Half the divergence from the target's distribution on the table, half the surprise at its best token."""
+        device = predict.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            logits = self.head.logits(predict, self.target.rows, previous).float()
+            with torch.no_grad():
+                truth = functional.linear(states, self.target.rows).float().log_softmax(dim=-1)
+        guess = logits.log_softmax(dim=-1)
+        divergence = functional.kl_div(guess, truth, log_target=True, reduction="sum")
+        return 0.5 * divergence + 0.5 * functional.nll_loss(guess, wanted, reduction="sum")
+
+    @torch.no_grad()
+    def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Where in the table the target's best token stands, and whether it does, (batch, rows) each."""
+        flat = states.reshape(-1, states.shape[-1])
+        best = torch.cat([functional.linear(part, self.target.output).argmax(-1) for part in flat.split(self.recipe.chunk)])
+        places = self.target.place[best].view(states.shape[:-1])
+        return places.clamp_min(0), places >= 0
+
+    def _hits(self, texts: Sequence[Text]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each depth (rows that count, rows where the head's best token is the target's)."""
+        found, states, tokens, counted = self._unrolled(texts)
+        wanted, known = self._best(states)
+        rows = torch.arange(counted.shape[1], device=counted.device)
+        previous = self.target.embeddings[tokens[:, 1:-1]] if self.head.config.bias else None
+        device = states.device.type
+        for depth, predict in enumerate(found):
+            flat = predict.reshape(-1, predict.shape[-1])
+            before = None if previous is None else previous.reshape(-1, previous.shape[-1])
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                best = torch.cat(
+                    [
+                        self.head.logits(
+                            flat[at : at + self.recipe.chunk],
+                            self.target.rows,
+                            None if before is None else before[at : at + self.recipe.chunk],
+                        ).argmax(-1)
+                        for at in range(0, len(flat), self.recipe.chunk)
+                    ]
+                )
+            yield counted & (rows >= depth), (best.view(wanted.shape) == wanted) & known
+
+    # Checkpoints
+
+    def save(self, file: Path) -> None:
+        """Everything that the next step needs, in one file that replaces the old one as a whole."""
+        partial = file.with_name(f".{file.name}.part")
+        torch.save(
+            {
+                "head": self.head.state_dict(),
+                "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+                "elapsed": self.elapsed,
+                "steps": self.steps,
+                "best": self.best,
+                "curve": self.curve,
+            },
+            partial,
+        )
+        partial.replace(file)
+
+    def restore(self, file: Path) -> None:
+        kept = torch.load(file, map_location=self.target.table.device, weights_only=True)
+        self.head.load_state_dict(kept["head"])
+        for optimiser, state in zip(self.optimisers, kept["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
+        self.elapsed, self.steps, self.best, self.curve = (kept[name] for name in ("elapsed", "steps", "best", "curve"))
+
+
+def batches(texts: Sequence[Text], tokens: int, seed: int) -> Iterator[list[Text]]:
+    """Batches without end, of texts of about one length, in another order every round; `seed` and how many were taken
+    decide everything."""
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number].tokens))
+    for turn in range(10**9):
+        rng = random.Random(f"{seed} {turn}")
+        groups, group = [], list[int]()
+        jittered = sorted(order, key=lambda number: len(texts[number].tokens) + rng.random() * 16)
+        for number in jittered:
+            if group and (len(group) + 1) * len(texts[number].tokens) > tokens:
+                groups.append(group)
+                group = []
+            group.append(number)
+        groups.append(group)
+        rng.shuffle(groups)
+        for group in groups:
+            yield [texts[number] for number in group]

@@ -1,0 +1,127 @@
+"""A trained head as a drafter: it computes what training computed, whatever the engine does with its texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.sampling import SamplingParams
+from branchwise.draft import build_policy
+from branchwise.draft.builder import NodeProbs
+from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.draft.tree_drafter import ExpandRequest
+from branchwise.engine import Engine, Request
+from branchwise.errors import ModelError
+from branchwise.train.head.learn import Watched
+from branchwise.train.head.unroll import unroll
+from branchwise.verify import VERIFIERS
+from tests.test_head_training import FORMS
+
+VOCABULARY, WIDTH, LAYERS = 40, 24, 3
+TAPS = ("model.layers.0", "model.layers.2")
+
+
+def model_of(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**sizes | options)).eval().requires_grad_(False)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.25)
+    return model
+
+
+def trained(target: TransformersTarget, form: str, table: int = 30) -> TrainedHead:
+    torch.manual_seed(1)
+    sizes = {"width": WIDTH, "taps": TAPS, "heads": 4, "kv_heads": 2, "head_width": 6, "mlp": 32}
+    head = Head(HeadConfig(**sizes, **FORMS[form]), 1 / 100 ** (torch.arange(3) / 3))
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.3)
+    tokens = torch.randperm(VOCABULARY)[:table]
+    return TrainedHead(head.eval().requires_grad_(False), tokens, target.info.name, target.info.fingerprint)
+
+
+class Watching(HeadDrafter):
+    """Notes what it predicts after every node, with the text that leads there."""
+
+    def look(self, requests: list[ExpandRequest]) -> list[NodeProbs]:  # type: ignore[override]
+        self.seen = getattr(self, "seen", [])
+        found = super().look(requests)
+        for request, probs in zip(requests, found, strict=True):
+            for row, node in enumerate(request.nodes):
+                text = tuple(request.sequence.tokens), tuple(request.tree.path(node))
+                self.seen.append((*text, probs.probs[row].clone(), self._texts[request.sequence].extra))
+        return found
+
+
+def expected(drafter: HeadDrafter, model: LlamaForCausalLM, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
+    """The logits of training after the last token of a branch, over the table."""
+    watched = Watched(model, TAPS, drafter._table)
+    tokens = torch.tensor([[*text, *path]])
+    hidden, _ = watched(tokens)
+    features = drafter.head.features([state[:, :-1] for state in hidden])
+    embeddings = watched.embeddings[tokens[:, 1:]]
+    predict = unroll(drafter.head, features, embeddings, len(path) + 1)[len(path)][0, -1]
+    previous = watched.embeddings[tokens[0, -1]] if drafter.head.config.bias else None
+    return drafter.head.logits(predict, watched.rows, previous)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", ["chain:4", "topk:12,depth=4,width=3", "paths:2x3"])
+@torch.no_grad()
+def test_a_tree_is_predicted_as_in_training(form: str, shape: str) -> None:
+    """After commits, in batches of texts of different lengths, with prompts in chunks."""
+    model = model_of()
+    target = TransformersTarget(model, slots=3, context=128, max_nodes=32)
+    target.prefill_chunk = 5
+    drafter = Watching(trained(target, form), tree=build_policy(shape))
+    verifier = VERIFIERS.build("match" if "paths" not in shape else "block")
+    engine = Engine(target, drafter, verifier)
+    sampling = SamplingParams(temperature=0.7 if "paths" in shape else 0.0, seed=4)
+    for prompt in [(1, 2, 3), (5,), tuple(range(20))]:
+        engine.submit(Request(prompt, sampling, max_new_tokens=12))
+    while engine.busy:
+        engine.step()
+    assert len(drafter.seen) > 30
+    heat = sampling.temperature or 1.0
+    for text, path, probs, extra in drafter.seen[::3]:
+        wanted = torch.zeros(VOCABULARY)
+        logits = expected(drafter, model, text, path)
+        known = torch.cat([drafter._table, extra])
+        assert set(probs.nonzero().flatten().tolist()) <= set(known.tolist())
+        wanted[drafter._table] = (logits / heat).softmax(0)
+        found = probs[drafter._table] / probs[drafter._table].sum()
+        torch.testing.assert_close(found, wanted[drafter._table], atol=2e-5, rtol=1e-3)
+
+
+def test_a_head_is_stored_and_refused(tmp_path: Path) -> None:
+    target = TransformersTarget(model_of(), slots=1, context=64)
+    head = trained(target, "fspad")
+    head.save(tmp_path / "head.safetensors")
+    again = TrainedHead.load(tmp_path / "head.safetensors")
+    assert again.head.config == head.head.config
+    assert torch.equal(again.table, head.table)
+    for name, weight in head.head.state_dict().items():
+        torch.testing.assert_close(again.head.state_dict()[name], weight, atol=float(weight.abs().max()) / 250, rtol=0)
+    other = TransformersTarget(model_of(vocab_size=VOCABULARY + 1), slots=1, context=64)
+    with pytest.raises(ModelError, match="was trained for"):
+        Engine(other, HeadDrafter(again), VERIFIERS.build("match"))
+    whole = (tmp_path / "head.safetensors").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-20])
+    (tmp_path / "changed").write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    (tmp_path / "foreign").write_bytes(b"no head at all")
+    for name in ("cut", "changed", "foreign"):
+        with pytest.raises(ModelError):
+            TrainedHead.load(tmp_path / name)
