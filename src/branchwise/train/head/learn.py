@@ -28,6 +28,9 @@ class Recipe:
     """How a head is trained; the numbers were compared on SmolLM2 (docs/heads.md)."""
 
     minutes: float
+    """of learning, on the clock"""
+    steps: int | None = None
+    """so many steps instead, whatever they take"""
     depth: int = 5
     decay: float = 0.8
     """weight of each depth, as a share of the one before"""
@@ -121,16 +124,22 @@ class Learner:
         ]
 
     @property
+    def done(self) -> float:
+        """The share of the run that is over."""
+        recipe = self.recipe
+        return self.elapsed / (60 * recipe.minutes) if recipe.steps is None else self.steps / recipe.steps
+
+    @property
     def rate(self) -> float:
         """The share of the full rates at this time."""
-        done, recipe = self.elapsed / (60 * self.recipe.minutes), self.recipe
+        done, recipe = self.done, self.recipe
         if done < recipe.warm:
             return max(done / recipe.warm, 0.02)
         return 1.0 if done < recipe.flat else max(0.0, (1 - done) / (1 - recipe.flat))
 
     @property
     def finished(self) -> bool:
-        return self.elapsed >= 60 * self.recipe.minutes
+        return self.done >= 1
 
     def learn(self, texts: Sequence[Text]) -> float:
         """One step on a batch; its loss."""

@@ -1,0 +1,248 @@
+"""Training a head from nothing: the target writes texts, the head learns from them, and the best head is kept.
+
+Everything lies in one folder beside the head, texts first, so that the same command goes on where it was ended.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from branchwise.backends.base import TargetInfo
+from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.errors import UsageError
+from branchwise.progress import Progress, silent
+from branchwise.train import prompts
+from branchwise.train.head.learn import Learner, Recipe, Score, Text, Watched, batches
+from branchwise.train.texts import Writer, without_loops
+
+HEAT = ((0.0, 0.6), (0.6, 0.25), (1.0, 0.15))
+"""(temperature, share of the answers)"""
+HELD_OUT = 0.02
+SCORED = 8
+"""batches of held-out texts"""
+SHARES = {"own turns": 0.4, "asked": 0.45, "read": 0.08, "code": 0.07}
+"""of the texts, by where their prompts come from"""
+TURN = 96
+"""tokens of a user turn at most that the target writes itself"""
+ARTICLE = 192
+"""tokens of a text that is written to be read again"""
+TAPPED = (1 / 15, 0.5, 0.9, 1.0)
+"""depths of the tapped layers: late layers say most, the last one most of all"""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a head is built, as shares of its target."""
+
+    mlp: int
+    layers: int = 1
+    carry: bool = True
+    gate: str = "none"
+    masks: int = 0
+    bias: int = 0
+    table: int = 32_768
+
+
+def tapped(info: TargetInfo, count: int) -> tuple[str, ...]:
+    """The layers to read, of the decoder layers of a target."""
+    layers = info.layers[:count]
+    return tuple(dict.fromkeys(layers[max(0, round(share * count) - 1)] for share in TAPPED))
+
+
+def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
+    """An untrained head that fits a target."""
+    config = model.config.get_text_config()
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = config.hidden_size // heads
+    shape = HeadConfig(
+        width=config.hidden_size,
+        taps=tapped(info, config.num_hidden_layers),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=width,
+        mlp=sizes.mlp,
+        layers=sizes.layers,
+        carry=sizes.carry,
+        gate=sizes.gate,
+        masks=sizes.masks,
+        bias=sizes.bias,
+    )
+    theta = float((config.rope_parameters or {}).get("rope_theta", 10_000.0))
+    head = Head(shape, theta ** (-torch.arange(0, width, 2) / width))
+    for block in head.blocks:
+        torch.nn.init.zeros_(block.out.weight)
+        torch.nn.init.zeros_(block.down.weight)
+    return head
+
+
+class Texts:
+    """The texts that a head learns from, in one file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def read(self) -> tuple[list[Text], list[Text]]:
+        """Texts to learn from, and held-out ones."""
+        kept = torch.load(self.file, weights_only=True)
+        tokens = kept["tokens"].split(kept["lengths"].tolist())
+        texts = [Text(part, prompt) for part, prompt in zip(tokens, kept["prompts"].tolist(), strict=True)]
+        random.Random(0).shuffle(texts)
+        count = max(1, round(HELD_OUT * len(texts)))
+        return texts[count:], texts[:count]
+
+    def write(self, texts: Sequence[Text]) -> None:
+        partial = self.file.with_name(f".{self.file.name}.part")
+        torch.save(
+            {
+                "tokens": torch.cat([text.tokens for text in texts]),
+                "lengths": torch.tensor([len(text.tokens) for text in texts]),
+                "prompts": torch.tensor([text.prompt for text in texts]),
+            },
+            partial,
+        )
+        partial.replace(self.file)
+
+
+def write_texts(
+    model: Any,
+    tokenizer: Any,
+    stops: Sequence[int],
+    count: int,
+    *,
+    length: int = 288,
+    slots: int = 256,
+    avoid: Sequence[str] = (),
+    seed: int = 0,
+    progress: Progress = silent,
+) -> list[Text]:
+    """So many texts of the target, none of whose prompts is close to one in `avoid`."""
+    share = {name: round(count * part) for name, part in SHARES.items()}
+    with Writer(model, stops, slots) as writer:
+
+        def written(asked: Sequence[str], heat: Sequence[float], length: int, what: str, seed: int) -> list[list[int]]:
+            return writer.write(
+                [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked],
+                heat,
+                length,
+                seed,
+                lambda done: progress(what, done, len(asked)),
+            )
+
+        def turn(content: str) -> str:
+            message = [{"role": "user", "content": content}]
+            shown: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            return shown
+
+        own = share["own turns"]
+        begun = [prompts.user_prefix(tokenizer)] * own
+        turns = [tokenizer.decode(text) for text in written(begun, [1.0] * own, TURN, "user turns", seed)]
+        articles = prompts.asked(share["read"], seed + 1)
+        texts = written([turn(text) for text in articles], [0.6] * len(articles), ARTICLE, "texts to read", seed + 1)
+        asked = [
+            *dict.fromkeys(text.strip() for text in turns if text.strip()),
+            *prompts.asked(share["asked"], seed),
+            *prompts.reading([tokenizer.decode(text) for text in texts], seed),
+        ]
+        whole = [
+            *(turn(text) for text in prompts.without_copies(asked, avoid)),
+            *prompts.without_copies(prompts.code(share["code"], seed), avoid),
+        ]
+        rng = random.Random(seed)
+        heat = rng.choices([heat for heat, _ in HEAT], [part for _, part in HEAT], k=len(whole))
+        answers = without_loops(written(whole, heat, length, "answers", seed + 2))
+    found = []
+    for text, answer in zip(whole, answers, strict=True):
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(answer) > 4:
+            tokens = torch.tensor([*prompt, *answer, *stops[:1]], dtype=torch.int32)
+            found.append(Text(tokens, len(prompt)))
+    return found
+
+
+def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:
+    """(count,) tokens, those that answers have most first."""
+    counts = torch.zeros(vocabulary, dtype=torch.long)
+    for text in texts:
+        counts += torch.bincount(text.tokens[text.prompt :].long(), minlength=vocabulary)
+    return counts.argsort(descending=True, stable=True)[:count]
+
+
+@dataclass
+class Training:
+    """A run that can be ended at any moment and gone on with."""
+
+    model: Any
+    info: TargetInfo
+    folder: Path
+    sizes: Sizes
+    recipe: Recipe
+    progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        asked = {"target": self.info.fingerprint, "sizes": asdict(self.sizes), "recipe": asdict(self.recipe)}
+        known = self.folder / "run.json"
+        if known.exists() and json.loads(known.read_text()) != asked:
+            raise UsageError(f"{self.folder} holds another run; choose another --out, or remove it.")
+        known.write_text(json.dumps(asked))
+
+    def run(self, texts: Sequence[Text], held_out: Sequence[Text], every: float = 20.0) -> TrainedHead:
+        """Learn until the time is over; scored and saved every so many seconds."""
+        device, vocabulary = self.info.device, self.info.vocabulary
+        table = frequent(texts, vocabulary, min(self.sizes.table, vocabulary)).to(device)
+        torch.manual_seed(self.recipe.seed)
+        head = blank_head(self.model, self.info, self.sizes).to(device)
+        learner = Learner(head, Watched(self.model, head.config.taps, table), self.recipe)
+        state, best = self.folder / "state.pt", self.folder / "best.pt"
+        if state.exists():
+            learner.restore(state)
+        test = next_batches(held_out, self.recipe.tokens, SCORED)
+        stream = batches(texts, self.recipe.tokens, self.recipe.seed)
+        for _ in range(learner.steps):
+            next(stream)  # a run that goes on does not see the same batches again
+        due = learner.elapsed + every
+        while not learner.finished:
+            loss = learner.learn(next(stream))
+            if learner.elapsed >= due or learner.finished:
+                due = learner.elapsed + every
+                score = learner.score(test)
+                learner.curve.append(
+                    {"seconds": learner.elapsed, "steps": learner.steps, "loss": loss, "hits": score.hits}
+                )
+                if score.tokens > learner.best:
+                    learner.best = score.tokens
+                    torch.save(head.state_dict(), best)
+                learner.save(state)
+                self.progress(shown(loss, score), round(100 * learner.done), 100)
+        if best.exists():
+            head.load_state_dict(torch.load(best, weights_only=True))
+        head.eval().requires_grad_(False)
+        about = {"recipe": asdict(self.recipe), "curve": learner.curve, "steps": learner.steps, "texts": len(texts)}
+        return TrainedHead(head.float().cpu(), table.cpu(), self.info.name, self.info.fingerprint, about)
+
+
+def next_batches(texts: Sequence[Text], tokens: int, count: int) -> list[list[Text]]:
+    """The first batches of these texts; fewer if there are fewer texts."""
+    found: list[list[Text]] = []
+    left = len(texts)
+    for batch in batches(texts, tokens, 0):
+        found.append(batch)
+        left -= len(batch)
+        if left <= 0 or len(found) == count:
+            return found
+    return found
+
+
+def shown(loss: float, score: Score) -> str:
+    hits = " ".join(f"{hit:.2f}".lstrip("0") for hit in score.hits)
+    return f"loss {loss:.2f}, hits {hits}, {score.tokens:.2f} tokens a pass"
