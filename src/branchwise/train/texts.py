@@ -57,7 +57,7 @@ class Writer:
         seed: int = 0,
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[list[int]]:
-        """An answer of at most `length` tokens to every prompt, without the token that ended it."""
+        """An answer of at most `length` tokens to every prompt, with the token that ended it if one did."""
         order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         answers: list[list[int]] = [[] for _ in prompts]
         rng = torch.Generator(self.device).manual_seed(seed)
@@ -98,9 +98,10 @@ class Writer:
                     self._keys = [keys[going] for keys in self._keys]
                     self._values = [values[going] for values in self._values]
             last = self._pass(token[:, None], blank, longest + turn)[:, -1]
-        for row, answer in enumerate(written.tolist()):
-            stops = set(self._stops.tolist())
-            yield row, list(itertools.takewhile(lambda token: token >= 0 and token not in stops, answer))
+        stopped = torch.isin(written, self._stops)
+        ends = torch.where(stopped.any(dim=1), stopped.int().argmax(dim=1) + 1, (written >= 0).sum(dim=1))
+        for row, (answer, end) in enumerate(zip(written.tolist(), ends.tolist(), strict=True)):
+            yield row, answer[:end]
 
     def _prefill(self, tokens: Tensor, blank: Tensor, longest: int) -> Tensor:
         """Write the prompts, some texts at a time; the logits after each."""

@@ -143,15 +143,19 @@ def write_texts(
             shown: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             return shown
 
+        def decode(tokens: Sequence[int]) -> str:
+            text: str = tokenizer.decode([token for token in tokens if token not in stops])
+            return text
+
         own = share["own turns"]
         begun = [prompts.user_prefix(tokenizer)] * own
-        turns = [tokenizer.decode(text) for text in written(begun, [1.0] * own, TURN, "user turns", seed)]
+        turns = [decode(text) for text in written(begun, [1.0] * own, TURN, "user turns", seed)]
         articles = prompts.asked(share["read"], seed + 1)
         texts = written([turn(text) for text in articles], [0.6] * len(articles), ARTICLE, "texts to read", seed + 1)
         asked = [
             *dict.fromkeys(text.strip() for text in turns if text.strip()),
             *prompts.asked(share["asked"], seed),
-            *prompts.reading([tokenizer.decode(text) for text in texts], seed),
+            *prompts.reading([decode(text) for text in texts], seed),
         ]
         whole = [
             *(turn(text) for text in prompts.without_copies(asked, avoid)),
@@ -164,8 +168,7 @@ def write_texts(
     for text, answer in zip(whole, answers, strict=True):
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(answer) > 4:
-            tokens = torch.tensor([*prompt, *answer, *stops[:1]], dtype=torch.int32)
-            found.append(Text(tokens, len(prompt)))
+            found.append(Text(torch.tensor([*prompt, *answer], dtype=torch.int32), len(prompt)))
     return found
 
 
