@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from branchwise.backends.base import Prefill, Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
 from branchwise.draft import build_policy
+from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
 from branchwise.errors import ModelError
 from branchwise.train.head.learn import Watched
 from branchwise.train.head.unroll import unroll
-from branchwise.verify import VERIFIERS
+from branchwise.verify import VERIFIERS, Verdict
 from tests.test_head_training import FORMS
 
 VOCABULARY, WIDTH, LAYERS = 40, 24, 3
@@ -62,8 +69,13 @@ class Watching(HeadDrafter):
         for request, probs in zip(requests, found, strict=True):
             for row, node in enumerate(request.nodes):
                 text = tuple(request.sequence.tokens), tuple(request.tree.path(node))
-                self.seen.append((*text, probs.probs[row].clone(), self._texts[request.sequence].extra))
+                self.seen.append((*text, probs.probs[row].clone(), self._extra(request)))
         return found
+
+
+    def _extra(self, request: ExpandRequest) -> Tensor:
+        known = self._cache.extra_tokens[self._cache.slot[request.sequence]]
+        return known[known >= 0]
 
 
 def expected(drafter: HeadDrafter, model: LlamaForCausalLM, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
@@ -125,3 +137,62 @@ def test_a_head_is_stored_and_refused(tmp_path: Path) -> None:
     for name in ("cut", "changed", "foreign"):
         with pytest.raises(ModelError):
             TrainedHead.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "parallel" not in form])
+@pytest.mark.parametrize("shape", ["mcsd", "fork", "recycling-80"])
+@torch.no_grad()
+def test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host(form: str, shape: str) -> None:
+    """The functions that a device records, called at every step beside the host's own way."""
+    model = model_of()
+    target = TransformersTarget(model, slots=3, context=128, max_nodes=128)
+    policy = build_policy(f"ranks:{shape}")
+    drafter = HeadDrafter(trained(target, form), tree=policy)
+    other = HeadDrafter(trained(target, form), tree=policy)
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    other.bind(target.info)
+    other._cache.hold(200)
+    ranked = RankedDraft(
+        other.head, other._cache, other._embeddings, other._output, other._table, policy.whole(VOCABULARY)
+    )
+    compared = 0
+
+    def start(sequence: SequenceState, prefill: Prefill) -> None:
+        HeadDrafter.start(drafter, sequence, prefill)
+        HeadDrafter.start(other, sequence, prefill)
+
+    def draft(sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        nonlocal compared
+        trees = HeadDrafter.draft(drafter, sequences, budgets)
+        for sequence in sequences:
+            if len(other._texts[sequence].unread):
+                other._roots([sequence])
+        slots = torch.tensor([other._cache.slot[sequence] for sequence in sequences])
+        lengths = torch.tensor([other._cache.lengths[sequence] for sequence in sequences])
+        found = ranked.grow(slots, lengths, torch.tensor([sequence.root for sequence in sequences]))
+        for tree, tokens, length in zip(trees, found, lengths, strict=True):
+            if length > 0 and len(tree) == len(ranked.shape):
+                assert tree.parents == ranked.shape.parents
+                assert tree.tokens.tolist() == tokens.tolist()
+                compared += 1
+        return trees
+
+    def update(sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        HeadDrafter.update(drafter, sequences, scored, verdicts)
+        size = max(len(verdict.path) for verdict in verdicts) + 1
+        paths = torch.tensor([[*verdict.path, *[-1] * (size - len(verdict.path))] for verdict in verdicts])
+        slots = torch.tensor([other._cache.slot[sequence] for sequence in sequences])
+        lengths = torch.tensor([other._cache.lengths[sequence] for sequence in sequences])
+        tokens = torch.stack([functional.pad(t.tokens, (0, 128 - len(t))) for t in drafter._drafted])
+        following = torch.tensor([verdict.token for verdict in verdicts])
+        hidden = [functional.pad(scored.hidden[tap], (0, 0, 0, 128 - scored.hidden[tap].shape[1])) for tap in TAPS]
+        after = ranked.catch_up(slots, lengths, tokens, paths, following, *hidden)
+        for sequence, length in zip(sequences, after.tolist(), strict=True):
+            other._cache.lengths[sequence] = length
+
+    drafter.start, drafter.draft, drafter.update = start, draft, update  # type: ignore[method-assign]
+    for prompt in [(1, 2, 3), (5,), tuple(range(20))]:
+        engine.submit(Request(prompt, max_new_tokens=24))
+    while engine.busy:
+        engine.step()
+    assert compared > 10

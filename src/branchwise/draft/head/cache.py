@@ -16,27 +16,58 @@ from branchwise.core.sequence import SequenceState
 from branchwise.draft.head.network import Attend, HeadConfig
 
 FIRST = 256
-"""rows of a slot at first; they double as texts grow"""
+"""cells of a slot at first; they double as texts grow"""
+MOST_EXTRA = 128
+"""tokens of a prompt, of those outside the table, that can be proposed in its text"""
 
 
 class HeadCache:
+    """Cells of every slot, and what the last row of every text predicted and carried on.
+
+    Behind the slots of texts stands one for the padding of a batch, and behind the cells of texts one for the padding
+    of rows.
+    """
+
     def __init__(self, config: HeadConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.lengths: dict[SequenceState, int] = {}
         """open text -> rows that stay"""
-        self._slot: dict[SequenceState, int] = {}
+        self.slot: dict[SequenceState, int] = {}
+        self.padding = slots
+        """the slot that no text has"""
         self._free = list(range(slots))
-        self._store = torch.zeros(
-            2, config.layers, slots, config.kv_heads, FIRST, config.head_width, device=device, dtype=dtype
-        )
+        width, kind = config.width, {"device": device, "dtype": dtype}
+        self.store = torch.zeros(2, config.layers, slots + 1, config.kv_heads, FIRST, config.head_width, **kind)
+        """(keys and values, layers, slots, heads, cells, width)"""
+        self.columns = torch.arange(FIRST - 1, device=device)
+        self.predicted, self.carried = torch.zeros(slots + 1, width, **kind), torch.zeros(slots + 1, width, **kind)
+        """of the last row of every text"""
+        self.extra_tokens = torch.full((slots + 1, MOST_EXTRA), -1, device=device)
+        self.extra_rows = torch.zeros(slots + 1, MOST_EXTRA, width, **kind)
+        """tokens that a text may also propose, -1 for none, and their output rows"""
 
-    def open(self, sequence: SequenceState) -> None:
-        self._slot[sequence] = self._free.pop()
+    @property
+    def scratch(self) -> int:
+        """The cell that no text reaches."""
+        return self.store.shape[4] - 1
+
+    def open(self, sequence: SequenceState, extra: Tensor, rows: Tensor) -> None:
+        slot = self.slot[sequence] = self._free.pop()
         self.lengths[sequence] = 0
+        self.extra_tokens[slot] = -1
+        self.extra_tokens[slot, : len(extra)] = extra
+        self.extra_rows[slot, : len(extra)] = rows
 
     def close(self, sequence: SequenceState) -> None:
-        if sequence in self._slot:
-            self._free.append(self._slot.pop(sequence))
+        if sequence in self.slot:
+            self._free.append(self.slot.pop(sequence))
             del self.lengths[sequence]
+
+    def hold(self, cells: int) -> None:
+        """Let every slot have so many cells, and one more for padding."""
+        if cells > self.scratch:
+            wanted = 1 << cells.bit_length()
+            self.store = functional.pad(self.store, (0, 0, 0, wanted - self.store.shape[4]))
+            self.columns = torch.arange(wanted - 1, device=self.columns.device)
 
     def attend(self, sequences: Sequence[SequenceState], cells: Tensor, seen: Tensor) -> Attend:
         """The attention of new rows of these texts.
@@ -44,18 +75,17 @@ class HeadCache:
         `cells` (batch, rows) says where each row is written, -1 for padding; `seen` (batch, rows, keys) which cells it
         attends to, its own included.
         """
-        self._hold(int(cells.max()) + 2)
-        device = self._store.device
-        slots = [self._slot[sequence] for sequence in sequences]
-        scratch = self._store.shape[4] - 1  # no text reaches it
-        places = torch.where(cells < 0, scratch, cells).to(device)
+        self.hold(int(cells.max()) + 1)
+        device = self.store.device
+        slots = [self.slot[sequence] for sequence in sequences]
+        places = torch.where(cells < 0, self.scratch, cells).to(device)
         seen = seen.clone()
         seen[..., 0] |= cells < 0  # padding attends to something, so that it stays finite
         mask, rows = seen[:, None].to(device), torch.tensor(slots, device=device)
         keys_seen = seen.shape[-1]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._store[0, layer], self._store[1, layer]
+            keys, values = self.store[0, layer], self.store[1, layer]
             for kept, new in ((keys, key), (values, value)):
                 kept[rows[:, None], :, places] = new.transpose(1, 2).to(kept.dtype)
             if len(slots) == 1:
@@ -66,12 +96,6 @@ class HeadCache:
 
         return attend
 
-    def _hold(self, cells: int) -> None:
-        """Let every slot have so many cells, and one more for padding."""
-        if cells >= self._store.shape[4]:
-            wanted = 1 << cells.bit_length()
-            self._store = functional.pad(self._store, (0, 0, 0, wanted - self._store.shape[4]))
-
     @property
     def bytes(self) -> int:
-        return self._store.nbytes
+        return self.store.nbytes

@@ -20,14 +20,16 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
-from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.ahead import Ahead
+from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.model.drafter import Reading
 from branchwise.draft.model.vocabulary import Vocabulary
+from branchwise.draft.policies.ranks import Ranks
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.errors import ModelError, UsageError
-from branchwise.verify import Verdict
+from branchwise.verify import Verdict, Verdicts
 
 CHUNK = 512
 """rows of a prompt that one pass writes"""
@@ -41,8 +43,8 @@ class Following:
 
     unread: Tensor
     """(rows, width): features of tokens whose rows are not in the cache yet"""
-    extra: Tensor
-    """tokens of the prompt that are not in the table; they can be proposed in this text"""
+    extra: int
+    """how many tokens of the prompt are not in the table and can be proposed in this text too"""
     root: int = 0
     """the place of the row whose prediction is after the root"""
     carried: dict[int, Tensor] = field(default_factory=dict)
@@ -74,6 +76,8 @@ class HeadDrafter(TreeDrafter):
         self.wanted, self.temperature = table, temperature
         self._texts: dict[SequenceState, Following] = {}
         self._readings: dict[object, Reading] = {}
+        self._ahead: Ahead | None = None
+        """drafts on the device, if trees are of ranks and passes are recorded"""
 
     @property
     def needs(self) -> Needs:
@@ -95,23 +99,43 @@ class HeadDrafter(TreeDrafter):
         self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
         self._texts.clear()
         self._readings.clear()
+        self._ahead = None
+        if isinstance(self.tree, Ranks) and target.execution.graphs and not self.head.config.masks:
+            self._ahead = Ahead(
+                self.tree, target, self.head, self._cache, self._embeddings, self._output, self._table
+            )
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
-        prompt = torch.tensor(sequence.tokens).unique()
-        extra = prompt[~self._listed[prompt]].to(self._table.device)
-        self._cache.open(sequence)
-        self._texts[sequence] = Following(self._features([prefill.hidden[tap] for tap in self.head.config.taps]), extra)
+        prompt = torch.tensor(list(dict.fromkeys(reversed(sequence.tokens))))  # the last tokens first
+        extra = prompt[~self._listed[prompt]][:MOST_EXTRA].to(self._table.device)
+        self._cache.open(sequence, extra, self._output[extra])
+        unread = self._features([prefill.hidden[tap] for tap in self.head.config.taps])
+        self._texts[sequence] = Following(unread, len(extra))
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         # Before the first pass over a text of one token there are no states to draft from.
         known = [self._cache.lengths[sequence] + len(self._texts[sequence].unread) > 0 for sequence in sequences]
+        if self._ahead is not None and all(known):
+            with torch.inference_mode():
+                if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
+                    self._roots(behind)
+                self._drafted = self._ahead.draft(sequences, budgets)
+            return self._drafted
         return super().draft(
             sequences, [budget if some else NOTHING for some, budget in zip(known, budgets, strict=True)]
         )
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        return None if self._ahead is None else self._ahead.draft_next(budgets)
+
+    @torch.inference_mode()
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        if self._ahead is not None:
+            self._ahead.update(scored, verdicts, [scored.hidden[tap] for tap in self.head.config.taps])
 
     def finish(self, sequence: SequenceState) -> None:
         self._cache.close(sequence)
@@ -120,6 +144,8 @@ class HeadDrafter(TreeDrafter):
     @torch.inference_mode()
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         super().update(sequences, scored, verdicts)
+        if self._ahead is not None and self._ahead.follow(sequences, verdicts):
+            return
         for row, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
             text, path = self._texts[sequence], list(verdict.path)
             kept = self._features([scored.hidden[tap][row, path] for tap in self.head.config.taps])
@@ -182,6 +208,8 @@ class HeadDrafter(TreeDrafter):
             text.carried, text.cells = {0: carry[row, count - 1]}, {}
             text.ahead = predict[row, count : count + masks] if masks else None
             found.append(predict[row, count - 1 : count])
+            slot = self._cache.slot[sequence]
+            self._cache.predicted[slot], self._cache.carried[slot] = predict[row, count - 1], carry[row, count - 1]
         return found
 
     def _level(self, requests: Sequence[ExpandRequest]) -> list[Tensor]:
@@ -223,11 +251,12 @@ class HeadDrafter(TreeDrafter):
         """(nodes, vocabulary): distributions over the table and the tokens of the prompt."""
         tokens = torch.tensor([request.tree.tokens[node] for node in request.nodes], device=self._rows.device)
         previous = self._embeddings[tokens] if self.head.config.bias else None
-        extra = self._texts[request.sequence].extra
         logits = predict.new_full((len(predict), self._vocabulary.size), NONE)
         logits[:, self._table] = self.head.logits(predict, self._rows, previous)
-        if len(extra):
-            logits[:, extra] = self.head.logits(predict, self._output[extra], previous)
+        if count := self._texts[request.sequence].extra:
+            slot = self._cache.slot[request.sequence]
+            rows = self._cache.extra_rows[slot, :count]
+            logits[:, self._cache.extra_tokens[slot, :count]] = self.head.logits(predict, rows, previous)
         return self._reading(request.sequence.sampling)(logits)
 
     def _reading(self, sampling: SamplingParams) -> Reading:
