@@ -85,6 +85,8 @@ class RankedDraft:
     ) -> Tensor:
         """Write the rows of accepted paths (batch, steps), padded with -1, whose nodes have these tokens and hidden
         states (batch, nodes, …) and which are followed by one more token each. Returns the rows of each text then."""
+        slots, lengths, tokens, following = (part.long() for part in (slots, lengths, tokens, following))
+        slots = torch.where(slots < 0, self.cache.padding, slots)
         nodes = paths.clamp_min(0)
         states = [state.gather(1, nodes[..., None].expand(-1, -1, state.shape[-1])) for state in hidden]
         last = functional.pad(paths[:, 1:] < 0, (0, 1), value=True)
@@ -103,6 +105,7 @@ class RankedDraft:
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> Tensor:
         """(batch, nodes): the tokens of the trees below these roots, of texts with so many rows."""
+        slots, lengths, roots = slots.long(), lengths.long(), roots.long()
         batch = len(slots)
         found = roots.new_zeros(batch, len(self.shape))
         found[:, 0] = roots
