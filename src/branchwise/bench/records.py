@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+
 from typing import IO, Any, NamedTuple
 
 from branchwise.errors import UsageError
@@ -22,7 +22,7 @@ VERSION = 1
 """of the schema; other versions are refused"""
 
 PLAIN, METHOD, PEER = "plain", "method", "peer"
-KINDS = (PLAIN, METHOD, PEER)
+
 STATES = ("cold", "warm")
 
 
@@ -54,15 +54,12 @@ class Record:
     contestant: str
     """the name given on the command line: `plain`, a method, a peer"""
     kind: str
-    """plain, method or peer"""
     suite: str
     category: str
     item: str
     """id of the prompt, unique within a run"""
     turn: int
-    """of a dialogue, from 0"""
     round: int
-    """from 0"""
     group: str
     """shared by the requests of one batch in one round for one contestant"""
     state: str
@@ -127,9 +124,8 @@ class Comparison:
     difference: Difference | None
 
     def line(self) -> str:
-        found = None if self.difference is None else dataclasses.asdict(self.difference)
-        values = {"version": VERSION, "compares": self.key, "equal": self.equal, "difference": found}
-        return json.dumps(values, separators=(",", ":"))
+        found = dataclasses.asdict(self)
+        return json.dumps({"version": VERSION, "compares": found.pop("key"), **found}, separators=(",", ":"))
 
 
 def hash_ids(ids: Iterable[int]) -> str:
@@ -263,9 +259,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -2,6 +2,10 @@
 
 If interleaved, all contestants write one item before the next one begins, and the first of them changes from item to
 item, so that a machine that gets slower, or a first call that pays for later ones, affects all alike.
+
+Answers are compared with the baseline's. In float32 greedy answers must be equal, and sampled ones too under `match`
+with the same seeds. In lower precision a pass over a tree rounds differently from a pass over one token; the gap
+between the logits of the two tokens shows such a near-tie.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+import torch
+
 from branchwise.bench.contest import Answer, Asked, Contestant
-from branchwise.bench.equality import compare, to_compare
 from branchwise.bench.prompts import Item
-from branchwise.bench.records import Key, Ledger, Record, hash_ids
+from branchwise.bench.records import PLAIN, Comparison, Difference, Key, Ledger, Record, hash_ids
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
@@ -162,8 +168,7 @@ class Contest:
         return self.llm.encode(said)
 
     def _asked(self, items: Sequence[Item], turn: int, round: int) -> Asked:
-        ends = self.llm.stop_tokens
-        rules = self.rules
+        ends, rules = self.llm.stop_tokens, self.rules
         names = (f"{rules.seed}/{item.id}/{turn}/{round}" for item in items)
         return Asked(
             max_new_tokens=rules.max_new_tokens,
@@ -179,13 +184,8 @@ class Contest:
         ended = answer.finish_reason == "stop" and answer.ids[-1:] and answer.ids[-1] in self.llm.stop_tokens
         text = answer.text if answer.text is not None else self.llm.decode(answer.ids[:-1] if ended else answer.ids)
         last = turn == len(item.turns) - 1
-        counted = {
-            "ids": tuple(answer.ids),
-            "tokens": len(answer.ids) if answer.tokens is None else answer.tokens,
-            "text": text,
-            "drafted_per_depth": tuple(answer.drafted_per_depth),
-            "accepted_per_depth": tuple(answer.accepted_per_depth),
-        }
+        tokens = len(answer.ids) if answer.tokens is None else answer.tokens
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(answer).items()}
         return Record(
             contestant=play.contestant.name,
             kind=play.contestant.kind,
@@ -201,28 +201,48 @@ class Contest:
             ids_hash=hash_ids(answer.ids),
             correct=item.check(text) if item.check is not None and last else None,
             run=self.run,
-            **vars(answer) | counted,
+            **values | {"tokens": tokens, "text": text},
         )
 
     def _compare(self) -> None:
-        """Compare the answers whose baseline is recorded by now."""
-        comparable = {contestant.name for contestant in self.contestants if contestant.comparable}
-        for record, baseline in to_compare(self.ledger.records, comparable, greedy=self.rules.temperature == 0):
-            prompt = self._prompt_of(baseline)
-            assert hash_ids(prompt) == baseline.prompt_hash, "the questions are not those that were answered"
-            self.ledger.add_comparison(compare(record, baseline, prompt, self.llm))
+        """Compare the answers that must equal the baseline's, were not compared yet, and have a baseline by now.
+
+        Greedy answers of all contestants; sampled ones only of contestants that share the baseline's random numbers.
+        Answers in dialogues whose earlier turns differ have other prompts and are not compared.
+        """
+        names = {rival.name for rival in self.contestants if rival.comparable or self.rules.temperature == 0}
+        records = self.ledger.records
+        plain = {record.key[1:]: record for record in records if record.kind == PLAIN}
+        for record in records:
+            baseline = plain.get(record.key[1:])
+            wanted = record.contestant in names and record.kind != PLAIN and record.counted_by == "ids"
+            if wanted and record.equal is None and baseline and record.prompt_hash == baseline.prompt_hash:
+                self.ledger.add_comparison(self._compared(record, baseline))
+
+    def _compared(self, record: Record, baseline: Record) -> Comparison:
+        prompt = self._prompt_of(baseline)
+        assert hash_ids(prompt) == baseline.prompt_hash, "the questions are not those that were answered"
+        if record.ids == baseline.ids:
+            return Comparison(record.key, True, None)
+        pairs = enumerate(zip_longest(record.ids, baseline.ids))
+        place, token, expected = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+        gap = None
+        if token is not None and expected is not None:
+            context = torch.tensor([[*prompt, *baseline.ids[:place]]], device=self.llm.model.device)
+            with torch.inference_mode():
+                logits = self.llm.model(input_ids=context).logits[0, -1].float()
+            gap = abs(float(logits[token]) - float(logits[expected]))
+        return Comparison(record.key, False, Difference(place, token, expected, gap))
 
     def _prompt_of(self, record: Record) -> list[int]:
         """The token ids that an answer followed, from the answers before it."""
         item = next(item for item in self.items if item.id == record.item)
         said = []
-        for turn in range(record.turn + 1):
-            said.append({"role": "user", "content": item.turns[turn]})
-            if turn < record.turn:
-                before = self.ledger.get(record.key._replace(turn=turn))
-                assert before is not None
-                said.append({"role": "assistant", "content": before.text})
-        return self._encode(item, said)
+        for turn in range(record.turn):
+            before = self.ledger.get(record.key._replace(turn=turn))
+            assert before is not None
+            said += [{"role": "user", "content": item.turns[turn]}, {"role": "assistant", "content": before.text}]
+        return self._encode(item, [*said, {"role": "user", "content": item.turns[record.turn]}])
 
 
 def digest(items: Sequence[Item]) -> str:

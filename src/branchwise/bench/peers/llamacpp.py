@@ -7,6 +7,7 @@ quantised, as its users run them, while ours were dequantised: the distribution 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,7 @@ from typing import Any
 
 import torch
 
-from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.ours import synchronized
-from branchwise.bench.records import PEER
+from branchwise.bench.contest import Answer, Asked, Peer
 from branchwise.errors import ModelError, PairingError, UsageError
 from branchwise.llm import LLM
 from branchwise.models import ALIASES, gguf_path
@@ -26,12 +25,9 @@ SHORTEST_CONTEXT = 1024
 """tokens for each sequence; a longer prompt doubles it, so that the file is rarely loaded again"""
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     """Prompts of a batch run together, each in a slot of its own."""
 
-    kind = PEER
-    comparable = False
-    learns = False
     usage = "llama.cpp:PATH.gguf"
 
     def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None) -> None:
@@ -56,15 +52,13 @@ class LlamaCpp:
         self._slots = self._context = 0
         self._server: Any = None
 
-    def forget(self) -> None: ...
-
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
         self._make_room(len(prompts), max(map(len, prompts)) + asked.max_new_tokens)
         requests = [self._request(prompt, asked, number) for number, prompt in enumerate(prompts)]
         with ThreadPoolExecutor(len(requests)) as pool:
-            start = synchronized(torch.device("cpu"))
+            start = time.perf_counter()
             found = list(pool.map(self._server.handle_completions, requests))
-            seconds = synchronized(torch.device("cpu")) - start
+            seconds = time.perf_counter() - start
         return [self._answer(reply, asked, seconds) for reply in found]
 
     def _request(self, prompt: Sequence[int], asked: Asked, number: int) -> dict[str, Any]:
