@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.contest import Ours
+from branchwise.bench.contest import Answer, Asked, Ours
 from branchwise.bench.prompts import Item
 from branchwise.bench.records import Ledger, Record, read
 from branchwise.bench.run import Contest, Play, Rules, digest, fitting, plan

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-
 from typing import IO, Any, NamedTuple
 
 from branchwise.errors import UsageError
