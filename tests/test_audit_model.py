@@ -201,7 +201,7 @@ def test_match_is_lossless(llm: LLM, sampling: SamplingParams) -> None:
     assert found.activity.rejected > 0
     assert len(found.tests.family) == len(PROMPTS) + 1
     assert found.greedy is not None
-    assert found.greedy.differences == ()
+    assert found.greedy.differences == []
     assert found.tests.samples == 2400
 
 

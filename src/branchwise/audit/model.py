@@ -100,7 +100,7 @@ class Greedy:
     prompts: int
     tokens: int
     """of plain decoding"""
-    differences: tuple[Difference, ...]
+    differences: list[Difference]
 
     @property
     def decisive(self) -> list[Difference]:
@@ -305,7 +305,7 @@ class ModelAuditor:
             for prompt, tokens, *pair in zip(self.prompts, self._tokens, plain, speculative, strict=True)
             if pair[0] != pair[1]
         ]
-        return Greedy(dtype, len(plain), sum(map(len, plain)), tuple(differences))
+        return Greedy(dtype, len(plain), sum(map(len, plain)), differences)
 
     def _compare_rounded(self, draft: str | Drafter, tree: str | None, verify: str, notes: list[str]) -> Greedy | None:
         """The same in bfloat16. It decides nothing, so a copy that does not fit into memory is only noted."""
