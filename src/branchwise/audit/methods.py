@@ -8,6 +8,7 @@ trimmed head is a distribution with zeros, so one token is cut out for it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,10 +137,9 @@ def audit_method(method: Method) -> MethodAudited:
 def instances(method: Method) -> Iterator[Instance]:
     """The same small worlds for every method, always."""
     trimmed = "trim" in split_spec(method.draft)[2]
-    for sigma in SIMILARITIES.values():
-        for seed in SEEDS:
-            instance = Instance.random(VOCABULARY, DEPTH if method.lossless else FORK[1], 2, sigma, (seed,))
-            yield without_last_token(instance) if trimmed else instance
+    for sigma, seed in itertools.product(SIMILARITIES.values(), SEEDS):
+        instance = Instance.random(VOCABULARY, DEPTH if method.lossless else FORK[1], 2, sigma, (seed,))
+        yield without_last_token(instance) if trimmed else instance
 
 
 def without_last_token(instance: Instance) -> Instance:

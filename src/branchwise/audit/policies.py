@@ -42,9 +42,8 @@ def grown_trees(policy: TreePolicy, rule: Rule, budget: Budget) -> list[Weighed]
     Every run starts from the policy as it stands: what it learns from a tree is forgotten before the next.
     """
     found: dict[tuple[object, ...], Weighed] = {}
-    for weight, tree in (
-        _beams(policy, rule, budget) if isinstance(_inner(policy), Beam) else _all(policy, rule, budget)
-    ):
+    grown = _beams if isinstance(_inner(policy), Beam) else _all
+    for weight, tree in grown(policy, rule, budget):
         same = (*tree.tokens.tolist(), tree.parents, tree.leaves, None if tree.q is None else tree.q.numpy().tobytes())
         before = found[same].weight if same in found else 0.0
         found[same] = Weighed(before + weight, tree)
@@ -204,13 +203,11 @@ class ArrangedSampler(DraftSampler):
         """How long the next sibling of a node takes, times the rate by which the policy divides it."""
         prefix = self._nodes[draw]
         parent, now = prefix[:-1], self._times[prefix]
-        siblings = {other: time for other, time in self._times.items() if len(other) and other[:-1] == parent}
+        siblings = {other[-1]: time for other, time in self._times.items() if other and other[:-1] == parent}
         later = [time for time in siblings.values() if time > now]
         if not later:
             return math.inf
-        rate = 1.0
-        for length, token in enumerate(parent):
-            rate *= float(self._rule(parent[:length])[token])
-        come = {other[-1] for other, time in siblings.items() if time <= now}
+        rate = math.prod(float(self._rule(parent[:length])[token]) for length, token in enumerate(parent))
+        come = {token for token, time in siblings.items() if time <= now}
         rate *= math.fsum(mass for token, mass in enumerate(self._rule(parent).tolist()) if token not in come)
         return (min(later) - now) * rate

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +85,7 @@ class Server(Client):
             text = str(choice["text"])
             logprobs = choice.get("logprobs")
             if logprobs is None:
-                raise UsageError(
-                    f"The server at {self.url} returned no logprobs, by which its tokens are told apart; "
-                    "audit a server that reports them."
-                )
+                raise UsageError(f"The server at {self.url} returned no logprobs, by which tokens are compared.")
             if "content" in logprobs:  # as chat completions report them; llama.cpp does so everywhere
                 entries = logprobs["content"]
                 tokens = [str(entry["token"]) for entry in entries]
@@ -133,10 +129,7 @@ class StatedProbs:
         for _ in range(ATTEMPTS):
             answer = self.reference(text)[0]
             if answer.tokens and not (answer.tops and answer.tops[0]):
-                raise UsageError(
-                    f"The reference at {self.reference.url} returned no top logprobs, and they are the "
-                    "probabilities to compare with."
-                )
+                raise UsageError(f"The reference at {self.reference.url} returned no top logprobs to compare with.")
             if answer.tokens:
                 return answer
         return None
@@ -232,18 +225,20 @@ def audit_server(
     gathered: list[Gathered] = []
     doubts: list[str] = []
     before = audited.counters()
+    pool = ThreadPoolExecutor(threads)
     try:
         at_once = len(audited(prompts[0]))  # what is wrong with the server shows before the work begins
-        with _pool(threads) as pool:
-            probs = [StatedProbs(stating, prompt) for prompt in prompts]
-            jobs = [pool.submit(Partition, row, length=length, samples=samples) for row in probs]
-            for done, _ in enumerate(as_completed(jobs), start=1):
-                progress("probabilities of the reference", done, len(jobs))
-            gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]
-            for entry in gathered:
-                _sample(pool, audited, entry, samples, at_once, progress)
+        probs = [StatedProbs(stating, prompt) for prompt in prompts]
+        jobs = [pool.submit(Partition, row, length=length, samples=samples) for row in probs]
+        for done, _ in enumerate(as_completed(jobs), start=1):
+            progress("probabilities of the reference", done, len(jobs))
+        gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]
+        for entry in gathered:
+            _sample(pool, audited, entry, samples, at_once, progress)
     except KeyboardInterrupt:
         doubts.append(INTERRUPTED)
+    finally:  # leaving early does not wait for requests that have not been sent
+        pool.shutdown(wait=False, cancel_futures=True)
     after = audited.counters()
     activity = None if before is None or after is None else Activity(after[0] - before[0], after[1] - before[1])
     sampled = [entry for entry in gathered if entry.blocks]
@@ -287,16 +282,6 @@ def _sample(
         for done, _ in enumerate(as_completed(jobs), start=1):
             progress(f"texts: {shorten(entry.prompt)}", min(len(entry.blocks) + done * at_once, samples), samples)
         entry.blocks += [answer.tokens for job in jobs for answer in job.result()]
-
-
-@contextmanager
-def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads for requests; leaving early does not wait for those that have not been sent."""
-    pool = ThreadPoolExecutor(threads)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _notes(server: Server, reference: Server, gathered: Sequence[Gathered], activity: Activity | None) -> list[str]:

@@ -141,9 +141,7 @@ def parse(line: str, where: str) -> Record | Comparison:
     if not isinstance(values, dict) or "version" not in values or not values.keys() & {"contestant", "compares"}:
         raise UsageError(f"{where} is no record of branchwise bench.")
     if values["version"] != VERSION:
-        raise UsageError(
-            f"{where} has records of version {values['version']}, and this Branchwise reads version {VERSION}."
-        )
+        raise UsageError(f"{where} has version {values['version']}, and this Branchwise reads version {VERSION}.")
     try:
         if values.get("difference") is not None:
             values["difference"] = Difference(**values["difference"])

@@ -50,8 +50,7 @@ def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[s
         values = sorted({str(record.run.get(name)) for record in records})
         if len(values) > 1:
             raise UsageError(
-                f"These records are of more than one {name} ({', '.join(values)}), which no ratio can join; make a "
-                "report for each."
+                f"These records are of more than one {name} ({', '.join(values)}); make a report for each."
             )
     rows = summary.summarise(records)
     found = figures(records, rows, costs)

@@ -69,8 +69,8 @@ class Play:
 
     @property
     def keys(self) -> list[Key]:
-        turns = ((item.id, turn) for item in self.items for turn in range(len(item.turns)))
-        return [Key(self.contestant.name, item, turn, self.round) for item, turn in turns]
+        name = self.contestant.name
+        return [Key(name, item.id, turn, self.round) for item in self.items for turn in range(len(item.turns))]
 
 
 def plan(contestants: Sequence[Contestant], items: Sequence[Item], rules: Rules) -> list[Play]:
@@ -274,7 +274,5 @@ def check_same_run(ledger: Ledger, run: dict[str, Any]) -> None:
                 if isinstance(before, dict) and isinstance(now, dict):
                     name = next(key for key in {**before, **now} if before.get(key) != now.get(key))
                     before, now = before.get(name), now.get(name)
-                raise UsageError(
-                    f"{ledger.path} holds records of another run: its {name} is {before!r}, now it is {now!r}. "
-                    "Choose another --out, or remove the file."
-                )
+                other = f"{ledger.path} holds records of another run: its {name} is {before!r}, now it is {now!r}."
+                raise UsageError(f"{other} Choose another --out, or remove the file.")

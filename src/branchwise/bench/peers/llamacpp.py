@@ -43,8 +43,7 @@ class LlamaCpp(Peer):
         its, ours = len(read_header(self._path).metadata.get("tokenizer.ggml.tokens", ())), llm.engine.target.vocabulary
         if its != ours:
             raise PairingError(
-                f"{self._path} has a vocabulary of {its} tokens and {llm.name} one of {ours}; "
-                "give the GGUF file of the same model."
+                f"{self._path} has a vocabulary of {its} tokens and {llm.name} one of {ours}; give the same model."
             )
         self._llm = llm
         # Its threads spin while they wait: more of them than free cores are far slower than one.
@@ -62,7 +61,7 @@ class LlamaCpp(Peer):
         return [self._answer(reply, asked, seconds) for reply in found]
 
     def _request(self, prompt: Sequence[int], asked: Asked, number: int) -> dict[str, Any]:
-        request: dict[str, Any] = {
+        request = {
             "prompt": list(prompt),
             "max_tokens": asked.max_new_tokens,
             "temperature": asked.temperature,
@@ -75,9 +74,7 @@ class LlamaCpp(Peer):
             "ignore_eos": not asked.stop_tokens,
             "logit_bias": [[token, False] for token in sorted(asked.forbidden)],
         }
-        if asked.seeds:
-            request["seed"] = asked.seeds[number] % (1 << 32)
-        return request
+        return request | ({"seed": asked.seeds[number] % (1 << 32)} if asked.seeds else {})
 
     def _answer(self, reply: dict[str, Any], asked: Asked, seconds: float) -> Answer:
         if "error" in reply:
@@ -138,6 +135,4 @@ def _gguf(place: str, *, given: bool) -> Path:
         return path
     if given:
         raise ModelError(f"There is no file {place!r} for llama.cpp. Check the path.")
-    raise UsageError(
-        f"llama.cpp reads GGUF files, and {place} was loaded from something else; give one as {LlamaCpp.usage}."
-    )
+    raise UsageError(f"llama.cpp reads GGUF files, and {place} is none; give one as {LlamaCpp.usage}.")

@@ -95,10 +95,8 @@ class OpenAI(Peer):
         """Add an event of the stream to the reply."""
         try:
             if said := event.get("error"):
-                said = said.get("message", said) if isinstance(said, dict) else said
-                raise UsageError(
-                    f"The server at {self.server.url} failed in the middle of an answer: {str(said).rstrip('.')}."
-                )
+                said = str(said.get("message", said) if isinstance(said, dict) else said).rstrip(".")
+                raise UsageError(f"The server at {self.server.url} failed in the middle of an answer: {said}.")
             reply.usage |= event.get("usage") or {}
             for choice in event["choices"]:
                 text, ids = choice.get("text") or "", choice.get("token_ids")

@@ -150,10 +150,7 @@ class Assisted(Drafting):
         self._assistant, tokenizer = load_model(place, dtype=llm.model.dtype, device=str(llm.model.device))
         sizes = [model.config.get_text_config().vocab_size for model in (llm.model, self._assistant)]
         if sizes[0] != sizes[1] or tokenizer.get_vocab() != llm.tokenizer.get_vocab():
-            raise PairingError(
-                f"{place} has another vocabulary than {llm.name}, so it cannot draft for it; take a model with the "
-                "same tokenizer."
-            )
+            raise PairingError(f"{place} has another vocabulary than {llm.name}; take a model with the same tokenizer.")
         self._helper = {"assistant_model": self._assistant}
         self._recommended = self._assistant.generation_config
         self.forget()
