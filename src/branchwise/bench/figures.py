@@ -65,9 +65,6 @@ def draw(figure: Figure, theme: Theme) -> bytes:
     return png(figure.height, figure.paint, theme)
 
 
-# ---- speed -------------------------------------------------------------------------------------------------------
-
-
 def speed_up_by_category(rows: Sequence[Row]) -> Figure | Missing:
     title = "Speed-up by category"
     values = {(row.contestant, row.category): row.speed_up for row in rows if row.speed_up is not None}
@@ -111,9 +108,6 @@ def cold_against_warm(records: Sequence[Record]) -> Figure | Missing:
         "Times as fast as plain decoding. Cold: the drafter is fresh for every prompt. Warm: it keeps what it saw.",
         *_dots(both, _names(records), "times as fast as plain decoding", reference=1.0),
     )
-
-
-# ---- speculation -------------------------------------------------------------------------------------------------
 
 
 def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
@@ -200,9 +194,6 @@ def time_by_phase(rows: Sequence[Row]) -> Figure | Missing:
         return Missing("Share of time by phase", "No contestant says where its time went.")
     reading = "Wall clock of all requests; “other” is what no phase has booked."
     return _bars("time-by-phase", "Share of time by phase", "spends", reading, parts, OTHER, "share of time, %")
-
-
-# ---- the rest ----------------------------------------------------------------------------------------------------
 
 
 def accuracy_by_category(rows: Sequence[Row]) -> Figure | Missing:

@@ -110,9 +110,7 @@ def load_items(
         for item in _items_of(path, suite) if suite else read_items(path):
             if item.id in found:
                 other = "twice" if found[item.id] == path else f"after {found[item.id]}"
-                raise UsageError(
-                    f"{path} was given {other}, and both have {item.id}; give a set once, or rename a file."
-                )
+                raise UsageError(f"{path} was given {other}, and both have {item.id}; give a set once, or rename it.")
             found[item.id] = path
             taken[item.category] += 1
             if (limit is None or taken[item.category] <= limit) and (not categories or item.category in categories):

@@ -49,9 +49,7 @@ def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[s
     for name in ("model", "dtype", "device"):
         values = sorted({str(record.run.get(name)) for record in records})
         if len(values) > 1:
-            raise UsageError(
-                f"These records are of more than one {name} ({', '.join(values)}); make a report for each."
-            )
+            raise UsageError(f"The records are of more than one {name} ({', '.join(values)}); make a report for each.")
     rows = summary.summarise(records)
     found = figures(records, rows, costs)
     drawn = [figure for figure in found if isinstance(figure, Figure)]
