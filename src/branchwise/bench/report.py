@@ -76,7 +76,8 @@ def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[s
 def _values_of_page(records: Sequence[Record], rows: Sequence[Row]) -> dict[str, Any]:
     """What the template shows, but for the figures."""
     overall = summary.in_order(rows, per_category=False)
-    fastest = sorted((row for row in overall if row.speed_up), key=lambda row: -row.speed_up.value)
+    ratios = [(row.contestant, row.speed_up) for row in overall if row.speed_up]
+    ratios.sort(key=lambda pair: -pair[1].value)
     counts = (
         f"{_count(len(records), 'request')} of {_count(len(overall), 'contestant')} on "
         f"{_count(len({record.item for record in records}), 'prompt')} in "
@@ -88,7 +89,7 @@ def _values_of_page(records: Sequence[Record], rows: Sequence[Row]) -> dict[str,
     return {
         "models": ", ".join(_values(records, "model")) or "a model",
         "absent": ABSENT,
-        "fastest": [(row.contestant, shown_ratio(row.speed_up)) for row in fastest[:MOST_LINES]],
+        "fastest": [(name, shown_ratio(ratio)) for name, ratio in ratios[:MOST_LINES]],
         "basis": f"{counts}; {where}" if where else counts,
         "mixed": _mixed(records),
         "overall": _rows_table(overall, "Summary over all categories"),
