@@ -209,9 +209,7 @@ def _pool(observed: Floats, probs: Floats, samples: int) -> tuple[Floats, Floats
     observed, probs = observed[order], probs[order]
     total = np.cumsum(probs)
     few = int((probs * samples < EXPECTED).sum())
-    if few:
-        few = min(max(few, int((total * samples < EXPECTED).sum()) + 1), len(probs))
-    few = max(few, 1)
+    few = min(max(few, int((total * samples < EXPECTED).sum()) + 1), len(probs)) if few else 1
     return np.append(observed[:few].sum(), observed[few:]), np.append(total[few - 1], probs[few:])
 
 

@@ -106,9 +106,8 @@ def speed_up(
 
     The interval is a bootstrap over items, because prompts differ more than rounds do. Items of one batch share their
     time and are drawn together. Its quantiles are widened for small samples (Hesterberg, What Teachers Should Know
-    About the Bootstrap, 2015: the expanded percentile interval); without that, intervals over a few items would be far
-    too short. With skewed speed-ups, intervals over 8 items still cover 92 %, over 30 items 94 %; the tests simulate
-    it.
+    About the Bootstrap, 2015: the expanded percentile interval). With skewed speed-ups, intervals over 8 items cover
+    92 %, over 30 items 94 %; the tests simulate it.
     """
     among = [*records, *baseline] if among is None else among
     both = {_asked(record) for record in records} & {_asked(record) for record in baseline}
