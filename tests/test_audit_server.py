@@ -388,7 +388,7 @@ def refuse(match: str, toy: Toy, reference: Toy | None = None, **options: Any) -
 
 
 def test_missing_logprobs_are_one_sentence_about_what_is_missing() -> None:
-    refuse("returned no logprobs, by which its tokens are told apart", Toy(logprobs=False))
+    refuse("returned no logprobs; audit a server that reports them", Toy(logprobs=False))
     refuse("returned no logprobs", Toy(), Toy(logprobs=False))
     refuse("reference at .* returned no top logprobs", Toy(), Toy(answer=only(completion(tops=None))))
     refuse("with 400: logprobs must be at most 0", Toy(most_logprobs=0))

@@ -85,7 +85,7 @@ class Server(Client):
             text = str(choice["text"])
             logprobs = choice.get("logprobs")
             if logprobs is None:
-                raise UsageError(f"The server at {self.url} returned no logprobs, by which tokens are compared.")
+                raise UsageError(f"The server at {self.url} returned no logprobs; audit a server that reports them.")
             if "content" in logprobs:  # as chat completions report them; llama.cpp does so everywhere
                 entries = logprobs["content"]
                 tokens = [str(entry["token"]) for entry in entries]

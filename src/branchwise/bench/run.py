@@ -130,7 +130,7 @@ class Contest:
     def _warm_up(self) -> None:
         """Untimed first calls, which choose kernels and fill caches, with the shapes and options of the contest."""
         items = self.items[: self.rules.batch]
-        prompts = [self._encode(item, [{"role": "user", "content": item.turns[0]}]) for item in items]
+        prompts = [self.llm.encode(item.turns[0], raw=item.raw) for item in items]
         asked = self._asked(items, 0, 0)
         if self.llm.engine.target.device.type == "cpu":
             asked = dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens))
@@ -143,29 +143,27 @@ class Contest:
         """A group of dialogues, turn by turn; each continues with this contestant's own answers."""
         if self.rules.state == "cold":
             play.contestant.forget()
-        said: dict[str, list[dict[str, str]]] = {item.id: [] for item in play.items}
         for turn in range(max(len(item.turns) for item in play.items)):
             items = [item for item in play.items if turn < len(item.turns)]
-            for item in items:
-                said[item.id].append({"role": "user", "content": item.turns[turn]})
             keys = [Key(play.contestant.name, item.id, turn, play.round) for item in items]
-            known = [self.ledger.get(key) for key in keys]
             # A drafter that learns must see the earlier turns again, even if they are recorded already.
-            if not all(known) or play.contestant.learns:
-                prompts = [self._encode(item, said[item.id]) for item in items]
+            if play.contestant.learns or not all(map(self.ledger.get, keys)):
+                prompts = [self._prompt(item, key) for item, key in zip(items, keys, strict=True)]
                 answers = play.contestant.write(prompts, self._asked(items, turn, play.round))
-                for item, prompt, answer, record in zip(items, prompts, answers, known, strict=True):
-                    if record is None:
+                for item, key, prompt, answer in zip(items, keys, prompts, answers, strict=True):
+                    if self.ledger.get(key) is None:
                         self.ledger.add(self._record(play, item, turn, prompt, answer))
-                known = [self.ledger.get(key) for key in keys]
-            for item, record in zip(items, known, strict=True):
-                assert record is not None
-                said[item.id].append({"role": "assistant", "content": record.text})
 
-    def _encode(self, item: Item, said: list[dict[str, str]]) -> list[int]:
-        if item.raw or len(said) == 1:  # a model without a chat template takes one text, and no conversation
+    def _prompt(self, item: Item, key: Key) -> list[int]:
+        """The token ids that an answer follows: the dialogue so far, with the contestant's own answers."""
+        if key.turn == 0:  # a model without a chat template takes one text, and no conversation
             return self.llm.encode(item.turns[0], raw=item.raw)
-        return self.llm.encode(said)
+        said = []
+        for turn in range(key.turn):
+            before = self.ledger.get(key._replace(turn=turn))
+            assert before is not None
+            said += [{"role": "user", "content": item.turns[turn]}, {"role": "assistant", "content": before.text}]
+        return self.llm.encode([*said, {"role": "user", "content": item.turns[key.turn]}])
 
     def _asked(self, items: Sequence[Item], turn: int, round: int) -> Asked:
         ends, rules = self.llm.stop_tokens, self.rules
@@ -220,7 +218,7 @@ class Contest:
                 self.ledger.add_comparison(self._compared(record, baseline))
 
     def _compared(self, record: Record, baseline: Record) -> Comparison:
-        prompt = self._prompt_of(baseline)
+        prompt = self._prompt(next(item for item in self.items if item.id == record.item), baseline.key)
         assert hash_ids(prompt) == baseline.prompt_hash, "the questions are not those that were answered"
         if record.ids == baseline.ids:
             return Comparison(record.key, True, None)
@@ -233,16 +231,6 @@ class Contest:
                 logits = self.llm.model(input_ids=context).logits[0, -1].float()
             gap = abs(float(logits[token]) - float(logits[expected]))
         return Comparison(record.key, False, Difference(place, token, expected, gap))
-
-    def _prompt_of(self, record: Record) -> list[int]:
-        """The token ids that an answer followed, from the answers before it."""
-        item = next(item for item in self.items if item.id == record.item)
-        said = []
-        for turn in range(record.turn):
-            before = self.ledger.get(record.key._replace(turn=turn))
-            assert before is not None
-            said += [{"role": "user", "content": item.turns[turn]}, {"role": "assistant", "content": before.text}]
-        return self._encode(item, [*said, {"role": "user", "content": item.turns[record.turn]}])
 
 
 def digest(items: Sequence[Item]) -> str:
