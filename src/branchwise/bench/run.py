@@ -183,7 +183,9 @@ class Contest:
         text = answer.text if answer.text is not None else self.llm.decode(answer.ids[:-1] if ended else answer.ids)
         last = turn == len(item.turns) - 1
         tokens = len(answer.ids) if answer.tokens is None else answer.tokens
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(answer).items()}
+        values: dict[str, Any] = vars(answer) | {"tokens": tokens, "text": text}
+        for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
+            values[name] = tuple(values[name])
         return Record(
             contestant=play.contestant.name,
             kind=play.contestant.kind,
@@ -199,7 +201,7 @@ class Contest:
             ids_hash=hash_ids(answer.ids),
             correct=item.check(text) if item.check is not None and last else None,
             run=self.run,
-            **values | {"tokens": tokens, "text": text},
+            **values,
         )
 
     def _compare(self) -> None:
