@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.instances import DRAWS, Drafts, Instance
-from branchwise.core.batch import TreeBatch
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES
 from branchwise.draft.base import Budget
@@ -129,7 +128,7 @@ def drafts_of(truth: slow_truth.Instance, drawn: slow_truth.Drafts, kind: str, *
 
     The nodes of a level stand in the order in which they were drawn, or by token, which must not matter to paths.
     """
-    trees, codes, weights = [], [], []
+    trees, weights = [], []
     for draft, weight in slow_truth.merged(drawn).items():
         longest = max(map(len, draft))
         nodes = list(dict.fromkeys(x[:n] for n in range(longest + 1) for x in draft if n <= len(x)))
@@ -146,10 +145,7 @@ def drafts_of(truth: slow_truth.Instance, drawn: slow_truth.Drafts, kind: str, *
         )
         trees.append(tree)
         weights.append(weight)
-        codes.append([sum(t * truth.V ** (len(u) - 1 - i) for i, t in enumerate(u)) for u in nodes])
-    batch = TreeBatch(trees)
-    padded = torch.tensor([row + [0] * (batch.nodes - len(row)) for row in codes])
-    return Drafts(kind, world(truth), trees, torch.tensor(weights, dtype=torch.float64), batch, padded)
+    return Drafts(world(truth), trees, torch.tensor(weights, dtype=torch.float64))
 
 
 Rule = Callable[[tuple[int, ...]], Tensor]

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.ours import Ours
+from branchwise.bench.contest import Answer, Asked, Ours
 from branchwise.bench.prompts import Item
 from branchwise.bench.records import Ledger, Record, read
 from branchwise.bench.run import Contest, Play, Rules, digest, fitting, plan
@@ -28,7 +27,7 @@ END = 7
 
 
 class Model:
-    """What `equality` asks of a model: the toy target's logits, in a plain pass."""
+    """What `Contest` asks of a model: the toy target's logits, in a plain pass."""
 
     device = torch.device("cpu")
     dtype = torch.float32

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.longest import RootedFork
+from branchwise.audit.exact import RootedFork
 from branchwise.audit.policies import ScriptedSampler, grown_trees
 from branchwise.backends.base import Scored
 from branchwise.core.sampling import SamplingParams

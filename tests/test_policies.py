@@ -327,8 +327,7 @@ def test_beams_that_are_drawn_have_the_law_of_the_brute_force(where: str, width:
 
 
 def one(tree: DraftTree, instance: Instance) -> Drafts:
-    batch = TreeBatch([tree])
-    return Drafts("one", instance, [tree], torch.ones(1, dtype=torch.float64), batch, torch.zeros_like(batch.tokens))
+    return Drafts(instance, [tree], torch.ones(1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("sampler", [SeededSampler(3, 0), GreedySampler()])

@@ -312,7 +312,7 @@ def enter(
     most: Any,
 ) -> tuple[LLM, list[Contestant]]:
     """The model and all contestants, plain decoding first."""
-    from branchwise.bench.ours import Ours
+    from branchwise.bench.contest import Ours
     from branchwise.bench.peers import build_peer
     from branchwise.llm import load
     from branchwise.methods import PLAIN

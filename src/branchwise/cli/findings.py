@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from branchwise.audit.blocks import BlockTests
     from branchwise.audit.findings import Finding
-    from branchwise.audit.greedy import Greedy
     from branchwise.audit.methods import MethodAudited
+    from branchwise.audit.model import Greedy
 
 
 def exit_code(findings: list[Finding]) -> int:
