@@ -41,13 +41,13 @@ class Verdict:
     """the accepted nodes, root first: the cache rows to keep"""
     token: int
     """the token after the path: the next root"""
-    spelled: tuple[int, ...] | None = field(default=None, compare=False)
+    tokens: tuple[int, ...] | None = field(default=None, compare=False)
     """the tokens of the path below the root, where only the device knew them"""
 
     def kept_of(self, tree: DraftTree) -> list[int]:
         """The tokens of the path below the root."""
-        if self.spelled is not None:
-            return list(self.spelled)
+        if self.tokens is not None:
+            return list(self.tokens)
         return tree.tokens[list(self.path[1:])].tolist() if len(self.path) > 1 else []
 
 
@@ -61,9 +61,9 @@ class Verdicts:
     """(batch,) int64"""
 
     @classmethod
-    def written(cls, rows: Tensor, *, spelled: bool = False) -> Verdicts:
-        """Verdicts that lie side by side already, with the tokens of their nodes where they are `spelled`."""
-        longest = (rows.shape[1] - 1) // (2 if spelled else 1)
+    def written(cls, rows: Tensor, *, with_tokens: bool = False) -> Verdicts:
+        """Verdicts from their `rows`, which may hold the tokens of the nodes as well."""
+        longest = (rows.shape[1] - 1) // (2 if with_tokens else 1)
         verdicts = cls(rows[:, :longest], rows[:, longest])
         verdicts.__dict__["rows"] = rows
         return verdicts
@@ -73,12 +73,12 @@ class Verdicts:
         """(batch, depth + 2): both side by side, so that one copy brings them over."""
         return torch.cat([self.paths, self.tokens[:, None]], dim=1)
 
-    def spelled(self, tokens: Tensor) -> Verdicts:
+    def with_tokens(self, tokens: Tensor) -> Verdicts:
         """The same with the tokens of the nodes, given those of whole trees (batch, nodes)."""
         if self.rows.shape[1] > self.paths.shape[1] + 1:
             return self
         written = torch.cat([self.rows, tokens.gather(1, self.paths.clamp_min(0))], dim=1)
-        return Verdicts.written(written, spelled=True)
+        return Verdicts.written(written, with_tokens=True)
 
     def fetch(self) -> None:
         """Begin to bring them to the host: what is launched from now on does not delay them."""
@@ -95,8 +95,8 @@ class Verdicts:
         longest, verdicts = self.paths.shape[1], []
         for row in rows.tolist():
             path = tuple(node for node in row[:longest] if node >= 0)
-            spelled = tuple(row[longest + 2 : longest + 1 + len(path)]) if len(row) > longest + 1 else None
-            verdicts.append(Verdict(path, row[longest], spelled))
+            tokens = tuple(row[longest + 2 : longest + 1 + len(path)]) if len(row) > longest + 1 else None
+            verdicts.append(Verdict(path, row[longest], tokens))
         return verdicts
 
 
