@@ -12,7 +12,6 @@ import torch
 from branchwise.backends import TARGETS
 from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.core.text import TextStream
-from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
 from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
@@ -22,7 +21,7 @@ from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
 from branchwise.registry import nearest
-from branchwise.verify import VERIFIERS
+from branchwise.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -179,21 +178,21 @@ class LLM:
 
     def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
-        drafter = build_drafter(draft, tree) if isinstance(draft, str) else draft
-        engine = Engine(self.engine.target, drafter, VERIFIERS.build(verify))
-        name = draft if isinstance(draft, str) else draft.name
-        Method(name, name, tree, verify).warn_if_lossy()
-        return LLM(self.name, self.model, self.tokenizer, engine)
+        if isinstance(draft, str):
+            return self.with_method(Method(draft, draft, tree, verify))
+        return self._running(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify))
 
     def with_method(self, method: str | Method, draft_model: str | None = None, index: str | None = None) -> LLM:
         """The same weights and cache with another method, by name or as a spec draft/tree/verify.
 
-        One that changes the distribution warns (`LossyWarning`).
+        A method that changes the distribution warns (`LossyWarning`).
         """
         chosen = choose_method(method, draft_model=draft_model, index=index)
-        drafter, verifier = chosen.build()
+        return self._running(chosen, *chosen.build())
+
+    def _running(self, method: Method, drafter: Drafter, verifier: Verifier) -> LLM:
         engine = Engine(self.engine.target, drafter, verifier)
-        chosen.warn_if_lossy()
+        method.warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine)
 
     @overload
@@ -205,22 +204,20 @@ class LLM:
 
         See `Options` for what else can be said; the default is greedy, 256 tokens at most.
         """
-        if _is_one(prompt):
-            return self._complete([prompt], options)[0]
-        return self._complete(prompt, options)
+        return self._complete([prompt], options)[0] if _is_one(prompt) else self._complete(prompt, options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Write the answer step by step. Leaving the loop early cancels the rest."""
         [generation] = self._submit([prompt], options, streaming=True)
-        told, completion = 0, None
+        reported, completion = 0, None
         try:
             while completion is None:
                 # Another stream may have moved this one along already, and what a step finds may be said with the next.
-                while told == len(generation.pieces) and not generation.finished:
+                while reported == len(generation.pieces) and not generation.finished:
                     self.engine.step()
                 over = generation.finished  # asked first: what another thread adds meanwhile has a chunk to come
-                pieces = generation.pieces[told:]
-                told += len(pieces)
+                pieces = generation.pieces[reported:]
+                reported += len(pieces)
                 completion = self._completion(generation) if over else None
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
         finally:
@@ -292,11 +289,10 @@ class LLM:
             )
             for prompt in prompts
         ]
-        follow = streaming or stop
         generations: list[Generation] = []
         try:
             for request in requests:
-                text = TextStream(self.decode, stop) if follow else None
+                text = TextStream(self.decode, stop) if streaming or stop else None
                 generations.append(self.engine.submit(request, text))
         except BaseException:
             for generation in generations:
@@ -307,11 +303,8 @@ class LLM:
     def _completion(self, generation: Generation) -> Completion:
         assert generation.finish_reason is not None
         tokens = generation.token_ids
-        if generation.text is not None:
-            text = generation.text.text
-        else:
-            ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
-            text = self.decode(tokens[:-1] if ended else tokens)
+        ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
+        text = self.decode(tokens[:-1] if ended else tokens) if generation.text is None else generation.text.text
         logprobs = [piece.logprob for piece in generation.pieces if piece.logprob is not None]
         return Completion(
             text=text,
@@ -370,5 +363,4 @@ def choose_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
 
 def _cpu_computes_bfloat16() -> bool:
     """AMX or AVX512-BF16; elsewhere bfloat16 is emulated and slower than float32."""
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, check, bool)() for check in checks)
+    return any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))

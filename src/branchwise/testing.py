@@ -58,21 +58,17 @@ class PipelinedToy(ToyTarget, PipelinedTarget):
     def launch(self, sequences: Sequence[SequenceState], batch: TreeBatch, after: Verdicts) -> Inflight | None:
         assert after.tokens is self._verdicts.tokens, "a pass is launched behind another verdict"
         self.launched += 1
-        logits = torch.zeros(len(batch), batch.nodes, self.vocabulary)
-        hidden = {layer: torch.zeros(logits.shape) for layer in self._needs.hidden_layers}
-        for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
-            _, scored = self._scored[sequence]
-            path = [int(node) for node in after.paths[row] if node >= 0]
-            cached = self._cached[sequence] + scored[path].tolist()
-            tokens = batch.tokens[row].clone()
-            tokens[0] = after.tokens[row]
-            for node in range(len(tree)):
-                along = cached + tokens[tree.topology.path(node)].tolist()
-                logits[row, node] = self.logits(along)
-                for states in hidden.values():
-                    states[row, node] = self.hidden(along)
-        self.passes += 1
-        return ToyInflight(self, tuple(sequences), batch, Scored(logits, hidden), self.passes)
+        ahead = []  # the texts as they will be after the verdict
+        for sequence, path, token in zip(sequences, after.paths.tolist(), after.tokens.tolist(), strict=False):
+            _, tokens = self._scored[sequence]
+            cached = self._cached[sequence] + tokens[[node for node in path if node >= 0]].tolist()
+            ahead.append(SequenceState([*cached, token]))
+            self._cached[ahead[-1]] = cached
+        roots = TreeBatch(batch.trees, pad_shape=batch.pad_shape, roots=after.tokens.tolist())
+        scored = self.score(ahead, roots)
+        for text in ahead:
+            del self._cached[text], self._scored[text]
+        return ToyInflight(self, tuple(sequences), batch, scored, self.passes)
 
     def reuse(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> None:
         self.used += 1
