@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.core.rows import gather_rows, words_for
+from branchwise.core.rows import gather_rows, unpack_bits, words_for
 from branchwise.core.topology import Topology
 from branchwise.core.tree import DraftTree
 
@@ -144,6 +144,12 @@ class TreeBatch:
         """For each tree the child of nodes[b] that carries tokens[b], and whether there is one; both (batch,)."""
         hits = (self.parents == nodes[:, None]) & (self.tokens == tokens[:, None])
         return hits.int().argmax(dim=1), hits.any(dim=1)
+
+    def paths_to(self, nodes: Tensor) -> Tensor:
+        """(batch, nodes): for each tree the nodes from the root to nodes[b], padded with -1."""
+        every = torch.arange(self.nodes, device=self.device).expand(len(self), -1)
+        above = unpack_bits(gather_rows(self.ancestor_bits, nodes), self.nodes)
+        return torch.full_like(every, -1).scatter_reduce(1, self.depths, torch.where(above, every, -1), "amax")
 
     depths = Table(lambda batch: batch.layout.depths)
     """(batch, nodes): levels below the root"""
