@@ -82,7 +82,7 @@ MUTANTS = [
         ("(p * w[..., None].to(p.dtype)).sub_", "p.clone().sub_"),
         (".sub_(drawn).clamp_min_(0)", ".sub_(drawn).abs_()"),
         ("w.gather(1, here[:, None]), drawn_from(span, here)", "w[:, :1], drawn_from(span, here)"),
-        ("w.gather(1, here[:, None]), drawn_from(span, here)", "w.gather(1, here[:, None]), drawn_from(span)[:, :1]"),
+        ("w.gather(1, here[:, None]), drawn_from(span, here)", "w.gather(1, here[:, None]), drawn_from(span, None)[:, :1]"),
         ("torch.where((w == 1) | (steps == 0), 1.0,", "torch.where(steps == 0, 1.0,"),
         ("torch.where((w == 1) | (steps == 0), 1.0,", "torch.where(w == 1, 1.0,", "the weight of the first node is always 1"),
         ("(steps < path.length[:, None]) & (kept < 0)[:, None]", "(steps < path.length[:, None])"),
@@ -143,7 +143,7 @@ MUTANTS = [
     *family(
         "cascade",
         "verify/cascade.py",
-        ("others = draws.alive & (numbers != choice.taken[:, None])", "others = draws.alive"),
+        ("others = draws.alive & (numbers != taken)", "others = draws.alive"),
         ("(active & ~block.whole)[:, None]", "active[:, None]"),
         ("others &= here == here.gather(1, taken)", "others &= here == here"),
         ("others &= choice.taken_first[:, None] | (next_ != next_.gather(1, taken))", "others &= next_ != next_.gather(1, taken)"),

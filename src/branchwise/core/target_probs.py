@@ -23,24 +23,15 @@ from branchwise.core.sequence import SequenceState
 class TargetProbs(Protocol):
     """Row (b, i) is the distribution after node i of tree b."""
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every distribution is certain of one token, so that nothing needs to be drawn."""
-
-    @property
-    def lazy(self) -> bool:
-        """Whether to work row by row and end early: so on the host, where rows cost and a look at a value is free.
-
-        On a device launches cost and a look would be a sync; there a verifier works on whole levels, to the end.
-        """
-
-    @property
-    def together(self) -> bool:
-        """On a device, whether to work on the rows of all nodes in one go, wherever the walk will lead.
-
-        That spares launches while the rows fit into the cache of the chip; beyond it a rule that walks down one path
-        reads the rows on its way. One that comes to nearly every node asks for `all_at_once`.
-        """
+    greedy: bool
+    """whether every distribution is certain of one token, so that nothing needs to be drawn"""
+    lazy: bool
+    """whether to work row by row and end early: so on the host, where rows cost and a look at a value is free. On a
+    device launches cost and a look would be a sync, so a verifier works on whole levels, to the end."""
+    together: bool
+    """on a device, whether to work on the rows of all nodes in one go, wherever the walk will lead. That saves launches
+    while the rows fit into the cache of the chip; beyond it a rule that walks down one path reads the rows on its way,
+    and a rule that comes to nearly every node asks for `all_at_once`."""
 
     def at(self, nodes: Tensor) -> Tensor:
         """(…, vocabulary) float32: in each tree the distributions after the given nodes (batch,) or (batch, n)."""
@@ -97,10 +88,7 @@ class WarpedProbs:
         self.together = logits.shape[0] * logits.shape[1] <= TOGETHER
         self._sequences = [*sequences, *[sequences[-1]] * (len(batch) - len(sequences))]
         self._warp = Warp([text.sampling for text in self._sequences], logits.shape[-1], logits.device)
-
-    @property
-    def greedy(self) -> bool:
-        return self._warp.greedy
+        self.greedy = self._warp.greedy
 
     def at(self, nodes: Tensor) -> Tensor:
         # If probabilities depend on the text before, a device computes those of all nodes: a look at `nodes` would make
