@@ -158,23 +158,16 @@ def load(
     return LLM(model, weights, tokenizer, engine, state)
 
 
+@dataclass(eq=False, repr=False)
 class LLM:
     """A model with its tokenizer, a drafter and a verifier."""
 
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        engine: Engine,
-        state: str | PathLike[str] | None = None,
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.tokenizer = tokenizer
-        self.engine = engine
-        self.state = state
-        """the file in which the drafter keeps what it learns"""
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    state: str | PathLike[str] | None = None
+    """the file in which the drafter keeps what it learns"""
 
     def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
@@ -273,7 +266,7 @@ class LLM:
     def _submit(self, prompts: Sequence[Prompt], options: Options, *, streaming: bool) -> list[Generation]:
         for name in options:
             if name not in Options.__annotations__:
-                raise UsageError(f"generate has no option {name!r}.{nearest(name, list(Options.__annotations__))}")
+                raise UsageError(f"generate has no option {name!r}.{nearest(name, Options.__annotations__)}")
         sampling = SamplingParams(**{key: value for key, value in options.items() if key in SAMPLING})  # type: ignore[arg-type]
         stop = options.get("stop") or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)

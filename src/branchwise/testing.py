@@ -92,10 +92,8 @@ class PipelinedDouble(Drafter):
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         ahead, self._next = self._next, None
         if ahead is not None and len(ahead) == len(sequences):
-            return [
-                DraftTree(torch.cat([torch.tensor([sequence.root]), tree.tokens[1:]]), tree.parents)
-                for sequence, tree in zip(sequences, ahead, strict=True)
-            ]
+            pairs = zip(sequences, ahead, strict=True)
+            return [DraftTree.chain([sequence.root, *tree.tokens[1:].tolist()]) for sequence, tree in pairs]
         return [self._tree(sequence.root, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
@@ -132,21 +130,18 @@ class RandomDrafter(Drafter):
         return DraftTree(torch.tensor(tokens), tuple(parents)).cut(nodes=budget.nodes, depth=budget.depth)
 
 
+@dataclass(eq=False)
 class TruthDrafter(Drafter):
     """Knows what will be written and drafts it, with `decoys` wrong siblings before every true token.
 
     `truth` maps the tokens of a prompt to the continuation that plain decoding writes.
     """
 
+    truth: dict[tuple[int, ...], list[int]]
+    vocabulary: int
+    length: int = 5
+    decoys: int = 0
     name = "truth"
-
-    def __init__(
-        self, truth: dict[tuple[int, ...], list[int]], vocabulary: int, *, length: int = 5, decoys: int = 0
-    ) -> None:
-        self.truth = truth
-        self.vocabulary = vocabulary
-        self.length = length
-        self.decoys = decoys
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
