@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike, cpu_count, fspath
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
@@ -173,7 +174,7 @@ class LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
         if isinstance(draft, str):
             return self.with_method(Method(draft, draft, tree, verify))
-        return self._running(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify))
+        return self._with(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify))
 
     def with_method(self, method: str | Method, draft_model: str | None = None, index: str | None = None) -> LLM:
         """The same weights and cache with another method, by name or as a spec draft/tree/verify.
@@ -181,9 +182,9 @@ class LLM:
         A method that changes the distribution warns (`LossyWarning`).
         """
         chosen = choose_method(method, draft_model=draft_model, index=index)
-        return self._running(chosen, *chosen.build())
+        return self._with(chosen, *chosen.build())
 
-    def _running(self, method: Method, drafter: Drafter, verifier: Verifier) -> LLM:
+    def _with(self, method: Method, drafter: Drafter, verifier: Verifier) -> LLM:
         engine = Engine(self.engine.target, drafter, verifier)
         method.warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine)
@@ -201,9 +202,8 @@ class LLM:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Write the answer step by step. Leaving the loop early cancels the rest."""
-        [generation] = self._submit([prompt], options, streaming=True)
         reported, completion = 0, None
-        try:
+        with self._running([prompt], options, streaming=True) as [generation]:
             while completion is None:
                 # Another stream may have moved this one along already, and what a step finds may be said with the next.
                 while reported == len(generation.pieces) and not generation.finished:
@@ -213,8 +213,6 @@ class LLM:
                 reported += len(pieces)
                 completion = self._completion(generation) if over else None
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
-        finally:
-            self.engine.cancel(generation)
 
     def save_state(self, path: str | PathLike[str] | None = None) -> None:
         """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.
@@ -254,16 +252,14 @@ class LLM:
         return frozenset(token for token in (*ends, self.tokenizer.eos_token_id) if token is not None)
 
     def _complete(self, prompts: Sequence[Prompt], options: Options) -> list[Completion]:
-        generations = self._submit(prompts, options, streaming=False)
-        try:
+        with self._running(prompts, options, streaming=False) as generations:
             while not all(generation.finished for generation in generations):
                 self.engine.step()
-        finally:
-            for generation in generations:
-                self.engine.cancel(generation)
-        return [self._completion(generation) for generation in generations]
+            return [self._completion(generation) for generation in generations]
 
-    def _submit(self, prompts: Sequence[Prompt], options: Options, *, streaming: bool) -> list[Generation]:
+    @contextmanager
+    def _running(self, prompts: Sequence[Prompt], options: Options, *, streaming: bool) -> Iterator[list[Generation]]:
+        """The prompts as requests of the engine; those that have not finished at the end are cancelled."""
         for name in options:
             if name not in Options.__annotations__:
                 raise UsageError(f"generate has no option {name!r}.{nearest(name, Options.__annotations__)}")
@@ -287,11 +283,10 @@ class LLM:
             for request in requests:
                 text = TextStream(self.decode, stop) if streaming or stop else None
                 generations.append(self.engine.submit(request, text))
-        except BaseException:
+            yield generations
+        finally:
             for generation in generations:
                 self.engine.cancel(generation)
-            raise
-        return generations
 
     def _completion(self, generation: Generation) -> Completion:
         assert generation.finish_reason is not None
