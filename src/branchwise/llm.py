@@ -217,7 +217,7 @@ class LLM:
     def save_state(self, path: str | PathLike[str] | None = None) -> None:
         """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.
 
-        A file is replaced as a whole: of several processes that share one, the last to save has its say.
+        A file is replaced as a whole: if several processes share it, it holds the state that was saved last.
         """
         place = self.state if path is None else path
         if place is None:

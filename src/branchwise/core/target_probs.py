@@ -169,7 +169,7 @@ class WarpedProbs:
         contexts = []
         for sequence, tree, row in zip(self._sequences, self.batch.trees, nodes.tolist(), strict=True):
             for node in row if nodes.ndim == 2 else [row]:
-                node = min(node, len(tree) - 1)  # padding has no path, and nobody reads its distribution
+                node = min(node, len(tree) - 1)  # padding has no path, and its distribution is not read
                 drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()
                 contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
         return contexts

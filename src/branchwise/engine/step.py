@@ -99,7 +99,7 @@ class Step:
         return TreeBatch(padded, self.target.info.device, replace(shape, nodes=nodes), roots)
 
     def check(self, scored: Scored, batch: TreeBatch) -> None:
-        """A target of somebody's own must return what the protocol says; later errors would not name it."""
+        """A target must return what the protocol says; later errors would not name it."""
         info, wanted = self.target.info, (len(batch), batch.nodes, self.target.info.vocabulary)
         if not isinstance(scored.logits, Tensor) or scored.logits.shape != wanted:
             shape = tuple(scored.logits.shape) if isinstance(scored.logits, Tensor) else type(scored.logits).__name__

@@ -225,7 +225,7 @@ class Choice:
         self.spans = list(read(self.paths.batch, probs, self.path, self.draws.p, self.draws.q))
         p, q = at_tokens(self.spans, self.path.tokens)
         if self.alone:
-            self.orders = [self.order] * len(self.spans)  # nobody asks
+            self.orders = [self.order] * len(self.spans)  # not read
             return verify_block(probs, chance, self.path, self.spans, clipped_products(p / q), own_probs, coin)
         places = [slice(span.start, span.stop) for span in self.spans]
         nodes = [self.path.nodes[:, place] for place in places]
