@@ -222,16 +222,12 @@ def _refuse_what_cannot_run(
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UsageError("branchwise.hf.generate keeps a cache of its own; leave out past_key_values.")
-    for processor in processors:
-        if type(processor).__name__ not in PURE_PROCESSORS and not getattr(processor, "pure", False):
+    unknown = [part for part in processors if type(part).__name__ not in PURE_PROCESSORS]
+    unknown += [part for part in criteria if not isinstance(part, PURE_CRITERIA)]
+    for part in unknown:
+        if not getattr(part, "pure", False):
             raise UsageError(
-                f"{type(processor).__name__} may keep a state or look beyond its row, so it cannot run along the "
-                "paths of a tree; leave it out, or set its attribute `pure = True` if it depends on input_ids and "
-                "scores alone."
-            )
-    for criterion in criteria:
-        if not isinstance(criterion, PURE_CRITERIA) and not getattr(criterion, "pure", False):
-            raise UsageError(
-                f"{type(criterion).__name__} may look at scores or keep a state; leave it out, or set its attribute "
-                "`pure = True` if it depends on input_ids alone."
+                f"{type(part).__name__} may keep a state or look beyond its row, so it cannot run along the paths of a "
+                "tree; leave it out, or set its attribute `pure = True` if it depends on input_ids alone, or as a "
+                "logits processor on input_ids and scores alone."
             )
