@@ -82,7 +82,7 @@ MUTANTS = [
         ("(p * w[..., None].to(p.dtype)).sub_", "p.clone().sub_"),
         (".sub_(drawn).clamp_min_(0)", ".sub_(drawn).abs_()"),
         ("w.gather(1, here[:, None]), drawn_from(span, here)", "w[:, :1], drawn_from(span, here)"),
-        ("w.gather(1, here[:, None]), drawn_from(span, here)", "w.gather(1, here[:, None]), drawn_from(span)[:, :1]"),
+        ("w.gather(1, here[:, None]), drawn_from(span, here)", "w.gather(1, here[:, None]), drawn_from(span, None)[:, :1]"),
         ("torch.where((w == 1) | (steps == 0), 1.0,", "torch.where(steps == 0, 1.0,"),
         ("torch.where((w == 1) | (steps == 0), 1.0,", "torch.where(w == 1, 1.0,", "the weight of the first node is always 1"),
         ("(steps < path.length[:, None]) & (kept < 0)[:, None]", "(steps < path.length[:, None])"),
@@ -143,7 +143,7 @@ MUTANTS = [
     *family(
         "cascade",
         "verify/cascade.py",
-        ("others = draws.alive & (numbers != choice.taken[:, None])", "others = draws.alive"),
+        ("others = draws.alive & (numbers != taken)", "others = draws.alive"),
         ("(active & ~block.whole)[:, None]", "active[:, None]"),
         ("others &= here == here.gather(1, taken)", "others &= here == here"),
         ("others &= choice.taken_first[:, None] | (next_ != next_.gather(1, taken))", "others &= next_ != next_.gather(1, taken)"),
@@ -196,7 +196,7 @@ MUTANTS = [
     ),
     *family(
         "traversal",
-        "verify/traversal.py",
+        "verify/recursive.py",
         ("acceptance=start)", "acceptance=None)"),
         ("replace=False, acceptance", "replace=True, acceptance"),
         ("odds.scatter_(1, own, tried.acceptance)", "odds.scatter_(1, own, start)"),
@@ -208,11 +208,10 @@ MUTANTS = [
         ("order = batch.postorder", "order = torch.arange(batch.nodes).flip(0).expand(len(batch), -1)"),
         ("torch.where(order >= 0, gather_rows(odds, order.clamp_min(0)), 0.0)", "gather_rows(odds, order.clamp_min(0))"),
         ("children = gather_rows(batch.children, nodes)[..., :width]", "children = gather_rows(batch.children, nodes)[..., :1]"),
-        ("left_of(probs, p, q, share.gather(1, node[:, None])[:, 0])", "left_of(probs, p, q)"),
-        ("left_of(probs, p, q, share.gather(1, node[:, None])[:, 0])", "p"),
+        ("batch.q_rows(node), gather_rows(share, node))", "batch.q_rows(node))"),
+        ("left = left_of(probs, probs.at(node), batch.q_rows(node), gather_rows(share, node))", "left = probs.at(node)"),
         ("children = torch.where((level >= 0)[..., None], children, -1)", "children = children"),
         ("own = torch.where(level >= 0, level, batch.nodes)", "own = level.clamp_min(0)"),
-        ("depth = depth - 1", "depth = depth - 0"),
         ("if settled(probs, level < 0):", "if settled(probs, level <= 0):"),
     ),
     *family(
@@ -284,7 +283,7 @@ MUTANTS = [
         ("paths[:, depth] = torch.where(done, -1, child)", "paths[:, depth] = child"),
         ("token = torch.where(done, token, self._draw(probs, node, chance, depth))", "token = self._draw(probs, node, chance, depth)"),
         ("self._draw(probs, node, chance, depth))", "self._draw(probs, node, chance, depth + 1))"),
-        ("if probs.greedy:\n            return probs.best(node)", "if False:\n            return probs.best(node)"),
+        ("probs.best(node) if probs.greedy else", "probs.best(node) if False else"),
     ),
     *family(
         "auto",
@@ -560,6 +559,7 @@ MUTANTS = [
         "core/batch.py",
         ("nodes.clamp(0, self.q.shape[1] - 1)", "nodes.clamp(0, 0)"),
         ("widths[depth] = max(widths[depth], len(below))", "widths[depth] = len(below)"),
+        ("torch.where(above, every, -1)", "every"),
     ),
     *family(
         "ranks",

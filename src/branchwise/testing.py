@@ -58,21 +58,17 @@ class PipelinedToy(ToyTarget, PipelinedTarget):
     def launch(self, sequences: Sequence[SequenceState], batch: TreeBatch, after: Verdicts) -> Inflight | None:
         assert after.tokens is self._verdicts.tokens, "a pass is launched behind another verdict"
         self.launched += 1
-        logits = torch.zeros(len(batch), batch.nodes, self.vocabulary)
-        hidden = {layer: torch.zeros(logits.shape) for layer in self._needs.hidden_layers}
-        for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
-            _, scored = self._scored[sequence]
-            path = [int(node) for node in after.paths[row] if node >= 0]
-            cached = self._cached[sequence] + scored[path].tolist()
-            tokens = batch.tokens[row].clone()
-            tokens[0] = after.tokens[row]
-            for node in range(len(tree)):
-                along = cached + tokens[tree.topology.path(node)].tolist()
-                logits[row, node] = self.logits(along)
-                for states in hidden.values():
-                    states[row, node] = self.hidden(along)
-        self.passes += 1
-        return ToyInflight(self, tuple(sequences), batch, Scored(logits, hidden), self.passes)
+        ahead = []  # the texts as they will be after the verdict
+        for sequence, path, token in zip(sequences, after.paths.tolist(), after.tokens.tolist(), strict=False):
+            _, tokens = self._scored[sequence]
+            cached = self._cached[sequence] + tokens[[node for node in path if node >= 0]].tolist()
+            ahead.append(SequenceState([*cached, token]))
+            self._cached[ahead[-1]] = cached
+        roots = TreeBatch(batch.trees, pad_shape=batch.pad_shape, roots=after.tokens.tolist())
+        scored = self.score(ahead, roots)
+        for text in ahead:
+            del self._cached[text], self._scored[text]
+        return ToyInflight(self, tuple(sequences), batch, scored, self.passes)
 
     def reuse(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> None:
         self.used += 1
@@ -96,10 +92,8 @@ class PipelinedDouble(Drafter):
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         ahead, self._next = self._next, None
         if ahead is not None and len(ahead) == len(sequences):
-            return [
-                DraftTree(torch.cat([torch.tensor([sequence.root]), tree.tokens[1:]]), tree.parents)
-                for sequence, tree in zip(sequences, ahead, strict=True)
-            ]
+            pairs = zip(sequences, ahead, strict=True)
+            return [DraftTree.chain([sequence.root, *tree.tokens[1:].tolist()]) for sequence, tree in pairs]
         return [self._tree(sequence.root, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
 
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
@@ -136,21 +130,18 @@ class RandomDrafter(Drafter):
         return DraftTree(torch.tensor(tokens), tuple(parents)).cut(nodes=budget.nodes, depth=budget.depth)
 
 
+@dataclass(eq=False)
 class TruthDrafter(Drafter):
     """Knows what will be written and drafts it, with `decoys` wrong siblings before every true token.
 
     `truth` maps the tokens of a prompt to the continuation that plain decoding writes.
     """
 
+    truth: dict[tuple[int, ...], list[int]]
+    vocabulary: int
+    length: int = 5
+    decoys: int = 0
     name = "truth"
-
-    def __init__(
-        self, truth: dict[tuple[int, ...], list[int]], vocabulary: int, *, length: int = 5, decoys: int = 0
-    ) -> None:
-        self.truth = truth
-        self.vocabulary = vocabulary
-        self.length = length
-        self.decoys = decoys
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]

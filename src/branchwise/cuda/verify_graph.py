@@ -84,7 +84,7 @@ class CapturedVerifier(Verifier):
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         found = recording(batch, probs, chance, batch.q if drawn else None)
-        return Verdicts.written(found, spelled=batch.host_tokens is None)
+        return Verdicts.written(found, with_tokens=batch.host_tokens is None)
 
     def _rule(self, batch: TreeBatch, probs: WarpedProbs) -> Verifier:
         """Who really judges this batch."""
@@ -96,7 +96,7 @@ Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> Program:
     """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts."""
-    shapes, spelled = shapes_of(tree_batch, reads), tree_batch.host_tokens is None
+    shapes, with_tokens = shapes_of(tree_batch, reads), tree_batch.host_tokens is None
     bare = shape_of(tree_batch)
 
     def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
@@ -108,7 +108,7 @@ def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, re
             tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
         found = verifier(same, probs.over(logits, same), SeededChance(seeds, roots))
-        return (found.spelled(same.tokens) if spelled else found).rows
+        return (found.with_tokens(same.tokens) if with_tokens else found).rows
 
     return program
 
