@@ -14,8 +14,10 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from branchwise.cli.console import errors_in_one_sentence
-from branchwise.cli.options import PLAIN_HELP
 from branchwise.errors import UsageError
+
+PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+"""settings of every parser: help as plain text, because importing rich takes longer than everything else in help"""
 
 COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
@@ -33,6 +35,11 @@ COMMANDS = {
     "index": ("index:app", "Index texts for drafting by retrieval."),
 }
 """name: (file of this folder and the function or group in it, the line that `branchwise --help` shows)"""
+
+
+def group(help: str) -> typer.Typer:
+    """A command with commands of its own, such as `branchwise audit`."""
+    return typer.Typer(help=help, no_args_is_help=True, **PLAIN_HELP)
 
 
 class LazyGroup(TyperGroup):

@@ -6,32 +6,16 @@ The exit code is the finding: 0 LOSSLESS, 1 NOT LOSSLESS, 3 UNDECIDED; 2 is a mi
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from branchwise.cli import findings
+from branchwise.cli import findings, group
 from branchwise.cli.console import console
-from branchwise.cli.options import (
-    AsJson,
-    Device,
-    Draft,
-    DraftModel,
-    Index,
-    MethodName,
-    Model,
-    PromptFile,
-    Threads,
-    TopK,
-    TopP,
-    Tree,
-    TrustRemoteCode,
-    group,
-)
+from branchwise.cli.options import AsJson, Drafting, Loading, PromptFile, Sampling, at_least, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 from branchwise.registry import split_specs
 
@@ -62,6 +46,27 @@ FalseAlarm = Annotated[
     float, typer.Option(help="Probability that a correct decoder is found NOT LOSSLESS, over all tests of an audit.")
 ]
 Detect = Annotated[float, typer.Option(help="LOSSLESS needs tests that would detect this distance.")]
+
+
+@dataclass(frozen=True)
+class AuditLoading(Loading):
+    dtype: Annotated[str, typer.Option(help="float32, which promises equal texts, bfloat16 or float16.")] = "float32"
+
+
+@dataclass(frozen=True)
+class AuditDrafting(Drafting):
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            help="Verifier to audit; several, separated by commas, are audited one after the other.",
+            show_default="match",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class AuditSampling(Sampling):
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Must be above 0.")] = 1.0
 
 
 @app.command()
@@ -112,14 +117,8 @@ def verifiers(
     if cases is not None:
         worlds = [("", instance) for instance in read_cases(cases)]
     else:
-        for name, value, least in (
-            ("instances", instances, 1),
-            ("vocab", vocab, 2),
-            ("depth", depth, 1),
-            ("paths", paths, 1),
-        ):
-            if value < least:
-                raise UsageError(f"{name} must be at least {least}, not {value}.")
+        at_least(1, instances=instances, depth=depth, paths=paths)
+        at_least(2, vocab=vocab)
         if (drafts := vocab ** (depth * paths)) > MOST_DRAFTS:
             raise UsageError(
                 f"{vocab} tokens, {depth} levels and {paths} paths make {drafts:,} drafts, more than can be enumerated "
@@ -189,27 +188,16 @@ def methods(
 
 
 @app.command()
+@grouped
 def model(
-    model: Model = DEFAULT_MODEL,
-    method: MethodName = None,
-    draft_model: DraftModel = None,
-    index: Index = None,
-    draft: Draft = None,
-    tree: Tree = None,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            help="Verifier to audit; several, separated by commas, are audited one after the other.",
-            show_default="match",
-        ),
-    ] = None,
+    *,
+    loading: AuditLoading,
+    drafting: AuditDrafting,
     prompts: PromptFile = None,
     limit: Limit = None,
     samples: Samples = 1000,
     length: Length = 3,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Must be above 0.")] = 1.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
+    sampling: AuditSampling,
     greedy_tokens: Annotated[int, typer.Option(help="Tokens of each greedy text to compare.")] = 48,
     near_ties: Annotated[
         bool, typer.Option(help="Compare greedy texts in bfloat16 too, on a copy of the model.")
@@ -219,10 +207,6 @@ def model(
     detect: Detect = 0.1,
     seed: Annotated[int | None, typer.Option(help="The same seed repeats an audit.", show_default="random")] = None,
     batch: Annotated[int, typer.Option(help="Texts that are written together.")] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, which promises equal texts, bfloat16 or float16.")] = "float32",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Audit a drafter and a verifier on a real model.
@@ -234,13 +218,11 @@ def model(
     texts = read_prompts(prompts, limit)
     from branchwise.audit.model import ModelAudit, ModelAuditor, Plan
     from branchwise.core.sampling import SamplingParams
-    from branchwise.llm import load
-    from branchwise.methods import choose_method
 
     plan = Plan(
         samples=samples,
         length=length,
-        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
+        sampling=SamplingParams(**vars(sampling)),
         greedy_tokens=greedy_tokens,
         near_ties=near_ties,
         false_alarm=false_alarm,
@@ -248,23 +230,14 @@ def model(
         seed=seed,
         raw=raw,
     )
-    if batch < 1:
-        raise UsageError(f"batch must be at least 1, not {batch}.")
-    wanted = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model, index=index)
-    rules = [wanted.verify] if method else split_names(wanted.verify)
+    at_least(1, batch=batch)
+    wanted = drafting.choose()
+    rules = [wanted.verify] if drafting.method else split_names(wanted.verify)
     for rule in rules:  # refuse a wrong pairing before a model is loaded
         audited = replace(wanted, verify=rule)
         audited.build()
         audited.warn_if_lossy()
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        max_batch=batch + 1,
-        trust_remote_code=trust_remote_code,
-    )
+    llm = loading.load(draft="none", max_batch=batch + 1)
     audits: list[ModelAudit] = []
     with showing() as progress:
         auditor = ModelAuditor(llm, texts, plan, progress)
@@ -366,8 +339,7 @@ def split_names(verify: str) -> list[str]:
 
 def read_prompts(file: Path | None, limit: int | None = None) -> list[str]:
     """The prompts of a file, or `PROMPTS`."""
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be at least 1, not {limit}.")
+    at_least(1, limit=limit)
     if file is None:
         return list(PROMPTS[:limit])
     from branchwise.bench.prompts import read_items

@@ -9,23 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from branchwise.cli.console import console, print_notice
-from branchwise.cli.options import (
-    AsJson,
-    Compile,
-    Device,
-    DraftModel,
-    Dtype,
-    Index,
-    Model,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TrustRemoteCode,
-    Warmup,
-)
+from branchwise.cli.options import AsJson, DraftModel, Index, Loading, Sampling, at_least, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 from branchwise.registry import split_specs
 
@@ -33,12 +18,13 @@ if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
     from branchwise.bench.prompts import Item
     from branchwise.bench.records import Record
-    from branchwise.llm import LLM
 
 STYLEBENCH = "stylebench"
 
 
+@grouped
 def bench(
+    *,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(help="File of prompts: Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated."),
@@ -66,10 +52,8 @@ def bench(
             "llama.cpp, openai:URL."
         ),
     ] = "",
-    model: Model = DEFAULT_MODEL,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
+    loading: Loading,
+    sampling: Sampling,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
     full_length: Annotated[
         bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have the same length.")
@@ -107,12 +91,6 @@ def bench(
         str, typer.Option(help="cold: a new drafter for every prompt; warm: a drafter that goes on learning.")
     ] = "cold",
     seed: Annotated[int, typer.Option(help="Seed of sampling, the same for every contestant.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    compile: Compile = False,
-    warmup: Warmup = True,
-    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path, typer.Option(help="File of records, one JSON line per request.")] = Path("bench.jsonl"),
     categories: Annotated[bool, typer.Option("--categories", help="Show a row for every category.")] = False,
     spec_bench_out: Annotated[
@@ -134,19 +112,20 @@ def bench(
 
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
+    from branchwise.bench.ours import Ours
+    from branchwise.bench.peers import build_peer
     from branchwise.bench.records import STATES, Ledger
     from branchwise.bench.run import Contest, Rules, digest, fitting
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.base import Budget
     from branchwise.methods import PLAIN, PRESETS, find_methods
-    from branchwise.provenance import without_folder
+    from branchwise.provenance import provenance, without_folder
 
-    SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    prompts, suite, category = prompts or [], suite or [], category or []
+    SamplingParams(**vars(sampling))
     rules = Rules(
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
+        **vars(sampling),
         seed=seed,
         full_length=full_length,
         batch=batch,
@@ -156,50 +135,47 @@ def bench(
     )
     if state not in STATES:
         raise UsageError(f"Unknown state {state!r}. Known: {', '.join(STATES)}.")
-    for name, value in (("budget", budget), ("length", length), ("limit", limit), ("problems", problems)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1, not {value}.")
-    if not split_specs(methods) and not split_specs(peers):
-        raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
+    at_least(1, budget=budget, length=length, limit=limit, problems=problems)
+    others = split_specs(peers)
     specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
+    if not specs and not others:
+        raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
     chosen = find_methods(specs, draft_model, index)
     for method in chosen:
         method.build()  # a pair that does not fit is refused before a model is loaded
-    if len({PLAIN.name, *(method.name for method in chosen)}) != len(chosen) + (PLAIN not in chosen):
+    entered = list(dict.fromkeys([PLAIN, *chosen]))
+    if len({method.name for method in entered}) < len(chosen) + (PLAIN not in chosen):
         raise UsageError("A method is named twice in --methods.")
-    check_peers(split_specs(peers))
+    check_peers(others)
     for method in chosen:
         method.warn_if_lossy()
-    items = find_items(prompts or [], suite or [], data, limit, problems, seed, category or [])
+    items = find_items(prompts, suite, data, limit, problems, seed, category)
     arguments = {
-        "prompts": [path.name for path in prompts or []],
-        "suite": suite or [],
+        "prompts": [path.name for path in prompts],
+        "suite": suite,
         "methods": [method.name for method in chosen],
         "draft_model": None if draft_model is None else without_folder(draft_model),
         "index": None if index is None else without_folder(index),
-        "peers": split_specs(peers),
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
+        "peers": others,
+        **vars(sampling),
         "max_new_tokens": max_new_tokens,
         "full_length": full_length,
         "batch": batch,
         "context": context,
-        "category": category or [],
+        "category": category,
         "limit": limit,
-        "problems": problems if STYLEBENCH in (suite or []) else None,
+        "problems": problems if STYLEBENCH in suite else None,
         "repeat": repeat,
         "order": order,
         "budget": budget,
         "length": length,
         "state": state,
     }
+    most = None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9)
     with Ledger(out) as ledger:
-        llm, contestants = enter(
-            model, chosen, split_specs(peers), batch, context, dtype, device, threads, compile, warmup,
-            trust_remote_code,
-            None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9),
-        )  # fmt: skip
+        llm = loading.load(draft="none", context=context, max_batch=batch)
+        contestants: list[Contestant] = [Ours(llm, method, most) for method in entered]
+        contestants += [build_peer(spec, llm, threads=loading.threads) for spec in others]
         kept = fitting(items, llm, max_new_tokens)
         if len(kept) < len(items):
             print_notice(
@@ -208,7 +184,13 @@ def bench(
             )
         if not kept:
             raise UsageError("No prompt fits into the context; choose a smaller --max-new-tokens or other prompts.")
-        run = {**about(llm, model, arguments, seed, commit), "questions": digest(kept)}
+        run = {
+            **provenance(llm.model.device, arguments, commit),
+            "model": without_folder(loading.model),
+            "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "seed": seed,
+            "questions": digest(kept),
+        }
         contest = Contest(llm, contestants, kept, rules, ledger, run)
         if ledger.records:
             print_notice(f"{out} holds {len(ledger.records)} records of this run; going on with what is missing.")
@@ -297,68 +279,22 @@ def find_items(
     return items
 
 
-def enter(
-    model: str,
-    methods: list[Any],
-    peers: list[str],
-    batch: int,
-    context: int | None,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    compile: bool,
-    warmup: bool,
-    trust_remote_code: bool,
-    most: Any,
-) -> tuple[LLM, list[Contestant]]:
-    """The model and all contestants, plain decoding first."""
-    from branchwise.bench.ours import Ours
-    from branchwise.bench.peers import build_peer
-    from branchwise.llm import load
-    from branchwise.methods import PLAIN
-
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        compile=compile,
-        warmup=warmup,
-        context=context,
-        max_batch=batch,
-        trust_remote_code=trust_remote_code,
-    )
-    ours: list[Contestant] = [Ours(llm, method, most) for method in dict.fromkeys([PLAIN, *methods])]
-    return llm, [*ours, *(build_peer(spec, llm, threads=threads) for spec in peers)]
-
-
-def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: str | None) -> dict[str, Any]:
-    from branchwise.provenance import provenance, without_folder
-
-    found = provenance(llm.model.device, arguments, commit)
-    return {**found, "model": without_folder(model), "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}
-
-
-def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None = None) -> None:
+def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None) -> None:
     from branchwise.bench.export import csv_text, spec_bench_lines, vllm_result
     from branchwise.bench.summary import by_contestant, summarise
 
+    files: dict[Path, str] = {}
     if csv is not None:
-        csv.parent.mkdir(parents=True, exist_ok=True)
-        csv.write_text(csv_text(summarise(records)), encoding="utf-8", newline="")
-    for folder, suffix in ((spec_bench, "jsonl"), (vllm, "json")):
-        if folder is None:
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, own in by_contestant(records).items():
-            safe = "".join(c if c.isalnum() or c in "-._" else "_" for c in name)
-            if suffix == "jsonl":
-                (folder / f"{safe}.jsonl").write_text(
-                    "".join(f"{line}\n" for line in spec_bench_lines(own)), encoding="utf-8"
-                )
-            else:
-                (folder / f"{safe}.json").write_text(json.dumps(vllm_result(own), indent=1) + "\n", encoding="utf-8")
+        files[csv] = csv_text(summarise(records))
+    for name, own in by_contestant(records).items():
+        safe = "".join(c if c.isalnum() or c in "-._" else "_" for c in name)
+        if spec_bench is not None:
+            files[spec_bench / f"{safe}.jsonl"] = "".join(f"{line}\n" for line in spec_bench_lines(own))
+        if vllm is not None:
+            files[vllm / f"{safe}.json"] = json.dumps(vllm_result(own), indent=1) + "\n"
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
 
 
 def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> None:

@@ -9,31 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from branchwise.cli.console import console, print_notice, summarise, write_answer
-from branchwise.cli.generate import checked_method, checked_options, checked_text, load_llm, saving_state
-from branchwise.cli.options import (
-    Compile,
-    Device,
-    Draft,
-    DraftModel,
-    Dtype,
-    Index,
-    MaxNewTokens,
-    MethodName,
-    Model,
-    Seed,
-    ShowDraft,
-    State,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    Tree,
-    TrustRemoteCode,
-    Verify,
-    Warmup,
-)
+from branchwise.cli.generate import checked_options, checked_text, saving_state
+from branchwise.cli.options import Drafting, Loading, MaxNewTokens, Sampling, Seed, ShowDraft, State, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,27 +20,16 @@ if TYPE_CHECKING:
     from branchwise.llm import LLM, Options
 
 
+@grouped
 def chat(
-    model: Model = DEFAULT_MODEL,
-    method: MethodName = None,
-    draft_model: DraftModel = None,
-    index: Index = None,
-    draft: Draft = None,
-    tree: Tree = None,
-    verify: Verify = None,
+    *,
+    loading: Loading,
+    drafting: Drafting,
     state: State = None,
     max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
+    sampling: Sampling,
     seed: Seed = None,
     system: Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    compile: Compile = False,
-    warmup: Warmup = True,
-    trust_remote_code: TrustRemoteCode = False,
     show_draft: ShowDraft = False,
 ) -> None:
     """Talk with a model.
@@ -71,11 +38,9 @@ def chat(
 
     branchwise chat --system "Answer in one sentence." --show-draft
     """
-    options = checked_options(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    chosen = checked_method(method, draft_model, index, draft, tree, verify)
-    llm = load_llm(model, chosen, state, dtype, device, threads, compile, warmup, trust_remote_code)
+    options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed)
+    chosen = drafting.choose()
+    llm = loading.load(method=chosen, state=state, max_batch=1)
     if not llm.tokenizer.chat_template:
         raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
     shown = console()

@@ -11,9 +11,8 @@ import typer
 
 from branchwise.bench.prompts import FREE
 from branchwise.cli.console import console, refuse_incomplete, write_answer
-from branchwise.cli.options import Device, Dtype, MaxNewTokens, Model, Threads
+from branchwise.cli.options import Loading, MaxNewTokens, grouped
 from branchwise.errors import BranchwiseError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 
 if TYPE_CHECKING:
@@ -47,15 +46,14 @@ class Trial:
     drafted: list[Completion]
 
 
+@grouped
 def demo(
-    model: Model = DEFAULT_MODEL,
+    *,
+    loading: Loading,
     method: Annotated[
         str, typer.Option(help="Method that drafts without a model; see `branchwise methods`.")
     ] = "ngram",
     max_new_tokens: MaxNewTokens = 128,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
 ) -> None:
     """Show plain and speculative decoding side by side: same tokens, measured speed.
 
@@ -65,12 +63,11 @@ def demo(
     """
     import torch
 
-    from branchwise.llm import load
     from branchwise.methods import choose_method
 
     chosen = choose_method(method)
     chosen.build()  # refuse what cannot draft before a model is loaded
-    llm = load(model, draft="none", dtype=dtype, device=device, threads=threads, max_batch=1)
+    llm = loading.load(draft="none", max_batch=1)
     shown = console()
     precision = str(llm.model.dtype).removeprefix("torch.")
     place = f"{torch.get_num_threads()} CPU threads" if llm.model.device.type == "cpu" else str(llm.model.device)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from branchwise.cli.options import AsJson, Model, TrustRemoteCode, group
+from branchwise.cli import group
+from branchwise.cli.options import AsJson, Model, TrustRemoteCode
 from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 

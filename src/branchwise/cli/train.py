@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from branchwise.cli.options import AsJson, Device, Dtype, Model, Threads, TrustRemoteCode, group
-from branchwise.errors import ModelError, PairingError, UsageError
-from branchwise.models import DEFAULT_MODEL
+from branchwise.cli import group
+from branchwise.cli.options import AsJson, Loading, TextTemperature, at_least, check_out, drafter_spec, grouped
+from branchwise.errors import PairingError, UsageError
 from branchwise.progress import showing
 from branchwise.registry import split_spec
 
@@ -28,8 +27,10 @@ BATCH = 4
 
 
 @train.command()
+@grouped
 def stop(
-    model: Model = DEFAULT_MODEL,
+    *,
+    loading: Loading,
     draft_model: Annotated[
         str | None, typer.Option(help="The draft model that the stop is for; short for --draft model:ID.")
     ] = None,
@@ -50,12 +51,8 @@ def stop(
     threshold: Annotated[
         float, typer.Option(help="A tree ends where no node scores above it; --tree can name another.")
     ] = 0.4,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0,
+    temperature: TextTemperature = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same file.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("stop.safetensors"),
     as_json: AsJson = False,
 ) -> None:
@@ -66,12 +63,17 @@ def stop(
 
     branchwise train stop --model Qwen/Qwen2.5-1.5B-Instruct --draft-model Qwen/Qwen2.5-0.5B-Instruct
     """
-    spec = _spec(draft, draft_model)
-    _check(kind, samples, epochs, threshold, out)
+    spec = drafter_spec(draft, draft_model)
+    from branchwise.draft.policies.stop import KINDS, Scorer, read_scorer, write_scorer
+
+    if kind not in KINDS:
+        raise UsageError(f"Unknown kind {kind!r}; a stop is {' or '.join(KINDS)}.")
+    at_least(1, samples=samples, epochs=epochs)
+    if not 0 < threshold < 1:
+        raise UsageError(f"--threshold must be between 0 and 1, not {threshold}.")
+    check_out(out, read_scorer, "stop")
     from branchwise.bench.prompts import load_items, own_items
     from branchwise.core.sampling import SamplingParams
-    from branchwise.draft.policies.stop import Scorer, write_scorer
-    from branchwise.llm import load
     from branchwise.train.stop import Fan, collect, fit
 
     SamplingParams(temperature=temperature)
@@ -80,15 +82,7 @@ def stop(
         raise UsageError("One prompt cannot be learned from and tested with; give at least two.")
     fan = Fan(kind)
     drafter = _drafter(spec, fan)
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        max_batch=BATCH,
-        trust_remote_code=trust_remote_code,
-    )
+    llm = loading.load(draft="none", max_batch=BATCH)
     with showing() as progress:
         found = collect(
             llm.engine.target,
@@ -108,33 +102,6 @@ def stop(
         print(json.dumps({"file": str(out), "kind": kind, "draft": spec, "threshold": threshold, **asdict(lesson)}))
     else:
         _print(lesson, kind, threshold, out)
-
-
-def _spec(draft: str | None, draft_model: str | None) -> str:
-    if (draft is None) == (draft_model is None):
-        raise UsageError("Name the drafter that the stop is for, with --draft-model ID or with --draft SPEC.")
-    return draft if draft is not None else f"model:{draft_model}"
-
-
-def _check(kind: str, samples: int, epochs: int, threshold: float, out: Path) -> None:
-    """Refuse wrong values before anything is loaded."""
-    from branchwise.draft.policies.stop import KINDS, read_scorer
-
-    if kind not in KINDS:
-        raise UsageError(f"Unknown kind {kind!r}; a stop is {' or '.join(KINDS)}.")
-    for name, value in (("samples", samples), ("epochs", epochs)):
-        if value < 1:
-            raise UsageError(f"--{name} must be at least 1, not {value}.")
-    if not 0 < threshold < 1:
-        raise UsageError(f"--threshold must be between 0 and 1, not {threshold}.")
-    folder = out.absolute().parent
-    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"The stop cannot be written to {out}; name a file in a folder that is there and writable.")
-    if out.exists():
-        try:
-            read_scorer(out)
-        except ModelError:
-            raise UsageError(f"{out} is there and is no stop; name another file, or remove it.") from None
 
 
 def _drafter(spec: str, fan: Fan) -> TreeDrafter:
@@ -169,8 +136,10 @@ def _print(lesson: Lesson, kind: str, threshold: float, out: Path) -> None:
 
 
 @calibrate.command()
+@grouped
 def vocab(
-    model: Model = DEFAULT_MODEL,
+    *,
+    loading: Loading,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -179,11 +148,8 @@ def vocab(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="How many tokens to write and count.")] = 20_000,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0,
+    temperature: TextTemperature = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same counts.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Count the tokens that a target writes.
@@ -193,17 +159,15 @@ def vocab(
 
     branchwise calibrate vocab --model smollm2 --prompts questions.jsonl
     """
-    if tokens < 1:
-        raise UsageError(f"--tokens must be at least 1, not {tokens}.")
+    at_least(1, tokens=tokens)
     from branchwise.bench.prompts import load_items, own_items
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.model.trim import save_counts
-    from branchwise.llm import load
     from branchwise.train import vocab as counting
 
     SamplingParams(temperature=temperature)
     items = own_items() if not prompts else load_items(prompts)
-    llm = load(model, draft="ngram", dtype=dtype, device=device, threads=threads, max_batch=counting.BATCH)
+    llm = loading.load(draft="ngram", max_batch=counting.BATCH)
     with showing() as progress:
         counts = counting.count_tokens(llm, items, tokens=tokens, temperature=temperature, seed=seed, progress=progress)
     counted = int(counts.sum())

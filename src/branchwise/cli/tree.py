@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from branchwise.bench.prompts import own_items
-from branchwise.cli.options import Device, DraftModel, Dtype, Model, PromptFile, Threads, TrustRemoteCode, group
+from branchwise.cli import group
+from branchwise.cli.options import (
+    DraftModel,
+    Loading,
+    PromptFile,
+    TextTemperature,
+    at_least,
+    check_out,
+    drafter_spec,
+    grouped,
+)
 from branchwise.errors import PairingError, UsageError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import Progress, showing
 
 if TYPE_CHECKING:
@@ -25,8 +34,10 @@ LEVELS = 4
 
 
 @app.command()
+@grouped
 def optimise(
-    model: Model = DEFAULT_MODEL,
+    *,
+    loading: Loading,
     draft_model: DraftModel = None,
     draft: Annotated[
         str | None, typer.Option(help="Drafter that samples, in place of a draft model, such as disturbed:1.")
@@ -35,19 +46,13 @@ def optimise(
     depth: Annotated[int, typer.Option(help="The most levels below the root.")] = 8,
     width: Annotated[int, typer.Option(help="The most children of a node.")] = 8,
     fill: Annotated[bool, typer.Option("--fill", help="Use all nodes whatever they cost, and time nothing.")] = False,
-    temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="Temperature of the texts that are written.")
-    ] = 1.0,
+    temperature: TextTemperature = 1.0,
     prompts: PromptFile = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Tokens to write for each prompt.")
     ] = 64,
     out: Annotated[Path | None, typer.Option(help="File for the template.", show_default="standard output")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the best shape for a pair of models.
 
@@ -57,31 +62,20 @@ def optimise(
 
     branchwise tree optimise --model TARGET --draft-model DRAFT --out tree.json
     """
-    for name, value in (("nodes", nodes), ("depth", depth), ("width", width), ("max-new-tokens", max_new_tokens)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}.")
-    source = _source(draft, draft_model)
+    at_least(1, nodes=nodes, depth=depth, width=width, max_new_tokens=max_new_tokens)
+    source = _source(drafter_spec(draft, draft_model))
     if out is not None:
         _check_place(out)
     from branchwise.bench.prompts import read_items
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft import build_drafter
     from branchwise.draft.policies.template import as_json, write_template
-    from branchwise.llm import load
     from branchwise.tune.sequoia import Shapes, measure_acceptance
 
     SamplingParams(temperature=temperature)  # refuse a wrong temperature before a model is loaded
     items = own_items() if prompts is None else read_items(prompts)
     build_drafter(source, f"rsd-c:{width}")
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        max_batch=1,
-        trust_remote_code=trust_remote_code,
-    )
+    llm = loading.load(draft="none", max_batch=1)
     most = llm.engine.most.nodes - 1
     if max(nodes, width) > most:
         raise UsageError(f"A tree has at most {most} nodes below the root; ask for fewer nodes or a smaller width.")
@@ -113,38 +107,27 @@ def optimise(
     _print(best, acceptance, size, out)
 
 
-def _source(draft: str | None, draft_model: str | None) -> str:
-    """The spec of the drafter, which must have distributions to sample from."""
-    if (draft is None) == (draft_model is None):
-        raise UsageError("Say what drafts: a model with --draft-model, or a drafter with --draft; one of the two.")
-    if draft is None:
-        return f"model:{draft_model}"
+def _source(spec: str) -> str:
+    """The spec of a drafter, which must have distributions to sample from."""
     from branchwise.draft import DRAFTERS
     from branchwise.draft.tree_drafter import TreeDrafter
     from branchwise.registry import split_spec
 
-    name, _, _ = split_spec(draft)
+    name, _, _ = split_spec(spec)
     part = DRAFTERS.find(name)
     if not (isinstance(part, type) and issubclass(part, TreeDrafter)):
         raise PairingError(
             f"Drafter {name!r} draws from no distribution, so no shape suits it better than another; use --draft-model."
         )
-    return draft
+    return spec
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
     from branchwise.draft.policies.template import read_template
 
     if out.suffix != ".json":
         raise UsageError(f"A template is a JSON file, such as {out.stem or 'tree'}.json, not {out}.")
-    if not out.parent.is_dir():
-        raise UsageError(f"There is no such folder {out.parent} for the template.")
-    if out.exists():
-        try:
-            read_template(out)
-        except UsageError:
-            raise UsageError(f"{out} is there and no template, so it stays; name another file.") from None
+    check_out(out, read_template, "template")
 
 
 def _timed(llm: LLM, source: str, texts: Sequence[Sequence[int]], shapes: Shapes, progress: Progress) -> Size:

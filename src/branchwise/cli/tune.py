@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +12,8 @@ import typer
 
 from branchwise.bench.prompts import EDITING, FREE
 from branchwise.cli.console import console
-from branchwise.cli.options import AsJson, Compile, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
+from branchwise.cli.options import AsJson, DraftModel, Index, Loading, at_least, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.plots import check_plot, pyplot, save
 from branchwise.progress import showing
 from branchwise.registry import split_specs
@@ -28,12 +27,10 @@ PROMPTS = (EDITING[0], EDITING[2], FREE[0])
 """prompts that drafters are timed on: two whose answers repeat them, and one of free writing"""
 
 
+@grouped
 def tune(
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    compile: Compile = False,
+    *,
+    loading: Loading,
     batch: Annotated[int, typer.Option(help="Sequences in a pass.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the tree.")] = 512,
     nodes: Annotated[
@@ -54,7 +51,6 @@ def tune(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure what a pass over n nodes costs on this machine.
 
@@ -67,11 +63,9 @@ def tune(
     sizes = _sizes(nodes)
     wanted = [name for given in method or [] for name in split_specs(given)]
     drafts = [name for given in draft or ([] if wanted else ["ngram"]) for name in split_specs(given)]
-    if batch < 1:
-        raise UsageError(f"batch must be at least 1, not {batch}.")
+    at_least(1, batch=batch)
     if plot is not None:
         check_plot(plot)
-    from branchwise.llm import load
     from branchwise.methods import Method, find_methods
     from branchwise.tune import measure, measure_drafter
 
@@ -79,16 +73,7 @@ def tune(
     for found in timed:  # refuse an unknown name, and warn of a lossy method, before a model is loaded
         found.build()
         found.warn_if_lossy()
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        compile=compile,
-        max_batch=batch,
-        trust_remote_code=trust_remote_code,
-    )
+    llm = loading.load(draft="none", max_batch=batch)
     prompts = [llm.encode(prompt) for prompt in PROMPTS]
     with showing() as progress:
         costs = measure(
@@ -102,9 +87,9 @@ def tune(
             progress=progress,
         )
         drafting = [
-            (
-                found.name,
+            replace(
                 measure_drafter(llm, found.draft, prompts, tree=found.tree, verify=found.verify, progress=progress),
+                drafter=found.name,
             )
             for found in timed
         ]
@@ -128,18 +113,18 @@ def _sizes(nodes: str | None) -> list[int] | None:
     return sizes
 
 
-def _as_dict(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> dict[str, Any]:
+def _as_dict(costs: Costs, drafting: Sequence[DraftCost]) -> dict[str, Any]:
     return {
         "key": asdict(costs.key),
         "measured": costs.measured,
         "remembered": costs.remembered,
         "points": [{**asdict(point), "ratio": costs.ratio(point.nodes)} for point in costs.points],
         "cliffs": [{**asdict(cliff), "stay_at": cliff.stay_at} for cliff in costs.cliffs],
-        "drafters": [{**asdict(cost), "drafter": name} for name, cost in drafting],
+        "drafters": [asdict(cost) for cost in drafting],
     }
 
 
-def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
+def _print(costs: Costs, drafting: Sequence[DraftCost]) -> None:
     from rich.table import Table
 
     from branchwise.tune.curve import CLIFF
@@ -169,9 +154,9 @@ def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
         shown.print(f"{cliff.nodes} nodes cost {cliff.times:.2f} times {cliff.stay_at}: stay at {cliff.stay_at}.")
     if not costs.cliffs:
         shown.print(f"No cliff: no size was found that clearly costs {CLIFF:.0%} more than the one before.")
-    for name, cost in drafting:
+    for cost in drafting:
         shown.print(
-            f"{name} drafts in {1e3 * cost.seconds:.3f} ms a step, {cost.drafted:.1f} nodes on average "
+            f"{cost.drafter} drafts in {1e3 * cost.seconds:.3f} ms a step, {cost.drafted:.1f} nodes on average "
             f"({cost.seconds / costs.seconds(1):.1%} of a pass over one node)."
         )
 
