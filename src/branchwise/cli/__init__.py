@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
     "chat": ("chat:chat", "Talk with a model."),
     "demo": ("demo:demo", "Show plain and speculative decoding side by side: same tokens, measured speed."),
-    "models": ("models:models", "List the model aliases and the models in the cache."),
+    "models": ("methods:models", "List the model aliases and the models in the cache."),
     "methods": ("methods:methods", "List the methods: paper, drafter, tree, verifier, lossless or lossy."),
     "bench": ("bench:bench", "Measure methods and peers against plain decoding."),
     "report": ("bench:report", "Make one HTML page with figures from the records of a benchmark."),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from branchwise.cli import findings, group
 from branchwise.cli.console import console
@@ -39,56 +40,44 @@ PROMPTS = (
 )
 """default prompts: after some of them the model is nearly certain of the next token, after others it is not"""
 
-Limit = Annotated[int | None, typer.Option(help="Use only the first prompts.", show_default="all")]
-Samples = Annotated[int, typer.Option(help="Blocks to sample for each prompt.")]
-Length = Annotated[int, typer.Option(help="Tokens of a block.")]
-FalseAlarm = Annotated[
-    float, typer.Option(help="Probability that a correct decoder is found NOT LOSSLESS, over all tests of an audit.")
-]
-Detect = Annotated[float, typer.Option(help="LOSSLESS needs tests that would detect this distance.")]
+Limit = Annotated[int | None, Option(help="Use only the first prompts.", show_default="all")]
+Samples = Annotated[int, Option(help="Blocks to sample for each prompt.")]
+Length = Annotated[int, Option(help="Tokens of a block.")]
+FalseAlarm = Annotated[float, Option(help="Probability that a correct decoder is found NOT LOSSLESS, over all tests.")]
+Detect = Annotated[float, Option(help="LOSSLESS needs tests that would detect this distance.")]
 
 
 @dataclass(frozen=True)
 class AuditLoading(Loading):
-    dtype: Annotated[str, typer.Option(help="float32, which promises equal texts, bfloat16 or float16.")] = "float32"
+    dtype: Annotated[str, Option(help="float32, which promises equal texts, bfloat16 or float16.")] = "float32"
 
 
 @dataclass(frozen=True)
 class AuditDrafting(Drafting):
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            help="Verifier to audit; several, separated by commas, are audited one after the other.",
-            show_default="match",
-        ),
-    ] = None
+    verify: Annotated[str | None, Option(help="Verifiers to audit, separated by commas.", show_default="match")] = None
 
 
 @dataclass(frozen=True)
 class AuditSampling(Sampling):
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Must be above 0.")] = 1.0
+    temperature: Annotated[float, Option("--temperature", "-t", help="Must be above 0.")] = 1.0
 
 
 @app.command()
 def verifiers(
     cases: Annotated[
         Path | None,
-        typer.Option(
-            help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} to audit instead of random distributions.'
-        ),
+        Option(help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} in place of random distributions.'),
     ] = None,
-    instances: Annotated[int, typer.Option(help="Random instances for each of close, medium and far.")] = 6,
-    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 3,
-    depth: Annotated[int, typer.Option(help="Tokens of a drafted path.")] = 2,
-    paths: Annotated[int, typer.Option(help="Drafted paths.")] = 2,
+    instances: Annotated[int, Option(help="Random instances for each of close, medium and far.")] = 6,
+    vocab: Annotated[int, Option(help="Tokens of the vocabulary.")] = 3,
+    depth: Annotated[int, Option(help="Tokens of a drafted path.")] = 2,
+    paths: Annotated[int, Option(help="Drafted paths.")] = 2,
     verify: Annotated[
-        str | None, typer.Option(help="Only these verifiers, separated by commas.", show_default="every verifier")
+        str | None, Option(help="Only these, separated by commas.", show_default="every verifier")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random instances.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the table as a PNG file.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line for each audited case.")
-    ] = False,
+    seed: Annotated[int, Option(help="Seed of the random instances.")] = 0,
+    plot: Annotated[Path | None, Option(help="Draw the table as a PNG file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each audited case.")] = False,
 ) -> None:
     """Prove verifiers exact by enumeration, without sampling.
 
@@ -135,9 +124,8 @@ def verifiers(
             for audited in audit_instance(instance, rules, number):
                 rows.append(Row(similarity, audited))
                 if as_json:
-                    print(
-                        json.dumps(audited.as_dict() | ({"similarity": similarity} if similarity else {})), flush=True
-                    )
+                    kind = {"similarity": similarity} if similarity else {}
+                    print(json.dumps(audited.as_dict() | kind), flush=True)
             progress("instances", number + 1, len(worlds))
     if plot is not None:
         draw(rows, plot)
@@ -154,7 +142,7 @@ def verifiers(
 @app.command()
 def methods(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Presets or draft/tree/verify specs.", show_default="every preset")
+        list[str] | None, Argument(help="Names or draft/tree/verify.", show_default="every preset")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -166,8 +154,7 @@ def methods(
 
     branchwise audit methods cascade rsd-s
     """
-    from branchwise.audit.instances import SIMILARITIES
-    from branchwise.audit.methods import SEEDS, VOCABULARY, audit_method
+    from branchwise.audit.methods import audit_method
     from branchwise.methods import PRESETS, find_any
 
     chosen = [find_any(name) for name in names or PRESETS]
@@ -176,15 +163,7 @@ def methods(
         for number, method in enumerate(chosen):
             progress(method.name, number, len(chosen))
             audits.append(audit_method(method))
-        progress("methods", len(chosen), len(chosen))
-    broken = [audit.method.name for audit in audits if not audit.kept]
-    if as_json:
-        word = "NOT LOSSLESS" if broken else "LOSSLESS"
-        findings.print_json_object("methods", word, [audit.as_dict() for audit in audits])
-    else:
-        worlds = f"{len(SIMILARITIES) * len(SEEDS)} random distributions over {VOCABULARY} tokens"
-        findings.print_methods(audits, broken, worlds)
-    raise typer.Exit(1 if broken else 0)
+    raise typer.Exit(findings.print_methods(audits, as_json))
 
 
 @app.command()
@@ -198,15 +177,13 @@ def model(
     samples: Samples = 1000,
     length: Length = 3,
     sampling: AuditSampling,
-    greedy_tokens: Annotated[int, typer.Option(help="Tokens of each greedy text to compare.")] = 48,
-    near_ties: Annotated[
-        bool, typer.Option(help="Compare greedy texts in bfloat16 too, on a copy of the model.")
-    ] = True,
-    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
+    greedy_tokens: Annotated[int, Option(help="Tokens of each greedy text to compare.")] = 48,
+    near_ties: Annotated[bool, Option(help="Compare greedy texts in bfloat16 too, on a copy of the model.")] = True,
+    raw: Annotated[bool, Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
     false_alarm: FalseAlarm = 1e-3,
     detect: Detect = 0.1,
-    seed: Annotated[int | None, typer.Option(help="The same seed repeats an audit.", show_default="random")] = None,
-    batch: Annotated[int, typer.Option(help="Texts that are written together.")] = 16,
+    seed: Annotated[int | None, Option(help="The same seed repeats an audit.", show_default="random")] = None,
+    batch: Annotated[int, Option(help="Texts that are written together.")] = 16,
     as_json: AsJson = False,
 ) -> None:
     """Audit a drafter and a verifier on a real model.
@@ -245,46 +222,31 @@ def model(
             audits.append(auditor.audit(wanted.draft, wanted.tree, rule))
             if audits[-1].interrupted:
                 break
-    found = [audit.finding for audit in audits]
-    if as_json:
-        findings.print_json("model", found, [audit.as_dict() for audit in audits])
-    else:
-        shown = console()
-        for audit in audits:
-            shape = f", tree {audit.tree}" if audit.tree else ""
-            title = (
-                f"{audit.model}, {audit.dtype}, drafter {audit.draft}{shape}, verifier {audit.verify}: "
-                f"{samples:,} blocks of {length} tokens for each prompt, seed {audit.seed}"
-            )
-            findings.print_tests(shown, title, audit.tests)
-            findings.print_differences(shown, audit.greedy, audit.near_ties)
-            findings.print_finding(shown, audit.finding)
-    raise typer.Exit(findings.exit_code(found))
+    titles = [
+        f"{audit.model}, {audit.dtype}, drafter {audit.draft}{f', tree {audit.tree}' if audit.tree else ''}, verifier "
+        f"{audit.verify}: {samples:,} blocks of {length} tokens for each prompt, seed {audit.seed}"
+        for audit in audits
+    ]
+    raise typer.Exit(findings.print_audits("model", audits, titles, as_json))
 
 
 @app.command()
 def server(
-    url: Annotated[str, typer.Argument(help="The server to audit, such as http://127.0.0.1:8000.")],
-    reference: Annotated[
-        str, typer.Option(help="Server of the same model without speculation; its logprobs are the truth.")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model on the server.", show_default="the first listed")
-    ] = None,
+    url: Annotated[str, Argument(help="The server to audit, such as http://127.0.0.1:8000.")],
+    reference: Annotated[str, Option(help="Server of the same model without speculation; its logprobs are the truth.")],
+    model: Annotated[str | None, Option(help="Name of the model there.", show_default="the first listed")] = None,
     reference_model: Annotated[
-        str | None, typer.Option(help="Name of the model on the reference.", show_default="the first listed")
+        str | None, Option(help="The same for the reference.", show_default="the first listed")
     ] = None,
     prompts: PromptFile = None,
     limit: Limit = None,
     samples: Samples = 1000,
     length: Length = 3,
-    per_request: Annotated[int, typer.Option("--n", help="Texts to ask for in one request.")] = 16,
-    threads: Annotated[int, typer.Option(help="Requests to send at the same time.")] = 8,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 60.0,
-    api_key: Annotated[str | None, typer.Option(help="Key of the servers.", show_default="OPENAI_API_KEY")] = None,
-    reference_api_key: Annotated[
-        str | None, typer.Option(help="Key of the reference.", show_default="the same")
-    ] = None,
+    per_request: Annotated[int, Option("--n", help="Texts to ask for in one request.")] = 16,
+    threads: Annotated[int, Option(help="Requests to send at the same time.")] = 8,
+    timeout: Annotated[float, Option(help="Seconds to wait for an answer.")] = 60.0,
+    api_key: Annotated[str | None, Option(help="Key of the servers.", show_default="OPENAI_API_KEY")] = None,
+    reference_api_key: Annotated[str | None, Option(help="Key of the reference.", show_default="the same")] = None,
     false_alarm: FalseAlarm = 1e-3,
     detect: Detect = 0.1,
     as_json: AsJson = False,
@@ -316,17 +278,11 @@ def server(
             limit=detect,
             progress=progress,
         )
-    if as_json:
-        findings.print_json("server", [audit.finding], [audit.as_dict()])
-    else:
-        shown = console()
-        title = (
-            f"{audit.model} at {audit.url} against {audit.reference_model} at {audit.reference}: "
-            f"{samples:,} blocks of {length} tokens for each prompt"
-        )
-        findings.print_tests(shown, title, audit.tests)
-        findings.print_finding(shown, audit.finding)
-    raise typer.Exit(findings.exit_code([audit.finding]))
+    title = (
+        f"{audit.model} at {audit.url} against {audit.reference_model} at {audit.reference}: "
+        f"{samples:,} blocks of {length} tokens for each prompt"
+    )
+    raise typer.Exit(findings.print_audits("server", [audit], [title], as_json))
 
 
 def split_names(verify: str) -> list[str]:

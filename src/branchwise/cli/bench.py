@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from branchwise.cli.console import console, print_notice
 from branchwise.cli.options import AsJson, DraftModel, Index, Loading, Sampling, at_least, grouped
@@ -26,83 +27,56 @@ STYLEBENCH = "stylebench"
 def bench(
     *,
     prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="File of prompts: Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated."),
+        list[Path] | None, Option(help="Prompts as in Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated.")
     ] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Set of prompts in --data: spec-bench, mt-bench, humaneval or gsm8k; or stylebench, which needs no "
-            "--data; may be repeated."
-        ),
+        Option(help="spec-bench, mt-bench, humaneval or gsm8k in --data, or stylebench; may be repeated."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None,
+    data: Annotated[Path | None, Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None,
     methods: Annotated[
-        str,
-        typer.Option(
-            help="Methods by name or as draft/tree/verify, separated by commas, or all; see `branchwise methods`."
-        ),
+        str, Option(help="By name or as draft/tree/verify, separated by commas, or all; see `branchwise methods`.")
     ] = "ngram",
     draft_model: DraftModel = None,
     index: Index = None,
     peers: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Other decoders, separated by commas: transformers, transformers-lookup, transformers-assisted:MODEL, "
             "llama.cpp, openai:URL."
         ),
     ] = "",
     loading: Loading,
     sampling: Sampling,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
     full_length: Annotated[
-        bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have the same length.")
+        bool, Option("--full-length", help="Forbid the end of text: answers of one length.")
     ] = False,
-    batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
+    batch: Annotated[int, Option(help="Prompts that run together.")] = 1,
     context: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of a prompt and its answer at most; every method with a draft model needs a cache of this "
-            "size.",
-            show_default="the model's own",
-        ),
+        Option(help="Tokens of prompt and answer at most; draft models cache as many.", show_default="the model's own"),
     ] = None,
     category: Annotated[
-        list[str] | None,
-        typer.Option(help="Only prompts of this category of a set or file; may be repeated.", show_default="all"),
+        list[str] | None, Option(help="Only this category; may be repeated.", show_default="all")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Use only the first prompts of each category.", show_default="all")
-    ] = None,
-    problems: Annotated[int, typer.Option(help="Problems for each task of stylebench.")] = 10,
-    repeat: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
-    order: Annotated[
-        str, typer.Option(help="interleaved: all contestants on a prompt before the next prompt; or sequential.")
-    ] = "interleaved",
+    limit: Annotated[int | None, Option(help="Only the first prompts of each category.", show_default="all")] = None,
+    problems: Annotated[int, Option(help="Problems for each task of stylebench.")] = 10,
+    repeat: Annotated[int, Option(help="Rounds over all prompts.")] = 1,
+    order: Annotated[str, Option(help="interleaved (prompt by prompt) or sequential.")] = "interleaved",
     budget: Annotated[
         int | None,
-        typer.Option(
-            help="Drafted nodes of a tree at most, the root not counted, for every method alike; a larger tree is cut "
-            "by its own rule."
-        ),
+        Option(help="Drafted nodes of a tree at most, for every method; larger trees are cut by their own rule."),
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Levels of a tree at most, for every method alike.")] = None,
-    state: Annotated[
-        str, typer.Option(help="cold: a new drafter for every prompt; warm: a drafter that goes on learning.")
-    ] = "cold",
-    seed: Annotated[int, typer.Option(help="Seed of sampling, the same for every contestant.")] = 0,
-    out: Annotated[Path, typer.Option(help="File of records, one JSON line per request.")] = Path("bench.jsonl"),
-    categories: Annotated[bool, typer.Option("--categories", help="Show a row for every category.")] = False,
-    spec_bench_out: Annotated[
-        Path | None, typer.Option(help="Folder for Spec-Bench's own JSON lines, one file per contestant.")
-    ] = None,
-    vllm_out: Annotated[
-        Path | None, typer.Option(help="Folder for results with the keys of `vllm bench serve --save-result`.")
-    ] = None,
-    csv_out: Annotated[
-        Path | None, typer.Option(help="CSV file for the whole summary, a row per contestant and category.")
-    ] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git repository.")] = None,
+    length: Annotated[int | None, Option(help="Levels of a tree at most, for every method alike.")] = None,
+    state: Annotated[str, Option(help="cold: a new drafter for every prompt; warm: it goes on learning.")] = "cold",
+    seed: Annotated[int, Option(help="Seed of sampling, the same for every contestant.")] = 0,
+    out: Annotated[Path, Option(help="File of records, one JSON line per request.")] = Path("bench.jsonl"),
+    categories: Annotated[bool, Option("--categories", help="Show a row for every category.")] = False,
+    spec_bench_out: Annotated[Path | None, Option(help="Folder for Spec-Bench's JSON lines by contestant.")] = None,
+    vllm_out: Annotated[Path | None, Option(help="Folder for results like `vllm bench serve --save-result`.")] = None,
+    csv_out: Annotated[Path | None, Option(help="CSV file for the summary by contestant and category.")] = None,
+    commit: Annotated[str | None, Option(help="Commit to record if there is no git repository.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure methods and peers against plain decoding.
@@ -212,11 +186,9 @@ def bench(
 
 
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Files of records that `branchwise bench` wrote.")],
-    out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = Path("report"),
-    costs: Annotated[
-        Path | None, typer.Option(help="Output of `branchwise tune --json`, for a figure of the cost of a pass.")
-    ] = None,
+    records: Annotated[list[Path], Argument(help="Files of records that `branchwise bench` wrote.")],
+    out: Annotated[Path, Option(help="Folder for the page and its figures.")] = Path("report"),
+    costs: Annotated[Path | None, Option(help="Output of `branchwise tune --json`, drawn as a figure.")] = None,
 ) -> None:
     """Make one HTML page with figures from the records of a benchmark.
 

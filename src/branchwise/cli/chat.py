@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from branchwise.cli.console import console, print_notice, summarise, write_answer
 from branchwise.cli.generate import checked_options, checked_text, saving_state
@@ -29,7 +29,7 @@ def chat(
     max_new_tokens: MaxNewTokens = 512,
     sampling: Sampling,
     seed: Seed = None,
-    system: Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")] = None,
+    system: Annotated[str | None, Option(help="Instructions that come before the conversation.")] = None,
     show_draft: ShowDraft = False,
 ) -> None:
     """Talk with a model.

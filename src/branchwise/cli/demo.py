@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from branchwise.bench.prompts import FREE
 from branchwise.cli.console import console, refuse_incomplete, write_answer
@@ -33,7 +33,7 @@ SECONDS = 40
 """no round begins later than this, so that the demo also ends soon on a slow machine"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trial:
     """The answers to one prompt, a pair for every round; the rounds differ only in their times.
 
@@ -50,9 +50,7 @@ class Trial:
 def demo(
     *,
     loading: Loading,
-    method: Annotated[
-        str, typer.Option(help="Method that drafts without a model; see `branchwise methods`.")
-    ] = "ngram",
+    method: Annotated[str, Option(help="Method that drafts without a model; see `branchwise methods`.")] = "ngram",
     max_new_tokens: MaxNewTokens = 128,
 ) -> None:
     """Show plain and speculative decoding side by side: same tokens, measured speed.
@@ -75,17 +73,13 @@ def demo(
     started = time.monotonic()
     for warm in (llm, llm.with_method(chosen)):
         warm.generate(COPY, max_new_tokens=8)  # the first passes are slower: libraries choose their kernels
-    trials = [
-        _show(shown, llm, chosen, name, prompt, max_new_tokens)
-        for name, prompt in (("copy", COPY), ("free writing", FREE[0]))
-    ]
+    prompts = {"copy": COPY, "free writing": FREE[0]}
+    trials = [_show(shown, llm, chosen, name, prompt, max_new_tokens) for name, prompt in prompts.items()]
     rounds = 1
     with showing() as progress:
         while rounds < ROUNDS and time.monotonic() - started < SECONDS:
-            for number, trial in enumerate(trials):
-                progress(
-                    f"measuring again: {trial.name}", (rounds - 1) * len(trials) + number, (ROUNDS - 1) * len(trials)
-                )
+            for trial in trials:
+                progress(f"measuring again: {trial.name}", rounds - 1, ROUNDS - 1)
                 trial.plain.append(llm.generate(trial.prompt, max_new_tokens=max_new_tokens))
                 trial.drafted.append(llm.with_method(chosen).generate(trial.prompt, max_new_tokens=max_new_tokens))
             rounds += 1
@@ -101,12 +95,15 @@ def demo(
 def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_new_tokens: int) -> Trial:
     """Print both answers to a prompt as they are written, and whether they are equal."""
     shown.print(f"\n{prompt}", style="dim")
-    shown.print(f"\n{name}, plain decoding", style="bold")
-    plain = write_answer(shown, llm, prompt, {"max_new_tokens": max_new_tokens}, show_draft=False)
-    refuse_incomplete(plain)
-    shown.print(f"\n{name}, speculative (green: drafted and accepted)", style="bold")
-    drafted = write_answer(shown, llm.with_method(method), prompt, {"max_new_tokens": max_new_tokens}, show_draft=True)
-    refuse_incomplete(drafted)
+    answers = []
+    for title, writer in (
+        ("plain decoding", llm),
+        ("speculative (green: drafted and accepted)", llm.with_method(method)),
+    ):
+        shown.print(f"\n{name}, {title}", style="bold")
+        answers.append(write_answer(shown, writer, prompt, {"max_new_tokens": max_new_tokens}, writer is not llm))
+        refuse_incomplete(answers[-1])
+    plain, drafted = answers
     shown.print(f"\n{_comparison(llm, prompt, plain, drafted)}", style="green")
     return Trial(name, prompt, [plain], [drafted])
 

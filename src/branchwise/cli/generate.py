@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from branchwise.cli.console import console, refuse_incomplete, summarise, write_answer
 from branchwise.cli.options import Drafting, Loading, MaxNewTokens, Sampling, Seed, ShowDraft, State, grouped
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @grouped
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    prompt: Annotated[str | None, Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    file: Annotated[Path | None, Option("--file", "-f", help="Read the prompt from a file.")] = None,
     *,
     loading: Loading,
     drafting: Drafting,
@@ -30,11 +30,9 @@ def generate(
     max_new_tokens: MaxNewTokens = 256,
     sampling: Sampling,
     seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
+    stop: Annotated[list[str] | None, Option(help="Text that ends the answer; may be repeated.")] = None,
+    raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
     show_draft: ShowDraft = False,
 ) -> None:
     """Write the answer to a prompt.

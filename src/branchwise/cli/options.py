@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.models import DEFAULT_MODEL
@@ -24,36 +24,24 @@ if TYPE_CHECKING:
     from branchwise.methods import Method
 
 # Single options
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python code of a model's repository.")
-]
+Model = Annotated[str, Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run the Python code of a model's repository.")]
 DraftModel = Annotated[
-    str | None,
-    typer.Option(help="Model that drafts, named as for --model; options may follow: ID,temperature=0.8,top-k=20."),
+    str | None, Option(help="Model that drafts, named as for --model; options may follow: ID,temperature=0.8,top-k=20.")
 ]
-Index = Annotated[str | None, typer.Option(help="Folder of an index to retrieve from; see `branchwise index build`.")]
-State = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Start with what the drafter learned before, and save there what it learns now."),
-]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Write at most this many tokens.")]
-TextTemperature = Annotated[float, typer.Option("--temperature", "-t", help="Temperature of the texts.")]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="The same seed writes the same text, with or without drafting.", show_default="random"),
-]
-ShowDraft = Annotated[bool, typer.Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
+Index = Annotated[str | None, Option(help="Folder of an index to retrieve from; see `branchwise index build`.")]
+State = Annotated[str | None, Option(metavar="FILE", help="What the drafter learned: read first, saved at the end.")]
+MaxNewTokens = Annotated[int, Option("--max-new-tokens", "-n", help="Write at most this many tokens.")]
+TextTemperature = Annotated[float, Option("--temperature", "-t", help="Temperature of the texts.")]
+Seed = Annotated[int | None, Option(help="A seed writes the same text with any drafter.", show_default="random")]
+ShowDraft = Annotated[bool, Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
 PromptFile = Annotated[
     Path | None,
-    typer.Option(
-        help='Text with one prompt a line, or JSON lines with "prompt", "turns" or "question"; may end in .gz.',
-        show_default="prompts of Branchwise",
+    Option(
+        help='Lines, or JSON lines ("prompt", "turns", "question"); may be .gz.', show_default="prompts of Branchwise"
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
 
 # Groups of options
@@ -62,25 +50,11 @@ class Loading:
     """The model and the hardware."""
 
     model: Model = DEFAULT_MODEL
-    dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float16.")
-    ] = "auto"
-    device: Annotated[str, typer.Option(help="auto (a GPU if one is found), cpu or cuda.")] = "auto"
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="On a GPU, fuse the kernels of a pass: faster, after seconds for each new size."
-        ),
-    ] = False
-    warmup: Annotated[
-        bool,
-        typer.Option(
-            "--warmup/--no-warmup",
-            help="Compile and record at load what a request needs; without it, loading is faster and the first "
-            "request is slower.",
-        ),
-    ] = True
+    dtype: Annotated[str, Option(help="auto (bfloat16 if the hardware has it), float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, Option(help="auto (a GPU if one is found), cpu or cuda.")] = "auto"
+    threads: Annotated[int | None, Option(help="CPU threads.", show_default="all cores")] = None
+    compile: Annotated[bool, Option("--compile", help="Fuse GPU kernels: faster, after seconds per new size.")] = False
+    warmup: Annotated[bool, Option(help="Prepare at load what requests need; else the first is slower.")] = True
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, **settings: Any) -> LLM:
@@ -94,28 +68,18 @@ class Drafting:
     """The method."""
 
     method: Annotated[
-        str | None,
-        typer.Option(help="Method by name, or as draft/tree/verify; see `branchwise methods`.", show_default="default"),
+        str | None, Option(help="By name, or as draft/tree/verify; see `branchwise methods`.", show_default="default")
     ] = None
     draft_model: DraftModel = None
     index: Index = None
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="Drafter: ngram (repeats of the text so far), none (plain decoding) or another; see `branchwise "
-            "methods`.",
-            show_default="the method's",
-        ),
+        Option(help="ngram (repeats of the text), none (plain decoding) or another.", show_default="the method's"),
     ] = None
-    tree: Annotated[
-        str | None, typer.Option(help="Shape of the draft, such as chain:8.", show_default="the drafter's")
-    ] = None
+    tree: Annotated[str | None, Option(help="Shape of drafts, such as chain:8.", show_default="the drafter's")] = None
     verify: Annotated[
         str | None,
-        typer.Option(
-            help="Rule that accepts drafted tokens; every rule that changes the distribution has lossy in its name.",
-            show_default="match",
-        ),
+        Option(help="Rule that accepts tokens; inexact ones have lossy in their name.", show_default="match"),
     ] = None
 
     def choose(self) -> Method:
@@ -126,13 +90,9 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Sampling:
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Randomness of sampling; 0 is greedy.")] = (
-        0.0
-    )
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most probable tokens that together have this probability.")
-    ] = 1.0
-    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")] = 0
+    temperature: Annotated[float, Option("--temperature", "-t", help="Randomness; 0 is greedy.")] = 0.0
+    top_p: Annotated[float, Option(help="Sample from the most probable tokens of this total probability.")] = 1.0
+    top_k: Annotated[int, Option(help="Sample from the k most probable tokens; 0 means all.")] = 0
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

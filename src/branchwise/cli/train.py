@@ -7,10 +7,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from branchwise.cli import group
-from branchwise.cli.options import AsJson, Loading, TextTemperature, at_least, check_out, drafter_spec, grouped
+from branchwise.cli.options import (
+    AsJson,
+    Loading,
+    PromptFile,
+    TextTemperature,
+    at_least,
+    check_out,
+    drafter_spec,
+    grouped,
+)
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import showing
 from branchwise.registry import split_spec
@@ -31,29 +40,22 @@ BATCH = 4
 def stop(
     *,
     loading: Loading,
-    draft_model: Annotated[
-        str | None, typer.Option(help="The draft model that the stop is for; short for --draft model:ID.")
-    ] = None,
-    draft: Annotated[str | None, typer.Option(help="The drafter that the stop is for, as a spec.")] = None,
+    draft_model: Annotated[str | None, Option(help="Model that the stop is for; short for --draft model:ID.")] = None,
+    draft: Annotated[str | None, Option(help="The drafter that the stop is for, as a spec.")] = None,
     kind: Annotated[
         str,
-        typer.Option(
+        Option(
             help="hard: predict from entropy and the ten largest probabilities whether both models agree; "
             "soft: predict from hidden states of the draft model how much is accepted."
         ),
     ] = "hard",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="File of prompts, as for `branchwise bench`.", show_default="prompts of Branchwise"),
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Drafted nodes to train and to test on.")] = 4000,
-    epochs: Annotated[int, typer.Option(help="Rounds over the samples; the best round is kept.")] = 10,
-    threshold: Annotated[
-        float, typer.Option(help="A tree ends where no node scores above it; --tree can name another.")
-    ] = 0.4,
+    prompts: PromptFile = None,
+    samples: Annotated[int, Option(help="Drafted nodes to train and to test on.")] = 4000,
+    epochs: Annotated[int, Option(help="Rounds over the samples; the best round is kept.")] = 10,
+    threshold: Annotated[float, Option(help="A tree ends where no node scores above it.")] = 0.4,
     temperature: TextTemperature = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same file.")] = 0,
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("stop.safetensors"),
+    seed: Annotated[int, Option(help="The same seed writes the same file.")] = 0,
+    out: Annotated[Path, Option(help="The file to write.")] = Path("stop.safetensors"),
     as_json: AsJson = False,
 ) -> None:
     """Learn where a tree should end.
@@ -142,14 +144,11 @@ def vocab(
     loading: Loading,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="File of prompts like those of later use, as for `branchwise bench`; may be repeated.",
-            show_default="prompts of Branchwise",
-        ),
+        Option(help="Prompts like those of later use; may be repeated.", show_default="prompts of Branchwise"),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens to write and count.")] = 20_000,
+    tokens: Annotated[int, Option(help="How many tokens to write and count.")] = 20_000,
     temperature: TextTemperature = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same counts.")] = 0,
+    seed: Annotated[int, Option(help="The same seed gives the same counts.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Count the tokens that a target writes.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from branchwise.bench.prompts import own_items
 from branchwise.cli import group
@@ -39,20 +39,16 @@ def optimise(
     *,
     loading: Loading,
     draft_model: DraftModel = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Drafter that samples, in place of a draft model, such as disturbed:1.")
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="The most nodes below the root.")] = 24,
-    depth: Annotated[int, typer.Option(help="The most levels below the root.")] = 8,
-    width: Annotated[int, typer.Option(help="The most children of a node.")] = 8,
-    fill: Annotated[bool, typer.Option("--fill", help="Use all nodes whatever they cost, and time nothing.")] = False,
+    draft: Annotated[str | None, Option(help="Drafter that samples in place of a model, such as disturbed:1.")] = None,
+    nodes: Annotated[int, Option(help="The most nodes below the root.")] = 24,
+    depth: Annotated[int, Option(help="The most levels below the root.")] = 8,
+    width: Annotated[int, Option(help="The most children of a node.")] = 8,
+    fill: Annotated[bool, Option("--fill", help="Use all nodes whatever they cost, and time nothing.")] = False,
     temperature: TextTemperature = 1.0,
     prompts: PromptFile = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Tokens to write for each prompt.")
-    ] = 64,
-    out: Annotated[Path | None, typer.Option(help="File for the template.", show_default="standard output")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", help="Tokens to write for each prompt.")] = 64,
+    out: Annotated[Path | None, Option(help="File for the template.", show_default="standard output")] = None,
+    seed: Annotated[int, Option(help="Seed of the texts.")] = 0,
 ) -> None:
     """Find the best shape for a pair of models.
 

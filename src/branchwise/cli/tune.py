@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from branchwise.bench.prompts import EDITING, FREE
 from branchwise.cli.console import console
@@ -31,26 +31,24 @@ PROMPTS = (EDITING[0], EDITING[2], FREE[0])
 def tune(
     *,
     loading: Loading,
-    batch: Annotated[int, typer.Option(help="Sequences in a pass.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens before the tree.")] = 512,
+    batch: Annotated[int, Option(help="Sequences in a pass.")] = 1,
+    context: Annotated[int, Option(help="Tokens before the tree.")] = 512,
     nodes: Annotated[
         str | None,
-        typer.Option(help="Sizes to measure first, separated by commas.", show_default="1 to 128, as far as they fit"),
+        Option(help="Sizes to begin with, separated by commas.", show_default="1 to 128, as far as they fit"),
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Timed passes for each size.")] = 9,
+    repeat: Annotated[int, Option(help="Timed passes for each size.")] = 9,
     draft: Annotated[
-        list[str] | None,
-        typer.Option(help="Drafter to time; may be repeated, or several separated by commas.", show_default="ngram"),
+        list[str] | None, Option(help="Drafters to time, separated by commas; may be repeated.", show_default="ngram")
     ] = None,
     method: Annotated[
-        list[str] | None,
-        typer.Option(help="Method whose drafter and tree to time; may be repeated; see `branchwise methods`."),
+        list[str] | None, Option(help="Method whose drafter to time; may be repeated; see `branchwise methods`.")
     ] = None,
     draft_model: DraftModel = None,
     index: Index = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the costs as a PNG file.")] = None,
 ) -> None:
     """Measure what a pass over n nodes costs on this machine.
 
