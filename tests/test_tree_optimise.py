@@ -287,7 +287,7 @@ def test_without_fill_the_size_is_what_passes_cost_here(
 ) -> None:
     from branchwise import tune
     from branchwise.tune import Costs, DraftCost, Point
-    from branchwise.tune.cache import key_of
+    from branchwise.tune.costs import key_of
 
     asked: dict[str, Any] = {}
 

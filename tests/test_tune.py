@@ -38,11 +38,9 @@ from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.testing import ToyTarget
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
-from branchwise.tune.cache import _source
-from branchwise.tune.costs import Key
+from branchwise.tune.costs import Key, _source
 from branchwise.tune.curve import CLIFF
-from branchwise.tune.passes import MOST_CLIFFS, MOST_PROBES, SIZES
-from branchwise.tune.timing import WARM_UPS
+from branchwise.tune.passes import MOST_CLIFFS, MOST_PROBES, SIZES, WARM_UPS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import COMMON, build
 
@@ -374,8 +372,8 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
         lambda patch: patch.setattr("branchwise.__version__", "99.0"),
         lambda patch: patch.setattr(torch, "__version__", "99.0"),
         lambda patch: patch.setattr("branchwise.provenance.metadata.version", lambda package: "99.0"),
-        lambda patch: patch.setattr("branchwise.tune.cache.device_name", lambda device: "an abacus"),
-        lambda patch: patch.setattr("branchwise.tune.cache._source", lambda: "changed"),
+        lambda patch: patch.setattr("branchwise.tune.costs.device_name", lambda device: "an abacus"),
+        lambda patch: patch.setattr("branchwise.tune.costs._source", lambda: "changed"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     ):
@@ -645,7 +643,7 @@ def test_ctrl_c_leaves_no_broken_cache(
 def test_the_digest_of_our_code_covers_folders_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that was renamed would be left out in silence, and costs of old code be taken for those of new code."""
     folders: list[Path] = []
-    monkeypatch.setattr("branchwise.tune.cache.source_digest", lambda *found: folders.extend(found) or "digest")
+    monkeypatch.setattr("branchwise.tune.costs.source_digest", lambda *found: folders.extend(found) or "digest")
     assert _source() == "digest"
     assert {folder.name for folder in folders} >= {"backends", "core", "tune"}
     assert all(any(folder.rglob("*.py")) for folder in folders)

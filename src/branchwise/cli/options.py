@@ -97,7 +97,8 @@ class Sampling:
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for each field of its parameters that are dataclasses."""
-    parameters, groups = [], {}
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         if is_dataclass(group := parameter.annotation):
             groups[parameter.name] = group

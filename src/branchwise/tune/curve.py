@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import median
+
+import numpy as np
 
 from branchwise.tune.costs import Point
 
@@ -40,18 +42,23 @@ class Curve:
         return median(self._samples[nodes])
 
     def points(self) -> tuple[Point, ...]:
-        found = []
-        for nodes in sorted(self._samples):
-            low, middle, high = quartiles(self._samples[nodes])
-            found.append(Point(nodes, middle, low, high))
-        return tuple(found)
+        return tuple(Point(nodes, *quartiles(times)) for nodes, times in sorted(self._samples.items()))
 
     def suspects(self) -> list[tuple[int, int]]:
         """Sizes between which the cost rises enough to hide a cliff, the steepest first, but for proven slopes."""
+        return [(a, b) for a, b in self._rises(CLIFF) if b - a > 1 and (a, b) not in self._slopes]
+
+    def edges(self) -> list[int]:
+        """Sizes that may be cliffs, the highest first: they cost more than the size before."""
+        return [b for a, b in self._rises(CLIFF / 2) if b - a == 1]
+
+    def _rises(self, share: float) -> list[tuple[int, int]]:
+        """Neighbouring sizes between which the cost rises by this share and by more than noise, the steepest first."""
         found = []
         for a, b in pairwise(sorted(self._samples)):
             rise = self.seconds(b) - self.seconds(a)
-            if b - a > 1 and (a, b) not in self._slopes and self._tells(rise, a, b, CLIFF):
+            noise = math.hypot(_error(self._samples[a]), _error(self._samples[b]))
+            if rise > max(share * self.seconds(a), ERRORS * noise):
                 found.append((rise / self.seconds(a), a, b))
         return [(a, b) for _, a, b in sorted(found, reverse=True)]
 
@@ -67,19 +74,6 @@ class Curve:
     def _on_line(self, a: int, nodes: int, b: int) -> bool:
         line = self.seconds(a) + (nodes - a) / (b - a) * (self.seconds(b) - self.seconds(a))
         return abs(self.seconds(nodes) - line) < CLIFF / 4 * line
-
-    def edges(self) -> list[int]:
-        """Sizes that may be cliffs, the highest first: they cost more than the size before."""
-        found = []
-        for a, b in pairwise(sorted(self._samples)):
-            rise = self.seconds(b) - self.seconds(a)
-            if b - a == 1 and self._tells(rise, a, b, CLIFF / 2):
-                found.append((rise / self.seconds(a), b))
-        return [nodes for _, nodes in sorted(found, reverse=True)]
-
-    def _tells(self, rise: float, a: int, b: int, share: float) -> bool:
-        noise = math.hypot(_error(self._samples[a]), _error(self._samples[b]))
-        return rise > max(share * self.seconds(a), ERRORS * noise)
 
 
 def is_cliff(edge: int, turns: Sequence[Turn]) -> bool:
@@ -102,7 +96,6 @@ def _error(values: Sequence[float]) -> float:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    return low, median(values), high
+    """The median, and the values below and above it between which half of all lie."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return middle, low, high

@@ -62,7 +62,7 @@ def measure_drafter(
             "Every text ended with its first step, which is not counted; give prompts with longer answers."
         )
     steps = sum(stats.steps for stats in texts)
-    low, middle, high = quartiles([stats.seconds["draft"] / stats.steps for stats in texts])
+    middle, low, high = quartiles([stats.seconds["draft"] / stats.steps for stats in texts])
     return DraftCost(
         drafter=drafter if isinstance(drafter, str) else drafter.name,
         seconds=middle,

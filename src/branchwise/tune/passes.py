@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
+import torch
+
 from branchwise.backends.base import Target
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
 from branchwise.errors import UsageError
 from branchwise.progress import Progress, silent
-from branchwise.tune.cache import keep, key_of, recall
-from branchwise.tune.costs import Cliff, Costs
-from branchwise.tune.curve import Curve, is_cliff
-from branchwise.tune.timing import Clock, TimingRig, opened
+from branchwise.tune.costs import Cliff, Costs, keep, key_of, recall
+from branchwise.tune.curve import Curve, Turn, is_cliff
 
 SIZES = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 """what is timed by default: doubling, and one more where tiles end, since a stair seen only at its edges is a line"""
@@ -22,6 +28,10 @@ PROBES_AT_ONCE = 8
 MOST_CLIFFS = 8
 FEWEST_TURNS = 3
 """a median of fewer is the first accident"""
+WARM_UPS = 2
+"""untimed passes for each size: libraries choose their kernels on first use"""
+
+Clock = Callable[[], float]
 
 
 def measure(
@@ -116,3 +126,63 @@ def _confirmed(rig: TimingRig, curve: Curve) -> tuple[Cliff, ...]:
         for edge in sorted(edges)
         if is_cliff(edge, turns)
     )
+
+
+@dataclass(frozen=True)
+class TimingRig:
+    """Times passes of a target over trees of any size."""
+
+    target: Target
+    sequences: Sequence[SequenceState]
+    repeat: int
+    clock: Clock
+    progress: Progress
+    _random: random.Random = field(default_factory=lambda: random.Random(1))
+    _batches: dict[int, TreeBatch] = field(default_factory=dict)
+
+    def turns(self, sizes: Sequence[int], purpose: str) -> list[Turn]:
+        """Time every size once a turn."""
+        for nodes in sizes:
+            if nodes not in self._batches:
+                chains = [[s.root, *_random_tokens(self._random, self.target, nodes - 1)] for s in self.sequences]
+                self._batches[nodes] = TreeBatch([DraftTree.chain(tokens) for tokens in chains], self.target.device)
+                for _ in range(WARM_UPS):
+                    self._time(nodes)
+        order = list(sizes)
+        turns: list[Turn] = []
+        for number in range(1, self.repeat + 1):
+            self._random.shuffle(order)
+            turns.append({nodes: self._time(nodes) for nodes in order})
+            self.progress(purpose, number, self.repeat)
+        return turns
+
+    def _time(self, nodes: int) -> float:
+        self._wait()
+        start = self.clock()
+        self.target.score(self.sequences, self._batches[nodes])
+        self._wait()
+        return self.clock() - start
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+
+@contextlib.contextmanager
+def opened(target: Target, batch: int, context: int) -> Iterator[list[SequenceState]]:
+    """Sequences of random tokens, all different: in a mixture of experts equal ones would use the same experts."""
+    rng = random.Random(0)
+    sequences: list[SequenceState] = []
+    try:
+        for _ in range(batch):
+            sequence = SequenceState(_random_tokens(rng, target, context))
+            target.open(sequence)
+            sequences.append(sequence)
+        yield sequences
+    finally:
+        for sequence in reversed(sequences):
+            target.close(sequence)
+
+
+def _random_tokens(rng: random.Random, target: Target, count: int) -> list[int]:
+    return [rng.randrange(target.vocabulary) for _ in range(count)]
