@@ -491,7 +491,7 @@ def test_the_cost_of_a_drafter_is_the_median_over_prompts_of_its_draft_phase(
 
         return Stats(steps=2, drafted_tokens=6, seconds={"draft": next(spent), "score": 50.0})
 
-    monkeypatch.setattr("branchwise.tune.drafters._write", written)
+    monkeypatch.setattr("branchwise.tune.drafters.write", written)
     cost = measure_drafter(llm, "ngram", [[2], [3], [4]])
     assert (cost.low, cost.seconds, cost.high) == (1.0, 1.5, 2.75)
     assert (cost.drafted, cost.steps) == (3.0, 6)

@@ -21,7 +21,7 @@ PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable
 
 COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
-    "chat": ("chat:chat", "Talk with a model."),
+    "chat": ("generate:chat", "Talk with a model."),
     "demo": ("demo:demo", "Show plain and speculative decoding side by side: same tokens, measured speed."),
     "models": ("methods:models", "List the model aliases and the models in the cache."),
     "methods": ("methods:methods", "List the methods: paper, drafter, tree, verifier, lossless or lossy."),
@@ -29,7 +29,7 @@ COMMANDS = {
     "report": ("bench:report", "Make one HTML page with figures from the records of a benchmark."),
     "audit": ("audit:app", "Prove that speculation keeps the distribution of the target."),
     "tune": ("tune:tune", "Measure what a pass over n nodes costs on this machine."),
-    "tree": ("tree:app", "Find the shape that drafts should have."),
+    "tree": ("train:tree", "Find the shape that drafts should have."),
     "train": ("train:train", "Train what helps a drafter, in minutes and on a CPU."),
     "calibrate": ("train:calibrate", "Count which tokens a target writes, for drafters that need it."),
     "index": ("index:app", "Index texts for drafting by retrieval."),

@@ -40,11 +40,17 @@ PROMPTS = (
 )
 """default prompts: after some of them the model is nearly certain of the next token, after others it is not"""
 
-Limit = Annotated[int | None, Option(help="Use only the first prompts.", show_default="all")]
-Samples = Annotated[int, Option(help="Blocks to sample for each prompt.")]
-Length = Annotated[int, Option(help="Tokens of a block.")]
-FalseAlarm = Annotated[float, Option(help="Probability that a correct decoder is found NOT LOSSLESS, over all tests.")]
-Detect = Annotated[float, Option(help="LOSSLESS needs tests that would detect this distance.")]
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of tokens to sample, and what their tests must be able to say."""
+
+    prompts: PromptFile = None
+    limit: Annotated[int | None, Option(help="Use only the first prompts.", show_default="all")] = None
+    samples: Annotated[int, Option(help="Blocks to sample for each prompt.")] = 1000
+    length: Annotated[int, Option(help="Tokens of a block.")] = 3
+    false_alarm: Annotated[float, Option(help="Probability to find a correct decoder NOT LOSSLESS in any test.")] = 1e-3
+    detect: Annotated[float, Option(help="LOSSLESS needs tests that would detect this distance.")] = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,7 @@ def verifiers(
     vocab: Annotated[int, Option(help="Tokens of the vocabulary.")] = 3,
     depth: Annotated[int, Option(help="Tokens of a drafted path.")] = 2,
     paths: Annotated[int, Option(help="Drafted paths.")] = 2,
-    verify: Annotated[
-        str | None, Option(help="Only these, separated by commas.", show_default="every verifier")
-    ] = None,
+    verify: Annotated[str | None, Option(help="Only these, separated by commas.", show_default="every one")] = None,
     seed: Annotated[int, Option(help="Seed of the random instances.")] = 0,
     plot: Annotated[Path | None, Option(help="Draw the table as a PNG file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each audited case.")] = False,
@@ -141,9 +145,7 @@ def verifiers(
 
 @app.command()
 def methods(
-    names: Annotated[
-        list[str] | None, Argument(help="Names or draft/tree/verify.", show_default="every preset")
-    ] = None,
+    names: Annotated[list[str] | None, Argument(help="Names or draft/tree/verify.", show_default="all presets")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove methods exact by enumeration: tree policy and verifier together.
@@ -172,16 +174,11 @@ def model(
     *,
     loading: AuditLoading,
     drafting: AuditDrafting,
-    prompts: PromptFile = None,
-    limit: Limit = None,
-    samples: Samples = 1000,
-    length: Length = 3,
+    blocks: Blocks,
     sampling: AuditSampling,
     greedy_tokens: Annotated[int, Option(help="Tokens of each greedy text to compare.")] = 48,
     near_ties: Annotated[bool, Option(help="Compare greedy texts in bfloat16 too, on a copy of the model.")] = True,
     raw: Annotated[bool, Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
-    false_alarm: FalseAlarm = 1e-3,
-    detect: Detect = 0.1,
     seed: Annotated[int | None, Option(help="The same seed repeats an audit.", show_default="random")] = None,
     batch: Annotated[int, Option(help="Texts that are written together.")] = 16,
     as_json: AsJson = False,
@@ -192,18 +189,18 @@ def model(
 
     branchwise audit model --model smollm2 --draft ngram --verify match --samples 2000
     """
-    texts = read_prompts(prompts, limit)
+    texts = read_prompts(blocks.prompts, blocks.limit)
     from branchwise.audit.model import ModelAudit, ModelAuditor, Plan
     from branchwise.core.sampling import SamplingParams
 
     plan = Plan(
-        samples=samples,
-        length=length,
+        samples=blocks.samples,
+        length=blocks.length,
         sampling=SamplingParams(**vars(sampling)),
         greedy_tokens=greedy_tokens,
         near_ties=near_ties,
-        false_alarm=false_alarm,
-        limit=detect,
+        false_alarm=blocks.false_alarm,
+        limit=blocks.detect,
         seed=seed,
         raw=raw,
     )
@@ -224,31 +221,26 @@ def model(
                 break
     titles = [
         f"{audit.model}, {audit.dtype}, drafter {audit.draft}{f', tree {audit.tree}' if audit.tree else ''}, verifier "
-        f"{audit.verify}: {samples:,} blocks of {length} tokens for each prompt, seed {audit.seed}"
+        f"{audit.verify}: {blocks.samples:,} blocks of {blocks.length} tokens for each prompt, seed {audit.seed}"
         for audit in audits
     ]
     raise typer.Exit(findings.print_audits("model", audits, titles, as_json))
 
 
 @app.command()
+@grouped
 def server(
     url: Annotated[str, Argument(help="The server to audit, such as http://127.0.0.1:8000.")],
     reference: Annotated[str, Option(help="Server of the same model without speculation; its logprobs are the truth.")],
-    model: Annotated[str | None, Option(help="Name of the model there.", show_default="the first listed")] = None,
-    reference_model: Annotated[
-        str | None, Option(help="The same for the reference.", show_default="the first listed")
-    ] = None,
-    prompts: PromptFile = None,
-    limit: Limit = None,
-    samples: Samples = 1000,
-    length: Length = 3,
+    *,
+    model: Annotated[str | None, Option(help="Name of the model on the server.", show_default="the first")] = None,
+    reference_model: Annotated[str | None, Option(help="Its name on the reference.", show_default="the first")] = None,
+    blocks: Blocks,
     per_request: Annotated[int, Option("--n", help="Texts to ask for in one request.")] = 16,
     threads: Annotated[int, Option(help="Requests to send at the same time.")] = 8,
     timeout: Annotated[float, Option(help="Seconds to wait for an answer.")] = 60.0,
     api_key: Annotated[str | None, Option(help="Key of the servers.", show_default="OPENAI_API_KEY")] = None,
     reference_api_key: Annotated[str | None, Option(help="Key of the reference.", show_default="the same")] = None,
-    false_alarm: FalseAlarm = 1e-3,
-    detect: Detect = 0.1,
     as_json: AsJson = False,
 ) -> None:
     """Audit any OpenAI-compatible server.
@@ -257,7 +249,7 @@ def server(
 
     branchwise audit server http://127.0.0.1:8000 --reference http://127.0.0.1:8001
     """
-    texts = read_prompts(prompts, limit)
+    texts = read_prompts(blocks.prompts, blocks.limit)
     from branchwise.audit.server import audit_server
 
     with showing() as progress:
@@ -265,8 +257,8 @@ def server(
             url,
             reference,
             texts,
-            samples,
-            length=length,
+            blocks.samples,
+            length=blocks.length,
             model=model,
             reference_model=reference_model,
             key=api_key,
@@ -274,13 +266,13 @@ def server(
             per_request=per_request,
             threads=threads,
             timeout=timeout,
-            false_alarm=false_alarm,
-            limit=detect,
+            false_alarm=blocks.false_alarm,
+            limit=blocks.detect,
             progress=progress,
         )
     title = (
         f"{audit.model} at {audit.url} against {audit.reference_model} at {audit.reference}: "
-        f"{samples:,} blocks of {length} tokens for each prompt"
+        f"{blocks.samples:,} blocks of {blocks.length} tokens for each prompt"
     )
     raise typer.Exit(findings.print_audits("server", [audit], [title], as_json))
 

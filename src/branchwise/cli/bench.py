@@ -87,7 +87,7 @@ def bench(
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
     from branchwise.bench.ours import Ours
-    from branchwise.bench.peers import build_peer
+    from branchwise.bench.peers import PEERS, build_peer
     from branchwise.bench.records import STATES, Ledger
     from branchwise.bench.run import Contest, Rules, digest, fitting
     from branchwise.core.sampling import SamplingParams
@@ -120,7 +120,10 @@ def bench(
     entered = list(dict.fromkeys([PLAIN, *chosen]))
     if len({method.name for method in entered}) < len(chosen) + (PLAIN not in chosen):
         raise UsageError("A method is named twice in --methods.")
-    check_peers(others)
+    for spec in others:
+        PEERS.find(spec.partition(":")[0].strip())
+    if len(set(others)) < len(others):
+        raise UsageError("A peer is named twice in --peers.")
     for method in chosen:
         method.warn_if_lossy()
     items = find_items(prompts, suite, data, limit, problems, seed, category)
@@ -201,16 +204,6 @@ def report(
     if not found:
         raise UsageError("There are no records in these files yet.")
     print(write_report(found, out, read_costs(costs)))
-
-
-def check_peers(specs: list[str]) -> None:
-    """Refuse an unknown peer before a model is loaded."""
-    from branchwise.bench.peers import PEERS
-
-    for spec in specs:
-        PEERS.find(spec.partition(":")[0].strip())
-    if len(set(specs)) < len(specs):
-        raise UsageError("A peer is named twice in --peers.")
 
 
 def unequal(records: list[Record], lossy: set[str]) -> list[Record]:

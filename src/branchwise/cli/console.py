@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from branchwise.errors import BranchwiseError, LossyWarning, ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from branchwise.engine import Piece
     from branchwise.llm import LLM, Completion, Options
@@ -55,6 +56,14 @@ def console(width: int = 160) -> Console:
     if not made.is_terminal:
         made.width = width
     return made
+
+
+def bare_table(*columns: str, left: Collection[str] = ()) -> Table:
+    """A table without lines; all columns stand on the right, as numbers do, but for those on the `left`."""
+    from rich.table import Column, Table
+
+    made = (Column(name, justify="left" if name in left else "right", no_wrap=True) for name in columns)
+    return Table(*made, box=None, header_style="bold", pad_edge=False)
 
 
 def write_answer(

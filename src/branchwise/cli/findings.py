@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from branchwise.cli.console import console
+from branchwise.cli.console import bare_table, console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,8 +58,6 @@ def print_exact(shown: Console, broken: list[str], evidence: str) -> None:
 
 def print_methods(audits: Sequence[MethodAudited], as_json: bool) -> int:
     """The exit code: 1 if a method changes the distribution that is not called lossy, else 0."""
-    from rich.table import Table
-
     from branchwise.audit.instances import SIMILARITIES
     from branchwise.audit.methods import SEEDS, VOCABULARY
 
@@ -69,10 +67,8 @@ def print_methods(audits: Sequence[MethodAudited], as_json: bool) -> int:
         print_json("methods", word, [audit.as_dict() for audit in audits])
         return bool(broken)
     shown = console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("method", "enumerated tree", "verifier", "drafts", "tokens/step", "distance", "verdict"):
-        numeric = column in ("drafts", "tokens/step", "distance")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    columns = ("method", "enumerated tree", "verifier", "drafts", "tokens/step", "distance", "verdict")
+    table = bare_table(*columns, left=("method", "enumerated tree", "verifier", "verdict"))
     for audit in audits:
         table.add_row(
             audit.method.name,
@@ -98,12 +94,9 @@ def print_methods(audits: Sequence[MethodAudited], as_json: bool) -> int:
 
 
 def print_tests(shown: Console, title: str, tests: BlockTests) -> None:
-    from rich.table import Table
-
     shown.print(f"\n{title}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("context", "blocks", "cells", "G", "p (Holm)", "distance", "by chance", "detectable"):
-        table.add_column(column, justify="left" if column == "context" else "right", no_wrap=True)
+    columns = ("context", "blocks", "cells", "G", "p (Holm)", "distance", "by chance", "detectable")
+    table = bare_table(*columns, left=["context"])
     for test, adjusted in zip(tests.family, tests.adjusted, strict=True):
         table.add_row(
             test.context,

@@ -1,4 +1,4 @@
-"""`branchwise generate`: write the answer to a prompt."""
+"""`branchwise generate` and `branchwise chat`: the answer to a prompt, and a conversation, line by line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from branchwise.cli.console import console, refuse_incomplete, summarise, write_answer
+from branchwise.cli.console import console, print_notice, refuse_incomplete, summarise, write_answer
 from branchwise.cli.options import Drafting, Loading, MaxNewTokens, Sampling, Seed, ShowDraft, State, grouped
 from branchwise.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from branchwise.engine import Piece
     from branchwise.llm import LLM, Completion, Options
 
 
@@ -40,9 +43,9 @@ def generate(
     branchwise generate "Write a haiku about rivers." --show-draft
     """
     text = _read_prompt(prompt, file, raw)
-    options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw)
+    options = _checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw)
     llm = loading.load(method=drafting.choose(), state=state, max_batch=1)
-    with saving_state(llm):
+    with _saving_state(llm):
         if as_json:
             completion = llm.generate(text, **options)
             print(json.dumps(_as_dict(completion)))
@@ -51,7 +54,40 @@ def generate(
             summarise(write_answer(console(), llm, text, options, show_draft), show_draft)
 
 
-def checked_options(sampling: Sampling, **given: Any) -> Options:
+@grouped
+def chat(
+    *,
+    loading: Loading,
+    drafting: Drafting,
+    state: State = None,
+    max_new_tokens: MaxNewTokens = 512,
+    sampling: Sampling,
+    seed: Seed = None,
+    system: Annotated[str | None, Option(help="Instructions that come before the conversation.")] = None,
+    show_draft: ShowDraft = False,
+) -> None:
+    """Talk with a model.
+
+    Ctrl-C stops an answer, Ctrl-D ends the conversation; /reset starts over, /exit ends.
+
+    branchwise chat --system "Answer in one sentence." --show-draft
+    """
+    options = _checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed)
+    chosen = drafting.choose()
+    llm = loading.load(method=chosen, state=state, max_batch=1)
+    if not llm.tokenizer.chat_template:
+        raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
+    shown = console()
+    start = [{"role": "system", "content": system}] if system else []
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # gives input() arrow keys and a history; not on every system
+            import readline  # noqa: F401
+        shown.print(f"{llm.name}, drafting with {chosen.name}. /reset starts over, /exit ends.", style="dim")
+    with _saving_state(llm):
+        _talk(shown, llm, start, options, show_draft)
+
+
+def _checked_options(sampling: Sampling, **given: Any) -> Options:
     """Options for `LLM.generate`, checked before a model is loaded."""
     from branchwise.core.sampling import SamplingParams
     from branchwise.engine import Request
@@ -63,7 +99,7 @@ def checked_options(sampling: Sampling, **given: Any) -> Options:
 
 
 @contextlib.contextmanager
-def saving_state(llm: LLM) -> Iterator[None]:
+def _saving_state(llm: LLM) -> Iterator[None]:
     """Save what the drafter learned if --state names a file, also after an error or Ctrl-C."""
     try:
         yield
@@ -72,7 +108,7 @@ def saving_state(llm: LLM) -> Iterator[None]:
             llm.save_state()
 
 
-def checked_text(text: str) -> str:
+def _checked_text(text: str) -> str:
     """Refuse lone surrogates, which stand for bytes of the shell that are not UTF-8: no tokenizer takes them."""
     try:
         text.encode()
@@ -99,7 +135,7 @@ def _read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
     text = text if raw else text.removesuffix("\n")  # the newline that ends a file is no part of a message
     if not text.strip():
         raise UsageError("The prompt is empty; there is nothing to continue.")
-    return checked_text(text)
+    return _checked_text(text)
 
 
 def _as_dict(completion: Completion) -> dict[str, Any]:
@@ -111,3 +147,33 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
         "error": completion.error,
         "stats": completion.stats.as_dict(),
     }
+
+
+def _talk(shown: Console, llm: LLM, start: list[dict[str, str]], options: Options, show_draft: bool) -> None:
+    """Answer each line of standard input until it ends or the user leaves."""
+    messages = list(start)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if line in ("/exit", "/quit"):
+            break
+        if line == "/reset":
+            messages = list(start)
+            shown.print("A new conversation.", style="dim")
+        elif line.startswith("/") and " " not in line:
+            shown.print("The commands are /reset and /exit.", style="dim")
+        elif line:
+            printed: list[Piece] = []
+            before = len(messages)
+            try:
+                messages.append({"role": "user", "content": _checked_text(line)})
+                summarise(write_answer(shown, llm, messages, options, show_draft, printed), show_draft)
+            except UsageError as error:
+                messages = messages[:before]
+                print_notice(f"{error} /reset starts over.")
+                continue
+            except KeyboardInterrupt:
+                shown.print()
+            messages.append({"role": "assistant", "content": "".join(piece.text for piece in printed)})

@@ -32,7 +32,6 @@ DraftModel = Annotated[
 Index = Annotated[str | None, Option(help="Folder of an index to retrieve from; see `branchwise index build`.")]
 State = Annotated[str | None, Option(metavar="FILE", help="What the drafter learned: read first, saved at the end.")]
 MaxNewTokens = Annotated[int, Option("--max-new-tokens", "-n", help="Write at most this many tokens.")]
-TextTemperature = Annotated[float, Option("--temperature", "-t", help="Temperature of the texts.")]
 Seed = Annotated[int | None, Option(help="A seed writes the same text with any drafter.", show_default="random")]
 ShowDraft = Annotated[bool, Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
 PromptFile = Annotated[

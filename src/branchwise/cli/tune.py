@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from branchwise.bench.prompts import EDITING, FREE
-from branchwise.cli.console import console
+from branchwise.cli.console import bare_table, console
 from branchwise.cli.options import AsJson, DraftModel, Index, Loading, at_least, grouped
 from branchwise.errors import UsageError
 from branchwise.plots import check_plot, pyplot, save
@@ -123,8 +123,6 @@ def _as_dict(costs: Costs, drafting: Sequence[DraftCost]) -> dict[str, Any]:
 
 
 def _print(costs: Costs, drafting: Sequence[DraftCost]) -> None:
-    from rich.table import Table
-
     from branchwise.tune.curve import CLIFF
 
     shown = console()
@@ -133,10 +131,7 @@ def _print(costs: Costs, drafting: Sequence[DraftCost]) -> None:
     shown.print(f"measured {costs.measured}{again}\n", style="dim")
     cliffs = {cliff.nodes for cliff in costs.cliffs}
     dearest = max(point.seconds for point in costs.points)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("nodes", "ms", "half between", "times one node"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = bare_table("nodes", "ms", "half between", "times one node", "", left=[""])
     for point in costs.points:
         table.add_row(
             str(point.nodes),
@@ -168,23 +163,16 @@ def _title(costs: Costs) -> str:
 def _draw(costs: Costs, file: Path) -> None:
     plt = pyplot()
     sizes = [point.nodes for point in costs.points]
+    ms = [(1e3 * point.low, 1e3 * point.seconds, 1e3 * point.high) for point in costs.points]
+    low, middle, high = zip(*ms, strict=True)
     figure, axis = plt.subplots(figsize=(7, 4))
-    axis.fill_between(
-        sizes,
-        [1e3 * point.low for point in costs.points],
-        [1e3 * point.high for point in costs.points],
-        color="#2a7f62",
-        alpha=0.2,
-        linewidth=0,
-    )
-    axis.plot(sizes, [1e3 * point.seconds for point in costs.points], "o-", color="#2a7f62", markersize=3)
+    axis.fill_between(sizes, low, high, color="#2a7f62", alpha=0.2, linewidth=0)
+    axis.plot(sizes, middle, "o-", color="#2a7f62", markersize=3)
     for cliff in costs.cliffs:
         axis.axvline(cliff.nodes - 0.5, color="#c03a2b", linewidth=1, linestyle="--")
         note = f" {cliff.nodes}: × {cliff.times:.2f}"
         axis.text(cliff.nodes - 0.5, 0.02, note, color="#c03a2b", fontsize=8, transform=axis.get_xaxis_transform())
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("nodes")
-    axis.set_ylabel("milliseconds a pass")
+    axis.set(ylim=(0, None), xlabel="nodes", ylabel="milliseconds a pass")
     axis.set_title(_title(costs), fontsize=8, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     save(figure, file)

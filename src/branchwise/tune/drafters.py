@@ -49,12 +49,11 @@ def measure_drafter(
     """
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
-    drafting = llm.with_drafter(drafter, tree, verify)
-    engine, ends = drafting.engine, llm.stop_tokens
-    _write(engine, Request(tuple(prompts_ids[0]), max_new_tokens=4, stop_tokens=ends))  # to warm up
+    engine, ends = llm.with_drafter(drafter, tree, verify).engine, llm.stop_tokens
+    write(engine, Request(tuple(prompts_ids[0]), max_new_tokens=4, stop_tokens=ends))  # to warm up
     texts: list[Stats] = []
     for number, ids in enumerate(prompts_ids, start=1):
-        texts.append(_write(engine, Request(tuple(ids), max_new_tokens=max_new_tokens, stop_tokens=ends)))
+        texts.append(write(engine, Request(tuple(ids), max_new_tokens=max_new_tokens, stop_tokens=ends)))
         progress(f"drafting with {engine.drafter.name}", number, len(prompts_ids))
     texts = [stats for stats in texts if stats.steps]
     if not texts:
@@ -73,8 +72,8 @@ def measure_drafter(
     )
 
 
-def _write(engine: Engine, request: Request) -> Stats:
-    """The statistics from the second step on."""
+def write(engine: Engine, request: Request) -> Stats:
+    """Write a text; the statistics from the second step on."""
     generation = engine.submit(request)
     try:
         engine.step()

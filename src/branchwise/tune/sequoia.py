@@ -28,6 +28,7 @@ from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, silent
+from branchwise.tune.drafters import write
 from branchwise.verify import Verdict, Verdicts
 
 if TYPE_CHECKING:
@@ -178,13 +179,7 @@ def measure_acceptance(
     engine = llm.with_drafter(witness, verify="rrs").engine
     for number, ids in enumerate(prompts_ids):
         sampling = SamplingParams(temperature=temperature, seed=seed + number)
-        generation = engine.submit(Request(tuple(ids), sampling, max_new_tokens, llm.stop_tokens))
-        try:
-            while not generation.finished:
-                engine.step()
-        finally:
-            engine.cancel(generation)
-        generation.check()
+        write(engine, Request(tuple(ids), sampling, max_new_tokens, llm.stop_tokens))
         progress("counting accepted children", number + 1, len(prompts_ids))
     return Acceptance(tuple(witness.accepted), tuple(witness.tried))
 
