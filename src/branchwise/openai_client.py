@@ -88,12 +88,10 @@ class Client:
         for pause in (*PAUSES, None):
             try:
                 reply = self._http.request("GET" if payload is None else "POST", self.url + path, json=payload)
-            except httpx.TimeoutException:
-                raise self._timeout(path) from None
             except httpx.RequestError as error:
                 dropped = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError)
                 if pause is None or not dropped:
-                    raise self._unreachable(error) from None
+                    raise self._failure(error, path) from None
             else:
                 if not reply.is_error:
                     return self._parse(reply.content, path)
@@ -112,10 +110,9 @@ class Client:
                     raise self._refusal(path, reply)
                 begun = True
                 yield from self._events(reply, path)
-        except httpx.TimeoutException:
-            raise self._timeout(path) from None
         except httpx.RequestError as error:
-            raise (self.broken() if begun else self._unreachable(error)) from None
+            cut_short = begun and not isinstance(error, httpx.TimeoutException)
+            raise (self.broken() if cut_short else self._failure(error, path)) from None
 
     def page(self, path: str) -> str | None:
         """The text at a path, or None if there is none."""
@@ -162,13 +159,10 @@ class Client:
         sentence = f"The server at {self.url} answered {path} with {code}: {_message(reply)}. {hints.get(code, '')}"
         return (Refused if code in REFUSING else UsageError)(sentence.strip())
 
-    def _timeout(self, path: str) -> UsageError:
-        return UsageError(
-            f"The server at {self.url} gave no answer to {path} within {self.timeout:g} seconds; "
-            f"{self._hints['timeout']}"
-        )
-
-    def _unreachable(self, error: httpx.RequestError) -> UsageError:
+    def _failure(self, error: httpx.RequestError, path: str) -> UsageError:
+        if isinstance(error, httpx.TimeoutException):
+            waited = f"gave no answer to {path} within {self.timeout:g} seconds"
+            return UsageError(f"The server at {self.url} {waited}; {self._hints['timeout']}")
         return UsageError(f"No server answers at {self.url}: {_reason(error)}.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,17 +24,62 @@ if TYPE_CHECKING:
 STYLEBENCH = "stylebench"
 
 
-@grouped
-def bench(
-    *,
+@dataclass(frozen=True)
+class Questions:
+    """The prompts of a benchmark."""
+
     prompts: Annotated[
         list[Path] | None, Option(help="Prompts as in Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated.")
-    ] = None,
+    ] = None
     suite: Annotated[
         list[str] | None,
         Option(help="spec-bench, mt-bench, humaneval or gsm8k in --data, or stylebench; may be repeated."),
-    ] = None,
-    data: Annotated[Path | None, Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None,
+    ] = None
+    data: Annotated[Path | None, Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None
+    category: Annotated[list[str] | None, Option(help="Only this category; may be repeated.", show_default="all")] = (
+        None
+    )
+    limit: Annotated[int | None, Option(help="Only the first prompts of each category.", show_default="all")] = None
+    problems: Annotated[int, Option(help="Problems for each task of stylebench.")] = 10
+
+    def items(self, seed: int) -> list[Item]:
+        from branchwise.bench.prompts import find_suite, load_items, own_items
+        from branchwise.bench.styles import STYLES, style_items
+
+        at_least(1, limit=self.limit, problems=self.problems)
+        files, suites = self.prompts or [], self.suite or []
+        if not files and not suites and not self.category:
+            return own_items(self.limit)
+        items: list[Item] = []
+        known = [name for name in suites if name != STYLEBENCH]
+        if files or known:
+            items += load_items(files, known, self.data, self.limit, self.category or [])
+        elif self.category:
+            raise UsageError("--category chooses among prompts of --prompts or --suite; name one of the two.")
+        if len(known) < len(suites):
+            try:
+                gsm8k = find_suite("gsm8k", self.data)
+            except UsageError:
+                gsm8k = None
+                print_notice("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
+            items += style_items(list(STYLES), self.problems, seed, gsm8k)
+        return items
+
+    def as_dict(self) -> dict[str, Any]:
+        """What records say about them."""
+        return {
+            "prompts": [path.name for path in self.prompts or []],
+            "suite": self.suite or [],
+            "category": self.category or [],
+            "limit": self.limit,
+            "problems": self.problems if STYLEBENCH in (self.suite or []) else None,
+        }
+
+
+@grouped
+def bench(
+    *,
+    questions: Questions,
     methods: Annotated[
         str, Option(help="By name or as draft/tree/verify, separated by commas, or all; see `branchwise methods`.")
     ] = "ngram",
@@ -60,8 +106,6 @@ def bench(
     category: Annotated[
         list[str] | None, Option(help="Only this category; may be repeated.", show_default="all")
     ] = None,
-    limit: Annotated[int | None, Option(help="Only the first prompts of each category.", show_default="all")] = None,
-    problems: Annotated[int, Option(help="Problems for each task of stylebench.")] = 10,
     repeat: Annotated[int, Option(help="Rounds over all prompts.")] = 1,
     order: Annotated[str, Option(help="interleaved (prompt by prompt) or sequential.")] = "interleaved",
     budget: Annotated[
@@ -95,21 +139,19 @@ def bench(
     from branchwise.methods import PLAIN, PRESETS, find_methods
     from branchwise.provenance import provenance, without_folder
 
-    prompts, suite, category = prompts or [], suite or [], category or []
     SamplingParams(**vars(sampling))
-    rules = Rules(
-        max_new_tokens=max_new_tokens,
+    shared: dict[str, Any] = {
         **vars(sampling),
-        seed=seed,
-        full_length=full_length,
-        batch=batch,
-        rounds=repeat,
-        order=order,
-        state=state,
-    )
+        "max_new_tokens": max_new_tokens,
+        "full_length": full_length,
+        "batch": batch,
+        "order": order,
+        "state": state,
+    }
+    rules = Rules(**shared, seed=seed, rounds=repeat)
     if state not in STATES:
         raise UsageError(f"Unknown state {state!r}. Known: {', '.join(STATES)}.")
-    at_least(1, budget=budget, length=length, limit=limit, problems=problems)
+    at_least(1, budget=budget, length=length)
     others = split_specs(peers)
     specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
     if not specs and not others:
@@ -126,27 +168,18 @@ def bench(
         raise UsageError("A peer is named twice in --peers.")
     for method in chosen:
         method.warn_if_lossy()
-    items = find_items(prompts, suite, data, limit, problems, seed, category)
+    items = questions.items(seed)
     arguments = {
-        "prompts": [path.name for path in prompts],
-        "suite": suite,
+        **questions.as_dict(),
         "methods": [method.name for method in chosen],
         "draft_model": None if draft_model is None else without_folder(draft_model),
         "index": None if index is None else without_folder(index),
         "peers": others,
-        **vars(sampling),
-        "max_new_tokens": max_new_tokens,
-        "full_length": full_length,
-        "batch": batch,
+        **shared,
         "context": context,
-        "category": category,
-        "limit": limit,
-        "problems": problems if STYLEBENCH in suite else None,
         "repeat": repeat,
-        "order": order,
         "budget": budget,
         "length": length,
-        "state": state,
     }
     most = None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9)
     with Ledger(out) as ledger:
@@ -212,36 +245,6 @@ def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
 
     exact = (record for record in records if record.kind == METHOD and record.run.get("dtype") == "float32")
     return [record for record in exact if record.equal is False and record.contestant not in lossy]
-
-
-def find_items(
-    files: list[Path],
-    suites: list[str],
-    folder: Path | None,
-    limit: int | None,
-    problems: int,
-    seed: int,
-    categories: list[str],
-) -> list[Item]:
-    from branchwise.bench.prompts import find_suite, load_items, own_items
-    from branchwise.bench.styles import STYLES, style_items
-
-    items: list[Item] = []
-    known = [name for name in suites if name != STYLEBENCH]
-    if files or known:
-        items += load_items(files, known, folder, limit, categories)
-    elif categories:
-        raise UsageError("--category chooses among prompts of --prompts or --suite; name one of the two.")
-    if STYLEBENCH in suites:
-        try:
-            gsm8k = find_suite("gsm8k", folder)
-        except UsageError:
-            gsm8k = None
-            print_notice("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
-        items += style_items(list(STYLES), problems, seed, gsm8k)
-    if not files and not suites:
-        items = own_items(limit)
-    return items
 
 
 def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None) -> None:

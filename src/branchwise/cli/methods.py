@@ -38,9 +38,8 @@ def methods(
 
 
 def _as_dict(method: Method) -> dict[str, Any]:
-    derived = {"lossless": method.lossless, "command": method.command}
     needs = {"needs_draft_model": method.needs_draft_model, "needs_index": method.needs_index}
-    return {**asdict(method), **derived, **needs}
+    return {**asdict(method), "lossless": method.lossless, **needs, "command": method.command}
 
 
 def _print_table(methods: list[Method]) -> None:

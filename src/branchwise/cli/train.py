@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -42,6 +42,10 @@ class Texts:
     ] = None
     temperature: Annotated[float, Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0
     seed: Annotated[int, Option(help="The same seed finds the same.")] = 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "seed": self.seed}
 
     def items(self) -> list[Item]:
         """Where to begin; wrong values are refused."""
@@ -106,13 +110,12 @@ def stop(
             fan,
             [tuple(llm.encode(item.turns[0], raw=item.raw)) for item in items],
             samples=samples,
-            temperature=texts.temperature,
-            seed=texts.seed,
+            **texts.sampling,
             stop_tokens=llm.stop_tokens,
             progress=progress,
         )
         network, lesson = fit(kind, found, threshold=threshold, epochs=epochs, seed=texts.seed, progress=progress)
-    notes = {"model": llm.name, "temperature": texts.temperature, "seed": texts.seed, **asdict(lesson)}
+    notes = {"model": llm.name, **texts.sampling, **asdict(lesson)}
     write_scorer(Scorer(kind, network, threshold, spec, notes), out)
     if as_json:
         print(json.dumps({"file": str(out), "kind": kind, "draft": spec, "threshold": threshold, **asdict(lesson)}))
@@ -174,13 +177,11 @@ def vocab(
     items = texts.items()
     llm = loading.load(draft="ngram", max_batch=counting.BATCH)
     with showing() as progress:
-        counts = counting.count_tokens(
-            llm, items, tokens=tokens, temperature=texts.temperature, seed=texts.seed, progress=progress
-        )
+        counts = counting.count_tokens(llm, items, tokens=tokens, **texts.sampling, progress=progress)
     counted = int(counts.sum())
     if not counted:
         raise UsageError("Nothing was counted, so nothing was kept.")
-    about = {"model": llm.name, "tokens": counted, "temperature": texts.temperature, "seed": texts.seed}
+    about = {"model": llm.name, "tokens": counted, **texts.sampling}
     path = save_counts(llm.engine.target.info, counts, {name: str(value) for name, value in about.items()})
     seen = int((counts > 0).sum())
     shares = counting.coverage(counts)
@@ -239,14 +240,7 @@ def optimise(
     prompts = [llm.encode(item.turns[0], raw=item.raw) for item in items]
     with showing() as progress:
         acceptance = measure_acceptance(
-            llm,
-            drafter,
-            prompts,
-            width=width,
-            temperature=texts.temperature,
-            max_new_tokens=max_new_tokens,
-            seed=texts.seed,
-            progress=progress,
+            llm, drafter, prompts, width=width, max_new_tokens=max_new_tokens, **texts.sampling, progress=progress
         )
         shapes = Shapes(acceptance.rates, nodes, depth)
         size = None if fill else _timed(llm, source, prompts, shapes, progress)

@@ -44,7 +44,6 @@ KINDS = ("tokens", "suffixes", "firsts")
 """the files of a shard"""
 ENDS = 4096
 """bytes at both ends of a file that are looked at whenever it is opened"""
-_AT_ONCE = 1 << 22
 
 HITS = 64
 """the most places that are looked at to say what comes next"""
@@ -128,7 +127,8 @@ class About:
         parts = tuple(
             Part(int(shard["documents"]), *(File(**shard[kind]) for kind in KINDS)) for shard in found["shards"]
         )
-        about = cls(str(found["model"]), str(found["fingerprint"]), int(found["vocabulary"]), (), parts)
+        sources = tuple(map(str, found["sources"]))
+        about = cls(str(found["model"]), str(found["fingerprint"]), int(found["vocabulary"]), sources, parts)
         for part in parts:
             count = part.tokens.bytes // about.width
             sizes = [count * about.width, count * 4, (about.vocabulary + 1) * 4]
@@ -138,18 +138,13 @@ class About:
                 raise ValueError("a file of an index lies in its folder")
         if not parts or (found["tokens"], found["width"]) != (about.tokens, about.width):
             raise ValueError("the totals are wrong")
-        return cls(about.model, about.fingerprint, about.vocabulary, tuple(map(str, found["sources"])), parts)
+        return about
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """The same for tokenizers with the same tokens under the same numbers, and for no others."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The smallest number that is above all tokens."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def is_index(folder: Path) -> bool:
@@ -317,12 +312,10 @@ class Index:
         done = 0
         for part in self.about.parts:
             for file in part.files:
-                digest = hashlib.sha256()
                 with (self.folder / file.name).open("rb") as stream:
-                    while chunk := stream.read(_AT_ONCE):
-                        digest.update(chunk)
-                        done += len(chunk)
-                        progress("checking", done, self.about.bytes)
+                    digest = hashlib.file_digest(stream, "sha256")
+                done += file.bytes
+                progress("checking", done, self.about.bytes)
                 if digest.hexdigest() != file.sha256:
                     damaged(self.folder, f"{file.name} is not what was written")
 

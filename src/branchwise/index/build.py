@@ -26,20 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from branchwise.errors import UsageError
-from branchwise.index import (
-    ABOUT,
-    ENDS,
-    About,
-    File,
-    Index,
-    Part,
-    damaged,
-    ends_of,
-    fingerprint,
-    is_index,
-    read_about,
-    vocabulary_of,
-)
+from branchwise.index import ABOUT, ENDS, About, File, Index, Part, damaged, ends_of, fingerprint, is_index, read_about
 from branchwise.index.texts import find_files, survey, tokenised
 from branchwise.progress import Progress, silent
 
@@ -67,7 +54,7 @@ def build_index(
 ) -> About:
     """Build an index of these texts in an empty or new folder; with `force`, replace another index."""
     require_free(folder, force)
-    about = About(model, fingerprint(tokenizer), vocabulary_of(tokenizer), (), ())
+    about = About(model, fingerprint(tokenizer), max(tokenizer.get_vocab().values()) + 1, (), ())
     return _write_texts(folder, about, paths, tokenizer, progress)
 
 
@@ -170,7 +157,7 @@ class Writer:
 
     def end_document(self) -> None:
         """What comes next is another document; one without tokens is none."""
-        if self._filled and not self._closed:
+        if self._filled and self._buffer[self._filled - 1] != self.about.vocabulary:
             self._buffer[self._filled] = self.about.vocabulary
             self._filled += 1
 
@@ -189,17 +176,10 @@ class Writer:
         _sync_folder(self.folder)
         return about
 
-    @property
-    def _closed(self) -> bool:
-        return bool(self._buffer[self._filled - 1] == self.about.vocabulary)
-
     def _resume(self) -> None:
         """Take back the last shard of the index, if it has room."""
-        if not self._parts:
-            return
-        last = self._parts[-1].tokens
-        count = last.bytes // self.about.width
-        if count < len(self._buffer):
+        last = self._parts[-1].tokens if self._parts else None
+        if last and (count := last.bytes // self.about.width) < len(self._buffer):
             raw = (self.folder / last.name).read_bytes()
             if hashlib.sha256(raw).hexdigest() != last.sha256:
                 damaged(self.folder, f"{last.name} is not what was written")
