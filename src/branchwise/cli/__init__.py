@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
@@ -78,10 +79,9 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def common_options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.", is_eager=True)] = False,
     plugin: Annotated[
-        list[Path] | None,
-        typer.Option(help="Python file that registers drafters or verifiers of your own; may be repeated."),
+        list[Path] | None, Option(help="Python file that registers drafters or verifiers; may be repeated.")
     ] = None,
 ) -> None:
     for file in plugin or []:

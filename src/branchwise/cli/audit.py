@@ -71,8 +71,7 @@ class AuditSampling(Sampling):
 @app.command()
 def verifiers(
     cases: Annotated[
-        Path | None,
-        Option(help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} in place of random distributions.'),
+        Path | None, Option(help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} in place of random cases.')
     ] = None,
     instances: Annotated[int, Option(help="Random instances for each of close, medium and far.")] = 6,
     vocab: Annotated[int, Option(help="Tokens of the vocabulary.")] = 3,

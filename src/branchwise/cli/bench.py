@@ -33,12 +33,10 @@ class Questions:
     ] = None
     suite: Annotated[
         list[str] | None,
-        Option(help="spec-bench, mt-bench, humaneval or gsm8k in --data, or stylebench; may be repeated."),
+        Option(help="spec-bench, mt-bench, humaneval, gsm8k (in --data), stylebench; may be repeated."),
     ] = None
     data: Annotated[Path | None, Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None
-    category: Annotated[list[str] | None, Option(help="Only this category; may be repeated.", show_default="all")] = (
-        None
-    )
+    category: Annotated[list[str] | None, Option(help="Only this; may be repeated.", show_default="all")] = None
     limit: Annotated[int | None, Option(help="Only the first prompts of each category.", show_default="all")] = None
     problems: Annotated[int, Option(help="Problems for each task of stylebench.")] = 10
 
@@ -86,32 +84,20 @@ def bench(
     draft_model: DraftModel = None,
     index: Index = None,
     peers: Annotated[
-        str,
-        Option(
-            help="Other decoders, separated by commas: transformers, transformers-lookup, transformers-assisted:MODEL, "
-            "llama.cpp, openai:URL."
-        ),
+        str, Option(help="transformers, transformers-lookup, transformers-assisted:MODEL, llama.cpp, openai:URL.")
     ] = "",
     loading: Loading,
     sampling: Sampling,
     max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
-    full_length: Annotated[
-        bool, Option("--full-length", help="Forbid the end of text: answers of one length.")
-    ] = False,
+    full_length: Annotated[bool, Option("--full-length", help="Forbid the end of text, for equal lengths.")] = False,
     batch: Annotated[int, Option(help="Prompts that run together.")] = 1,
     context: Annotated[
         int | None,
-        Option(help="Tokens of prompt and answer at most; draft models cache as many.", show_default="the model's own"),
-    ] = None,
-    category: Annotated[
-        list[str] | None, Option(help="Only this category; may be repeated.", show_default="all")
+        Option(help="Tokens of prompt and answer at most, for draft models too.", show_default="the model's"),
     ] = None,
     repeat: Annotated[int, Option(help="Rounds over all prompts.")] = 1,
     order: Annotated[str, Option(help="interleaved (prompt by prompt) or sequential.")] = "interleaved",
-    budget: Annotated[
-        int | None,
-        Option(help="Drafted nodes of a tree at most, for every method; larger trees are cut by their own rule."),
-    ] = None,
+    budget: Annotated[int | None, Option(help="Drafted nodes at most; larger trees are cut by their own rule.")] = None,
     length: Annotated[int | None, Option(help="Levels of a tree at most, for every method alike.")] = None,
     state: Annotated[str, Option(help="cold: a new drafter for every prompt; warm: it goes on learning.")] = "cold",
     seed: Annotated[int, Option(help="Seed of sampling, the same for every contestant.")] = 0,

@@ -96,10 +96,8 @@ def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_
     """Print both answers to a prompt as they are written, and whether they are equal."""
     shown.print(f"\n{prompt}", style="dim")
     answers = []
-    for title, writer in (
-        ("plain decoding", llm),
-        ("speculative (green: drafted and accepted)", llm.with_method(method)),
-    ):
+    writers = {"plain decoding": llm, "speculative (green: drafted and accepted)": llm.with_method(method)}
+    for title, writer in writers.items():
         shown.print(f"\n{name}, {title}", style="bold")
         answers.append(write_answer(shown, writer, prompt, {"max_new_tokens": max_new_tokens}, writer is not llm))
         refuse_incomplete(answers[-1])
@@ -116,19 +114,16 @@ def _comparison(llm: LLM, prompt: str, plain: Completion, drafted: Completion) -
     """
     import torch
 
-    pairs = list(zip(plain.token_ids, drafted.token_ids, strict=False))
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None and len(plain.token_ids) == len(drafted.token_ids):
-        return f"All {len(pairs)} tokens are equal."
-    if place is None or llm.model.dtype == torch.float32:
+    from branchwise.bench.equality import first_difference
+
+    if plain.token_ids == drafted.token_ids:
+        return f"All {len(plain.token_ids)} tokens are equal."
+    found = first_difference(drafted.token_ids, plain.token_ids, llm.encode(prompt), llm)
+    if found.token is None or found.expected is None or llm.model.dtype == torch.float32:
         raise BranchwiseError("The tokens differ. This is a bug in Branchwise; please report it.")
-    tokens = llm.encode(prompt) + plain.token_ids[:place]
-    with torch.inference_mode():
-        logits = llm.model(input_ids=torch.tensor([tokens], device=llm.model.device)).logits[0, -1].float()
-    a, b = pairs[place]
     return (
-        f"The first {place} tokens are equal, then {llm.decode([a])!r} against {llm.decode([b])!r}: "
-        f"a near-tie with a logit gap of {abs(logits[a] - logits[b]).item():.3f}, which rounding decides."
+        f"The first {found.place} tokens are equal, then {llm.decode([found.expected])!r} against "
+        f"{llm.decode([found.token])!r}: a near-tie with a logit gap of {found.gap:.3f}, which rounding decides."
     )
 
 

@@ -20,7 +20,7 @@ app = group("Index texts for drafting by retrieval.")
 
 Files = Annotated[
     list[Path],
-    Argument(help="Text, code, JSON lines with a field text or prompt, or folders of such files.", show_default=False),
+    Argument(help="Text, code, JSON lines with text or prompt, or folders of such files.", show_default=False),
 ]
 Folder = Annotated[Path, Argument(metavar="DIR", help="The index.", show_default=False)]
 
@@ -55,8 +55,7 @@ def add(
     folder: Folder,
     files: Files,
     model: Annotated[
-        str | None,
-        Option("--model", "-m", help="Model with the same tokenizer.", show_default="the model it was built for"),
+        str | None, Option("--model", "-m", help="Model with its tokenizer.", show_default="the one it was built for")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,

@@ -36,9 +36,7 @@ Seed = Annotated[int | None, Option(help="A seed writes the same text with any d
 ShowDraft = Annotated[bool, Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
 PromptFile = Annotated[
     Path | None,
-    Option(
-        help='Lines, or JSON lines ("prompt", "turns", "question"); may be .gz.', show_default="prompts of Branchwise"
-    ),
+    Option(help='Lines, or JSON lines ("prompt", "turns", …), or .gz.', show_default="prompts of Branchwise"),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
@@ -72,14 +70,12 @@ class Drafting:
     draft_model: DraftModel = None
     index: Index = None
     draft: Annotated[
-        str | None,
-        Option(help="ngram (repeats of the text), none (plain decoding) or another.", show_default="the method's"),
+        str | None, Option(help="ngram (repeats of the text), none (plain) or another.", show_default="the method's")
     ] = None
     tree: Annotated[str | None, Option(help="Shape of drafts, such as chain:8.", show_default="the drafter's")] = None
-    verify: Annotated[
-        str | None,
-        Option(help="Rule that accepts tokens; inexact ones have lossy in their name.", show_default="match"),
-    ] = None
+    verify: Annotated[str | None, Option(help="Rule of acceptance; lossy ones are named so.", show_default="match")] = (
+        None
+    )
 
     def choose(self) -> Method:
         from branchwise.methods import choose_method

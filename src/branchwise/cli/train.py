@@ -38,7 +38,7 @@ class Texts:
 
     prompts: Annotated[
         list[Path] | None,
-        Option(help="Prompts, as for `branchwise bench`; may be repeated.", show_default="prompts of Branchwise"),
+        Option(help="As for `branchwise bench`; may be repeated.", show_default="prompts of Branchwise"),
     ] = None
     temperature: Annotated[float, Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0
     seed: Annotated[int, Option(help="The same seed finds the same.")] = 0
@@ -64,11 +64,7 @@ def stop(
     draft_model: Annotated[str | None, Option(help="Model that the stop is for; short for --draft model:ID.")] = None,
     draft: Annotated[str | None, Option(help="The drafter that the stop is for, as a spec.")] = None,
     kind: Annotated[
-        str,
-        Option(
-            help="hard: predict from entropy and the ten largest probabilities whether both models agree; "
-            "soft: predict from hidden states of the draft model how much is accepted."
-        ),
+        str, Option(help="hard: predict agreement from entropy and probabilities; soft: acceptance from hidden states.")
     ] = "hard",
     texts: Texts,
     samples: Annotated[int, Option(help="Drafted nodes to train and to test on.")] = 4000,

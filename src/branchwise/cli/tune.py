@@ -34,8 +34,7 @@ def tune(
     batch: Annotated[int, Option(help="Sequences in a pass.")] = 1,
     context: Annotated[int, Option(help="Tokens before the tree.")] = 512,
     nodes: Annotated[
-        str | None,
-        Option(help="Sizes to begin with, separated by commas.", show_default="1 to 128, as far as they fit"),
+        str | None, Option(help="Sizes to begin with, separated by commas.", show_default="1 to 128 as far as they fit")
     ] = None,
     repeat: Annotated[int, Option(help="Timed passes for each size.")] = 9,
     draft: Annotated[

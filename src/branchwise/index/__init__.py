@@ -107,19 +107,9 @@ class About:
         return sum(file.bytes for part in self.parts for file in part.files)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": self.model,
-            "fingerprint": self.fingerprint,
-            "vocabulary": self.vocabulary,
-            "width": self.width,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "sources": list(self.sources),
-            "shards": [asdict(part) for part in self.parts],
-        }
+        known = asdict(self)
+        totals = {"width": self.width, "tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
+        return {"format": FORMAT, "version": VERSION, **totals, "shards": known.pop("parts"), **known}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> About:

@@ -172,16 +172,12 @@ class TimingRig:
 def opened(target: Target, batch: int, context: int) -> Iterator[list[SequenceState]]:
     """Sequences of random tokens, all different: in a mixture of experts equal ones would use the same experts."""
     rng = random.Random(0)
-    sequences: list[SequenceState] = []
-    try:
-        for _ in range(batch):
-            sequence = SequenceState(_random_tokens(rng, target, context))
+    sequences = [SequenceState(_random_tokens(rng, target, context)) for _ in range(batch)]
+    with contextlib.ExitStack() as closing:
+        for sequence in sequences:
             target.open(sequence)
-            sequences.append(sequence)
+            closing.callback(target.close, sequence)
         yield sequences
-    finally:
-        for sequence in reversed(sequences):
-            target.close(sequence)
 
 
 def _random_tokens(rng: random.Random, target: Target, count: int) -> list[int]:
