@@ -39,8 +39,7 @@ from branchwise.llm import LLM
 from branchwise.testing import ToyTarget
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
 from branchwise.tune.costs import Key, _source
-from branchwise.tune.curve import CLIFF
-from branchwise.tune.passes import MOST_CLIFFS, MOST_PROBES, SIZES, WARM_UPS
+from branchwise.tune.passes import CLIFF, MOST_CLIFFS, MOST_PROBES, SIZES, WARM_UPS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import COMMON, build
 

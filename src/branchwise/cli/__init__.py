@@ -81,7 +81,7 @@ app = typer.Typer(
 def common_options(
     version: Annotated[bool, Option("--version", help="Print the version.", is_eager=True)] = False,
     plugin: Annotated[
-        list[Path] | None, Option(help="Python file that registers drafters or verifiers; may be repeated.")
+        list[Path] | None, Option(help="Python file that registers your own parts; may be repeated.")
     ] = None,
 ) -> None:
     for file in plugin or []:

@@ -54,18 +54,23 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class AuditLoading(Loading):
-    dtype: Annotated[str, Option(help="float32, which promises equal texts, bfloat16 or float16.")] = "float32"
+class Asking:
+    """How servers are asked."""
+
+    model: Annotated[str | None, Option(help="Name of the model on the server.", show_default="the first")] = None
+    reference_model: Annotated[str | None, Option(help="Its name on the reference.", show_default="the first")] = None
+    per_request: Annotated[int, Option("--n", help="Texts to ask for in one request.")] = 16
+    threads: Annotated[int, Option(help="Requests to send at the same time.")] = 8
+    timeout: Annotated[float, Option(help="Seconds to wait for an answer.")] = 60.0
+    key: Annotated[str | None, Option("--api-key", help="Key of the servers.", show_default="OPENAI_API_KEY")] = None
+    reference_key: Annotated[
+        str | None, Option("--reference-api-key", help="Key of the reference.", show_default="the same")
+    ] = None
 
 
-@dataclass(frozen=True)
-class AuditDrafting(Drafting):
-    verify: Annotated[str | None, Option(help="Verifiers to audit, separated by commas.", show_default="match")] = None
-
-
-@dataclass(frozen=True)
-class AuditSampling(Sampling):
-    temperature: Annotated[float, Option("--temperature", "-t", help="Must be above 0.")] = 1.0
+FLOAT32 = Loading(dtype="float32")
+"""the precision that promises equal texts"""
+SAMPLED = Sampling(temperature=1.0)
 
 
 @app.command()
@@ -171,10 +176,10 @@ def methods(
 @grouped
 def model(
     *,
-    loading: AuditLoading,
-    drafting: AuditDrafting,
+    loading: Loading = FLOAT32,
+    drafting: Drafting,
     blocks: Blocks,
-    sampling: AuditSampling,
+    sampling: Sampling = SAMPLED,
     greedy_tokens: Annotated[int, Option(help="Tokens of each greedy text to compare.")] = 48,
     near_ties: Annotated[bool, Option(help="Compare greedy texts in bfloat16 too, on a copy of the model.")] = True,
     raw: Annotated[bool, Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
@@ -184,7 +189,8 @@ def model(
 ) -> None:
     """Audit a drafter and a verifier on a real model.
 
-    Sampled blocks of tokens are compared with their exact probabilities, greedy texts with plain decoding.
+    Sampled blocks of tokens are compared with their exact probabilities, greedy texts with plain decoding. Verifiers
+    are audited one after the other if --verify names several, separated by commas.
 
     branchwise audit model --model smollm2 --draft ngram --verify match --samples 2000
     """
@@ -232,14 +238,8 @@ def server(
     url: Annotated[str, Argument(help="The server to audit, such as http://127.0.0.1:8000.")],
     reference: Annotated[str, Option(help="Server of the same model without speculation; its logprobs are the truth.")],
     *,
-    model: Annotated[str | None, Option(help="Name of the model on the server.", show_default="the first")] = None,
-    reference_model: Annotated[str | None, Option(help="Its name on the reference.", show_default="the first")] = None,
+    asking: Asking,
     blocks: Blocks,
-    per_request: Annotated[int, Option("--n", help="Texts to ask for in one request.")] = 16,
-    threads: Annotated[int, Option(help="Requests to send at the same time.")] = 8,
-    timeout: Annotated[float, Option(help="Seconds to wait for an answer.")] = 60.0,
-    api_key: Annotated[str | None, Option(help="Key of the servers.", show_default="OPENAI_API_KEY")] = None,
-    reference_api_key: Annotated[str | None, Option(help="Key of the reference.", show_default="the same")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Audit any OpenAI-compatible server.
@@ -257,14 +257,8 @@ def server(
             reference,
             texts,
             blocks.samples,
+            **vars(asking),
             length=blocks.length,
-            model=model,
-            reference_model=reference_model,
-            key=api_key,
-            reference_key=reference_api_key,
-            per_request=per_request,
-            threads=threads,
-            timeout=timeout,
             false_alarm=blocks.false_alarm,
             limit=blocks.detect,
             progress=progress,

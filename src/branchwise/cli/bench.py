@@ -32,8 +32,7 @@ class Questions:
         list[Path] | None, Option(help="Prompts as in Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated.")
     ] = None
     suite: Annotated[
-        list[str] | None,
-        Option(help="spec-bench, mt-bench, humaneval, gsm8k (in --data), stylebench; may be repeated."),
+        list[str] | None, Option(help="spec-bench, mt-bench, humaneval, gsm8k in --data, stylebench; may be repeated.")
     ] = None
     data: Annotated[Path | None, Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None
     category: Annotated[list[str] | None, Option(help="Only this; may be repeated.", show_default="all")] = None
@@ -92,8 +91,7 @@ def bench(
     full_length: Annotated[bool, Option("--full-length", help="Forbid the end of text, for equal lengths.")] = False,
     batch: Annotated[int, Option(help="Prompts that run together.")] = 1,
     context: Annotated[
-        int | None,
-        Option(help="Tokens of prompt and answer at most, for draft models too.", show_default="the model's"),
+        int | None, Option(help="Tokens of prompt and answer at most, also of drafts.", show_default="the model's")
     ] = None,
     repeat: Annotated[int, Option(help="Rounds over all prompts.")] = 1,
     order: Annotated[str, Option(help="interleaved (prompt by prompt) or sequential.")] = "interleaved",

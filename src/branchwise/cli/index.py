@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 app = group("Index texts for drafting by retrieval.")
 
 Files = Annotated[
-    list[Path],
-    Argument(help="Text, code, JSON lines with text or prompt, or folders of such files.", show_default=False),
+    list[Path], Argument(help="Text, code, JSON lines with text or prompt, or folders of these.", show_default=False)
 ]
 Folder = Annotated[Path, Argument(metavar="DIR", help="The index.", show_default=False)]
 

@@ -35,8 +35,7 @@ MaxNewTokens = Annotated[int, Option("--max-new-tokens", "-n", help="Write at mo
 Seed = Annotated[int | None, Option(help="A seed writes the same text with any drafter.", show_default="random")]
 ShowDraft = Annotated[bool, Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
 PromptFile = Annotated[
-    Path | None,
-    Option(help='Lines, or JSON lines ("prompt", "turns", …), or .gz.', show_default="prompts of Branchwise"),
+    Path | None, Option(help='Lines, or JSON lines ("prompt", "turns"), or .gz.', show_default="prompts of Branchwise")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
@@ -73,9 +72,7 @@ class Drafting:
         str | None, Option(help="ngram (repeats of the text), none (plain) or another.", show_default="the method's")
     ] = None
     tree: Annotated[str | None, Option(help="Shape of drafts, such as chain:8.", show_default="the drafter's")] = None
-    verify: Annotated[str | None, Option(help="Rule of acceptance; lossy ones are named so.", show_default="match")] = (
-        None
-    )
+    verify: Annotated[str | None, Option(help="Rule of acceptance; lossy rules say so.", show_default="match")] = None
 
     def choose(self) -> Method:
         from branchwise.methods import choose_method
@@ -91,19 +88,21 @@ class Sampling:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of its parameters that are dataclasses."""
+    """The command with an option for each field of its parameters that are dataclasses.
+
+    The default of such a parameter holds the defaults of its options.
+    """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if is_dataclass(group := parameter.annotation):
-            groups[parameter.name] = group
-            types = get_type_hints(group, include_extras=True)
-            parameters += [
-                parameter.replace(name=field.name, default=field.default, annotation=types[field.name])
-                for field in fields(group)
-            ]
-        else:
-            parameters.append(parameter)
+        group: Any = parameter.annotation
+        if not is_dataclass(group):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = group
+        types = get_type_hints(group, include_extras=True)
+        values = vars(group() if parameter.default is parameter.empty else parameter.default)
+        parameters += [parameter.replace(name=name, default=values[name], annotation=types[name]) for name in values]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -112,9 +111,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         command(**given)
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    vars(run)["__signature__"] = inspect.Signature(
-        [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
-    )
+    vars(run)["__signature__"] = inspect.Signature(parameters)
     return run
 
 

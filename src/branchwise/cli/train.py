@@ -37,8 +37,7 @@ class Texts:
     """What the target writes to learn from."""
 
     prompts: Annotated[
-        list[Path] | None,
-        Option(help="As for `branchwise bench`; may be repeated.", show_default="prompts of Branchwise"),
+        list[Path] | None, Option(help="As for `branchwise bench`; repeatable.", show_default="prompts of Branchwise")
     ] = None
     temperature: Annotated[float, Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0
     seed: Annotated[int, Option(help="The same seed finds the same.")] = 0
@@ -218,9 +217,7 @@ def optimise(
     from branchwise.draft.policies.template import as_json, read_template, write_template
     from branchwise.tune.sequoia import Shapes, measure_acceptance
 
-    _check_drafter(
-        source, "draws from no distribution, so no shape suits it better than another; use --draft-model.", lookup=True
-    )
+    _check_drafter(source, "draws from no distribution, so no shape suits it best; use --draft-model.", lookup=True)
     if out is not None:
         if out.suffix != ".json":
             raise UsageError(f"A template is a JSON file, such as {out.stem or 'tree'}.json, not {out}.")

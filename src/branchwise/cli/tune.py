@@ -122,7 +122,7 @@ def _as_dict(costs: Costs, drafting: Sequence[DraftCost]) -> dict[str, Any]:
 
 
 def _print(costs: Costs, drafting: Sequence[DraftCost]) -> None:
-    from branchwise.tune.curve import CLIFF
+    from branchwise.tune.passes import CLIFF
 
     shown = console()
     shown.print(_title(costs))

@@ -114,9 +114,8 @@ class About:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> About:
         """Of what `as_dict` gave; whatever does not fit together is a ValueError, LookupError or TypeError."""
-        parts = tuple(
-            Part(int(shard["documents"]), *(File(**shard[kind]) for kind in KINDS)) for shard in found["shards"]
-        )
+        shards = found["shards"]
+        parts = tuple(Part(int(shard["documents"]), *(File(**shard[kind]) for kind in KINDS)) for shard in shards)
         sources = tuple(map(str, found["sources"]))
         about = cls(str(found["model"]), str(found["fingerprint"]), int(found["vocabulary"]), sources, parts)
         for part in parts:
@@ -144,9 +143,7 @@ def is_index(folder: Path) -> bool:
 def read_about(folder: Path) -> About:
     """The description of an index; an index that cannot be used is refused."""
     if not folder.is_dir():
-        raise UsageError(
-            f"There is no index {folder}; build one with: branchwise index build FILES --model MODEL --out {folder}"
-        )
+        raise UsageError(f"There is no index {folder}; build one with: branchwise index build FILES --out {folder}")
     if not is_index(folder):
         raise UsageError(f"{folder} is no index: there is no {ABOUT} in it; build one with: branchwise index build")
     try:

@@ -98,9 +98,7 @@ def require_free(folder: Path, force: bool) -> None:
         if foreign:
             read_about(folder)  # only what is surely an index is replaced, be it damaged or not
         if not force:
-            raise UsageError(
-                f"{folder} holds an index already; add to it with branchwise index add, or replace it with --force."
-            )
+            raise UsageError(f"{folder} holds an index; add to it with branchwise index add, or replace it by --force.")
     elif foreign:
         raise UsageError(f"{folder} is there and is no index; name another folder.")
 
@@ -233,10 +231,7 @@ def _sorted_suffixes(tokens: NDArray[Any], vocabulary: int) -> Iterator[NDArray[
     try:
         from pydivsufsort import divsufsort  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
-        raise UsageError(
-            "Building an index needs the package pydivsufsort, which is not here. "
-            "Install it with: pip install pydivsufsort"
-        ) from error
+        raise UsageError("Building an index needs pydivsufsort. Install it with: pip install pydivsufsort") from error
     width = max(1, (vocabulary.bit_length() + 7) // 8)
     spelled = np.empty((len(tokens), width), dtype=np.uint8)
     for place in range(width):

@@ -118,8 +118,7 @@ class Judge(Match):
 
 
 def labels(kind: str, p: Tensor, q: Tensor) -> Tensor:
-    """(nodes,): what a stop should say where the target's distributions are p and the drafter's q (nodes,
-    vocabulary)."""
+    """(nodes,): what a stop should say where the target's distributions (nodes, vocabulary) are p and the draft's q."""
     if kind == "hard":
         return (p.argmax(dim=-1) == q.argmax(dim=-1)).float()
     return torch.minimum(p, q).sum(dim=-1).clamp(0, 1).float()

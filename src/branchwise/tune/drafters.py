@@ -10,7 +10,7 @@ from branchwise.engine import Engine, Request
 from branchwise.engine.stats import Stats
 from branchwise.errors import UsageError
 from branchwise.progress import Progress, silent
-from branchwise.tune.curve import quartiles
+from branchwise.tune.passes import quartiles
 
 if TYPE_CHECKING:
     from branchwise.draft.base import Drafter
@@ -57,9 +57,7 @@ def measure_drafter(
         progress(f"drafting with {engine.drafter.name}", number, len(prompts_ids))
     texts = [stats for stats in texts if stats.steps]
     if not texts:
-        raise UsageError(
-            "Every text ended with its first step, which is not counted; give prompts with longer answers."
-        )
+        raise UsageError("Every text ended with its first step, which does not count; ask for longer answers.")
     steps = sum(stats.steps for stats in texts)
     middle, low, high = quartiles([stats.seconds["draft"] / stats.steps for stats in texts])
     return DraftCost(
