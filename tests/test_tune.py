@@ -38,7 +38,7 @@ from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.testing import ToyTarget
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
-from branchwise.tune.costs import Key, _source
+from branchwise.tune.costs import Key, key_of
 from branchwise.tune.passes import CLIFF, MOST_CLIFFS, MOST_PROBES, SIZES, WARM_UPS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import COMMON, build
@@ -280,7 +280,7 @@ def test_default_sizes_end_where_the_context_or_the_largest_tree_ends() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"context": 1024}, "1024 tokens and a tree do not fit into a context of 1024; ask for at most 1023."),
+        ({"context": 1024}, "1024 tokens and a tree do not fit into a context of 1024; ask for fewer."),
         ({"nodes": [1, 200]}, "ask for at most 128 nodes"),
         ({"nodes": [0, 4]}, "nodes must be at least 1, not 0."),
         ({"nodes": [4, -1]}, "nodes must be at least 1, not -1."),
@@ -372,7 +372,7 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
         lambda patch: patch.setattr(torch, "__version__", "99.0"),
         lambda patch: patch.setattr("branchwise.provenance.metadata.version", lambda package: "99.0"),
         lambda patch: patch.setattr("branchwise.tune.costs.device_name", lambda device: "an abacus"),
-        lambda patch: patch.setattr("branchwise.tune.costs._source", lambda: "changed"),
+        lambda patch: patch.setattr("branchwise.tune.costs.source_digest", lambda *folders: "changed"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     ):
@@ -643,6 +643,6 @@ def test_the_digest_of_our_code_covers_folders_that_are_there(monkeypatch: pytes
     """A folder that was renamed would be left out in silence, and costs of old code be taken for those of new code."""
     folders: list[Path] = []
     monkeypatch.setattr("branchwise.tune.costs.source_digest", lambda *found: folders.extend(found) or "digest")
-    assert _source() == "digest"
+    assert key_of(TimedTarget(line), None, 1, 8, (1,), 3).source == "digest"
     assert {folder.name for folder in folders} >= {"backends", "core", "tune"}
     assert all(any(folder.rglob("*.py")) for folder in folders)

@@ -18,8 +18,7 @@ import httpx
 from branchwise.errors import UsageError
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Many servers truncate or penalise by default. These parameters are not part of OpenAI's protocol, so a server may
-refuse them."""
+"""against truncation and penalties that servers have by default; outside OpenAI's protocol, so they may be refused"""
 PAUSES = (0.5, 2.0)
 """seconds before a request is sent again that a busy server turned away"""
 BUSY = (429, 500, 502, 503, 504)
@@ -146,9 +145,7 @@ class Client:
         try:
             return json.loads(data)
         except ValueError:
-            raise UsageError(
-                f"The server at {self.url} answered {path} with something that is not JSON; is it OpenAI-compatible?"
-            ) from None
+            raise UsageError(f"The answer of {self.url} to {path} is not JSON; is it OpenAI-compatible?") from None
 
     def _refusal(self, path: str, reply: httpx.Response) -> UsageError:
         code = reply.status_code

@@ -80,9 +80,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def common_options(
     version: Annotated[bool, Option("--version", help="Print the version.", is_eager=True)] = False,
-    plugin: Annotated[
-        list[Path] | None, Option(help="Python file that registers your own parts; may be repeated.")
-    ] = None,
+    plugin: Annotated[list[Path] | None, Option(help="Python file with parts of your own; may be repeated.")] = None,
 ) -> None:
     for file in plugin or []:
         _run_plugin(file)

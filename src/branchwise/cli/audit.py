@@ -63,9 +63,7 @@ class Asking:
     threads: Annotated[int, Option(help="Requests to send at the same time.")] = 8
     timeout: Annotated[float, Option(help="Seconds to wait for an answer.")] = 60.0
     key: Annotated[str | None, Option("--api-key", help="Key of the servers.", show_default="OPENAI_API_KEY")] = None
-    reference_key: Annotated[
-        str | None, Option("--reference-api-key", help="Key of the reference.", show_default="the same")
-    ] = None
+    reference_key: Annotated[str | None, Option("--reference-api-key", help="Key of the reference, if another.")] = None
 
 
 FLOAT32 = Loading(dtype="float32")

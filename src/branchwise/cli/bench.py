@@ -220,7 +220,14 @@ def report(
     found = [record for path in records for record in read(path)]
     if not found:
         raise UsageError("There are no records in these files yet.")
-    print(write_report(found, out, read_costs(costs)))
+    points = None
+    if costs is not None:
+        try:
+            read_points = json.loads(costs.read_text())["points"]
+            points = [{"nodes": int(point["nodes"]), "seconds": float(point["seconds"])} for point in read_points]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(f"{costs} is not what `branchwise tune --json` prints.") from None
+    print(write_report(found, out, points))
 
 
 def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
@@ -259,13 +266,3 @@ def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> N
     shown = console(width=120)
     shown.print(summary.table(rows, per_category=categories, width=shown.width))
     shown.print(f"{len(records)} records in {out}; branchwise report {out} draws them.", style="dim")
-
-
-def read_costs(path: Path | None) -> list[dict[str, Any]] | None:
-    if path is None:
-        return None
-    try:
-        points = json.loads(path.read_text())["points"]
-        return [{"nodes": int(point["nodes"]), "seconds": float(point["seconds"])} for point in points]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is not what `branchwise tune --json` prints.") from None

@@ -35,10 +35,7 @@ SECONDS = 40
 
 @dataclass(frozen=True)
 class Trial:
-    """The answers to one prompt, a pair for every round; the rounds differ only in their times.
-
-    Every round has a new drafter, because a drafter that learns would remember the answer of the round before.
-    """
+    """The answers to one prompt, a pair for every round, each with a new drafter: one that learns would remember."""
 
     name: str
     prompt: str
@@ -107,11 +104,7 @@ def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_
 
 
 def _comparison(llm: LLM, prompt: str, plain: Completion, drafted: Completion) -> str:
-    """Whether two answers are equal: a promise in float32, and in other types true except for near-ties.
-
-    A pass over a tree rounds differently from a pass over one token, so that two tokens with nearly equal logits can
-    change places.
-    """
+    """Whether two answers are equal: promised in float32; in other types rounding may decide near-ties otherwise."""
     import torch
 
     from branchwise.bench.equality import first_difference

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,14 +97,12 @@ def _checked_options(sampling: Sampling, **given: Any) -> Options:
     return options
 
 
-@contextlib.contextmanager
-def _saving_state(llm: LLM) -> Iterator[None]:
-    """Save what the drafter learned if --state names a file, also after an error or Ctrl-C."""
-    try:
-        yield
-    finally:
-        if llm.state is not None:
-            llm.save_state()
+def _saving_state(llm: LLM) -> contextlib.ExitStack:
+    """Saves what the drafter learned if --state names a file, also after an error or Ctrl-C."""
+    leaving = contextlib.ExitStack()
+    if llm.state is not None:
+        leaving.callback(llm.save_state)
+    return leaving
 
 
 def _checked_text(text: str) -> str:

@@ -46,9 +46,8 @@ def _print_table(methods: list[Method]) -> None:
     from rich.table import Table
 
     shown = console()
-    table = Table(
-        "method", "drafter", "tree", "verifier", "distribution", "paper", box=None, header_style="bold", pad_edge=False
-    )
+    columns = ("method", "drafter", "tree", "verifier", "distribution", "paper")
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for column in table.columns[:5]:
         column.no_wrap = True
     for method in methods:

@@ -68,9 +68,7 @@ class Drafting:
     ] = None
     draft_model: DraftModel = None
     index: Index = None
-    draft: Annotated[
-        str | None, Option(help="ngram (repeats of the text), none (plain) or another.", show_default="the method's")
-    ] = None
+    draft: Annotated[str | None, Option(help="Drafter, such as ngram or none.", show_default="the method's")] = None
     tree: Annotated[str | None, Option(help="Shape of drafts, such as chain:8.", show_default="the drafter's")] = None
     verify: Annotated[str | None, Option(help="Rule of acceptance; lossy rules say so.", show_default="match")] = None
 
@@ -95,10 +93,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        group: Any = parameter.annotation
-        if not is_dataclass(group):
+        if not is_dataclass(parameter.annotation):
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
             continue
+        group: Any = parameter.annotation
         groups[parameter.name] = group
         types = get_type_hints(group, include_extras=True)
         values = vars(group() if parameter.default is parameter.empty else parameter.default)

@@ -98,12 +98,13 @@ def stop(
     _check_drafter(spec, "has no distributions that a stop could look at; name a draft model.", lookup=False)
     drafter = DRAFTERS.build(spec, tree=fan)
     llm = loading.load(draft="none", max_batch=BATCH)
+    target, prompts = llm.engine.target, [tuple(llm.encode(item.turns[0], raw=item.raw)) for item in items]
     with showing() as progress:
         found = collect(
-            llm.engine.target,
+            target,
             drafter,
             fan,
-            [tuple(llm.encode(item.turns[0], raw=item.raw)) for item in items],
+            prompts,
             samples=samples,
             **texts.sampling,
             stop_tokens=llm.stop_tokens,
@@ -256,13 +257,9 @@ def _timed(llm: LLM, source: str, prompts: Sequence[Sequence[int]], shapes: Shap
     from branchwise.tune.sequoia import best_size
 
     target, most = llm.engine.target, shapes.nodes + 1
-    costs = measure(
-        target,
-        model=llm.name,
-        context=max(1, min(512, target.context - most)),
-        nodes=sorted({most, *(size for size in SIZES if size < most)}),
-        progress=progress,
-    )
+    sizes = sorted({most, *(size for size in SIZES if size < most)})
+    context = max(1, min(512, target.context - most))
+    costs = measure(target, model=llm.name, context=context, nodes=sizes, progress=progress)
     chain = ",".join("1" * LEVELS)
     step = measure_drafter(llm, source, prompts[:3], tree=f"rsd-c:{chain}", progress=progress)
     return best_size(shapes, costs.seconds, step.seconds / LEVELS)

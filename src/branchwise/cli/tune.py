@@ -33,16 +33,10 @@ def tune(
     loading: Loading,
     batch: Annotated[int, Option(help="Sequences in a pass.")] = 1,
     context: Annotated[int, Option(help="Tokens before the tree.")] = 512,
-    nodes: Annotated[
-        str | None, Option(help="Sizes to begin with, separated by commas.", show_default="1 to 128 as far as they fit")
-    ] = None,
+    nodes: Annotated[str | None, Option(help="Sizes to begin with, such as 1,2,4.", show_default="1 to 128")] = None,
     repeat: Annotated[int, Option(help="Timed passes for each size.")] = 9,
-    draft: Annotated[
-        list[str] | None, Option(help="Drafters to time, separated by commas; may be repeated.", show_default="ngram")
-    ] = None,
-    method: Annotated[
-        list[str] | None, Option(help="Method whose drafter to time; may be repeated; see `branchwise methods`.")
-    ] = None,
+    draft: Annotated[list[str] | None, Option(help="Drafters to time; may be repeated.", show_default="ngram")] = None,
+    method: Annotated[list[str] | None, Option(help="Methods to time; may be repeated.")] = None,
     draft_model: DraftModel = None,
     index: Index = None,
     fresh: Annotated[bool, Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
@@ -57,7 +51,7 @@ def tune(
 
     branchwise tune --model smollm2 --batch 4 --context 1024
     """
-    sizes = _sizes(nodes)
+    sizes = None if nodes is None else _sizes(nodes)
     wanted = [name for given in method or [] for name in split_specs(given)]
     drafts = [name for given in draft or ([] if wanted else ["ngram"]) for name in split_specs(given)]
     at_least(1, batch=batch)
@@ -71,10 +65,10 @@ def tune(
         found.build()
         found.warn_if_lossy()
     llm = loading.load(draft="none", max_batch=batch)
-    prompts = [llm.encode(prompt) for prompt in PROMPTS]
+    target, prompts = llm.engine.target, [llm.encode(prompt) for prompt in PROMPTS]
     with showing() as progress:
         costs = measure(
-            llm.engine.target,
+            target,
             model=llm.name,
             batch=batch,
             context=context,
@@ -98,16 +92,11 @@ def tune(
         _print(costs, drafting)
 
 
-def _sizes(nodes: str | None) -> list[int] | None:
-    if nodes is None:
-        return None
-    try:
-        sizes = [int(part) for part in nodes.split(",") if part.strip()]
-    except ValueError:
-        sizes = []
-    if not sizes:
+def _sizes(nodes: str) -> list[int]:
+    sizes = [part.strip() for part in nodes.split(",") if part.strip()]
+    if not sizes or not all(size.isdecimal() for size in sizes):
         raise UsageError(f"nodes are sizes separated by commas, such as 1,2,4,8, not {nodes!r}.")
-    return sizes
+    return [int(size) for size in sizes]
 
 
 def _as_dict(costs: Costs, drafting: Sequence[DraftCost]) -> dict[str, Any]:

@@ -244,11 +244,8 @@ class Index:
         self.folder = Path(folder).expanduser()
         self.about = read_about(self.folder)
         assert sys.byteorder == "little", "the arrays are mapped as they lie on the disk"
-        word = "H" if self.about.width == 2 else "I"
-        self.shards = [
-            Shard(*(self._map(file, kind) for file, kind in zip(part.files, (word, "I", "I"), strict=True)))
-            for part in self.about.parts
-        ]
+        kinds = ("H" if self.about.width == 2 else "I", "I", "I")
+        self.shards = [Shard(*map(self._map, part.files, kinds)) for part in self.about.parts]
 
     def find(self, text: Sequence[int], most: int = 16, least: int = 2) -> Place | None:
         """Where the longest end of a text of at most `most` and at least `least` tokens stands, if any does.

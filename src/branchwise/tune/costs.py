@@ -136,12 +136,8 @@ def key_of(target: Target, model: str | None, batch: int, context: int, nodes: t
         nodes=nodes,
         repeat=repeat,
         versions=versions(),
-        source=_source(),
+        source=source_digest(*(PACKAGE / folder for folder in ("backends", "core", "cuda", "tune"))),
     )
-
-
-def _source() -> str:
-    return source_digest(*(PACKAGE / folder for folder in ("backends", "core", "cuda", "tune")))
 
 
 def recall(key: Key) -> Costs | None:

@@ -87,10 +87,7 @@ class Shapes:
         return float(self._worth[depth][:, nodes + 1].max())
 
     def best(self, nodes: int, depth: int) -> Shape:
-        """The shape of the greatest worth with at most so many nodes below the root, at most so deep.
-
-        No node has more children than there are rates. Nodes that are worth nothing are left out.
-        """
+        """The shape of the greatest worth within these limits below the root, without nodes that are worth nothing."""
         parents, subtrees = [-1], [(nodes + 1, depth)]
         for node, subtree in enumerate(subtrees):  # which grows on the way
             children = self._children(*subtree)
@@ -126,11 +123,8 @@ class Size:
 
 
 def best_size(shapes: Shapes, target_seconds: Callable[[int], float], draft_seconds: float) -> Size:
-    """The size that takes the least time for a token.
-
-    A pass of the target over n nodes, the root included, takes `target_seconds(n)`; every level of the tree takes one
-    pass of the draft.
-    """
+    """The size with the least time for a token: a pass of the target over n nodes, the root included, takes
+    `target_seconds(n)`, and every level of the tree one pass of the draft."""
     sizes = [
         Size(nodes, depth, worth, (target_seconds(nodes + 1) + depth * draft_seconds) / worth, target_seconds(1))
         for depth in range(1, shapes.depth + 1)
