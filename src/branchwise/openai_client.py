@@ -125,7 +125,7 @@ class Client:
         return UsageError(f"The server at {self.url} closed the stream before the answer ended; look into its log.")
 
     def malformed(self) -> UsageError:
-        return UsageError(f"The server at {self.url} returned a completion of a form that is not in OpenAI's protocol.")
+        return UsageError(f"The server at {self.url} returned a completion in a form that is not in OpenAI's protocol.")
 
     def _events(self, reply: httpx.Response, path: str) -> Iterator[Any]:
         bare, streaming = b"", False
