@@ -1,7 +1,4 @@
-"""A client of OpenAI-compatible servers such as vLLM, SGLang and llama.cpp, for the audit and the benchmark.
-
-Every failure is a `UsageError` of one sentence that says what to do.
-"""
+"""A client of OpenAI-compatible servers, for the audit and the benchmark; every failure is a `UsageError`."""
 
 from __future__ import annotations
 

@@ -86,10 +86,7 @@ class Sampling:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of its parameters that are dataclasses.
-
-    The default of such a parameter holds the defaults of its options.
-    """
+    """The command with an option for each field of dataclass parameters, whose defaults are those of its options."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():

@@ -98,7 +98,7 @@ def require_free(folder: Path, force: bool) -> None:
         if foreign:
             read_about(folder)  # only what is surely an index is replaced, be it damaged or not
         if not force:
-            raise UsageError(f"{folder} holds an index; add to it with branchwise index add, or replace it by --force.")
+            raise UsageError(f"{folder} holds an index; use branchwise index add, or replace it with --force.")
     elif foreign:
         raise UsageError(f"{folder} is there and is no index; name another folder.")
 

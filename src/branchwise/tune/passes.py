@@ -1,8 +1,4 @@
-"""Measures t(n): passes over the sizes that fit, then over those where the cost jumps, then to confirm the jumps.
-
-TimingRig  times passes, every size once a turn
-Curve      the times of each size so far, where a cliff may be, and whether it is one
-"""
+"""Measures t(n): passes over the sizes that fit, then over those where the cost jumps, then to confirm the jumps."""
 
 from __future__ import annotations
 
