@@ -412,7 +412,7 @@ def only(body: bytes | int) -> Callable[[str], bytes | int]:
         (b"[]", "without choices"),
         (b"{}", "without choices"),
         (b'{"choices": []}', "without choices"),
-        (b'{"choices": {"a": 1}}', "in a form that OpenAI's protocol does not have"),
+        (b'{"choices": {"a": 1}}', "in a form that is not in OpenAI's protocol"),
         (b'{"choices": [{"text": "a", "logprobs": {"tokens": 5}}]}', "in a form that"),
         (b'{"choices": [{"text": "a", "logprobs": []}]}', "in a form that"),
         (b'{"choices": [{"logprobs": {}}]}', "in a form that"),
