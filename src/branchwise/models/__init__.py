@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from branchwise.errors import ModelError, UnknownName
-from branchwise.models.aliases import ALIASES, DEFAULT_MODEL, Alias
 from branchwise.models.cache import bytes_in, cache_dir, remembered_digest, sha256_of
 from branchwise.models.convert import convert_gguf, converted_folder, intact
-from branchwise.models.fetch import gguf_of
+from branchwise.models.fetch import ALIASES, DEFAULT_MODEL, Alias, gguf_of
 from branchwise.models.gguf import read_header
 from branchwise.models.load import explained, read, read_tokenizer
 from branchwise.models.show import quiet, wanted

@@ -87,7 +87,8 @@ def read_header(path: Path) -> Header:
     parts = header.metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
         raise ModelError(f"{path} is one of {parts} parts. Merge them with llama-gguf-split.")
-    _require_gguf()
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise ModelError(f'Reading GGUF needs {" and ".join(missing)}. Install with "pip install {" ".join(missing)}"')
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     end = 0
@@ -124,9 +125,3 @@ def _parse(cursor: _Cursor, path: Path) -> Header:
     alignment = metadata.get("general.alignment", 32)
     start = -(-cursor.at // alignment) * alignment
     return Header(metadata, [_Tensor(name, size, kind, start + at) for name, size, kind, at in table])
-
-
-def _require_gguf() -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(f'Reading GGUF needs {" and ".join(missing)}. Install with "pip install {" ".join(missing)}"')
