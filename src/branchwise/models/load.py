@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +15,20 @@ if TYPE_CHECKING:
     import torch
 
 
-def read(source: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Model and tokenizer of a folder, or of a hub id as a string."""
-    return _local_first(partial(_read, dtype=dtype), source, trust_remote_code)
-
-
-def read_tokenizer(source: Path | str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a folder or of a hub id, without the weights."""
-    from transformers import AutoTokenizer
-
-    return _local_first(AutoTokenizer.from_pretrained, source, trust_remote_code)
-
-
-def _local_first(load: Callable[..., Any], source: Path | str, trust_remote_code: bool) -> Any:
+def local_first(load: Callable[..., Any], source: Path | str, trust_remote_code: bool) -> Any:
+    """What `load` finds in a folder or behind a hub id, of which the copy in the hub's own cache is tried first."""
     if isinstance(source, str):
         try:
             return load(source, trust_remote_code=trust_remote_code, local_files_only=True)
         except (OSError, ValueError):
-            # Not wholly in the hub's own cache. Asking first costs one request and is answered at once, where a
-            # download from a hub that cannot be reached is retried for half a minute.
+            # Not wholly in that cache. Asking first costs one request and is answered at once, where a download from a
+            # hub that cannot be reached is retried for half a minute.
             _ask_hub(source)
     return load(source, trust_remote_code=trust_remote_code)
 
 
-def _read(source: Path | str, dtype: torch.dtype, **options: bool) -> Any:
+def read_model(source: Path | str, *, dtype: torch.dtype, **options: bool) -> Any:
+    """Model and tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     auto: Any = AutoModelForCausalLM
