@@ -616,11 +616,11 @@ MUTANTS = [
         ('host["slots"].fill(-1)', 'host["slots"].fill(0)'),
         ('host["tokens"][:texts, 0] = roots', "pass"),
         ("self.tokens[: len(tokens), 1 : tokens.shape[1]] = tokens[:, 1:]", "self.tokens[: len(tokens), : tokens.shape[1]] = tokens"),
-        ("0 if written is None else _widened(written", "0 if True else _widened(written"),
+        ("if written is not None:", "if False:"),
     ),
     *family(
         "begun",
-        "cuda/inflight.py",
+        "cuda/graphs.py",
         ("if not (self.committed and ", "if not ("),
         ("self.sequences != tuple(sequences) or ", ""),
         ("(self.batch.nodes, len(mine)) != (batch.nodes, len(theirs))", "len(mine) != len(theirs)"),
@@ -630,7 +630,7 @@ MUTANTS = [
         ("starts += kept", "pass"),
         ("positions += kept[:, None]", "pass"),
         ("tokens[:, 0] = following", "pass"),
-        ("place.copy_(values)", "pass"),
+        ("tensor.copy_(value)", "pass"),
         ("batch.tokens = self.batch.tokens", "pass", "the forest brings together the same tokens by itself, with more launches"),
     ),
     *family(

@@ -17,7 +17,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import topology
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.inflight import InflightPass, advance_inputs, inputs_restored
+from branchwise.cuda.graphs import InflightPass, advance_inputs, inputs_restored
 from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.none import NoDrafter

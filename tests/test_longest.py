@@ -270,7 +270,7 @@ def test_traced_on_one_batch_it_serves_every_batch_of_the_same_shapes() -> None:
     def inputs(trees: list[DraftTree], logits: Tensor) -> GraphInputs:
         batch = TreeBatch(trees)
         assert batch.q is not None
-        return GraphInputs(Numbers(batch, chance, TABLES, torch.device("cpu")).there, logits, batch.q)
+        return GraphInputs(Numbers(batch, chance, TABLES, torch.device("cpu")).on_device, logits, batch.q)
 
     chance = SeededChance(torch.arange(4), torch.arange(4) + 2)
     first, _, logits = batch_of(0, same_shape=True)

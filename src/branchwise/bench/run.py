@@ -224,15 +224,20 @@ class Contest:
         assert hash_ids(prompt) == baseline.prompt_hash, "the questions are not those that were answered"
         if record.ids == baseline.ids:
             return Comparison(record.key, True, None)
-        pairs = enumerate(zip_longest(record.ids, baseline.ids))
-        place, token, expected = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
-        gap = None
-        if token is not None and expected is not None:
-            context = torch.tensor([[*prompt, *baseline.ids[:place]]], device=self.llm.model.device)
-            with torch.inference_mode():
-                logits = self.llm.model(input_ids=context).logits[0, -1].float()
-            gap = abs(float(logits[token]) - float(logits[expected]))
-        return Comparison(record.key, False, Difference(place, token, expected, gap))
+        return Comparison(record.key, False, first_difference(record.ids, baseline.ids, prompt, self.llm))
+
+
+def first_difference(ids: Sequence[int], expected: Sequence[int], prompt: Sequence[int], llm: LLM) -> Difference:
+    """Where two answers part, and how close the two logits are there: the smaller, the likelier it is rounding."""
+    pairs = enumerate(zip_longest(ids, expected))
+    place, token, wanted = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+    gap = None
+    if token is not None and wanted is not None:
+        context = torch.tensor([[*prompt, *expected[:place]]], device=llm.model.device)
+        with torch.inference_mode():
+            logits = llm.model(input_ids=context).logits[0, -1].float()
+        gap = abs(float(logits[token]) - float(logits[wanted]))
+    return Difference(place, token, wanted, gap)
 
 
 def digest(items: Sequence[Item]) -> str:
