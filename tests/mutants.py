@@ -410,7 +410,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/policies/beam.py",
+        "draft/policies/rsd.py",
         ("time.append(now)", "time.append(-math.inf)"),
         ("math.log(rest.mass / whole[parent])", "0.0"),
         ("len(level) < self.width:\n                now", "len(level) <= self.width:\n                now"),
@@ -426,7 +426,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/policies/threshold.py",
+        "draft/policies/dynamic.py",
         ("if -value * share >= least:", "if True:"),
         ("if rest > 0 and -value * rest >= least:", "if rest > 0:"),
         ("(drawn + unserved) / self.nodes", "drawn / self.nodes"),
@@ -435,7 +435,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/no_replacement.py",
+        "draft/sampler.py",
         ("left[token] = 0.0", "pass"),
         ("self.mass / before)", "1 - taken / before)"),
     ),
@@ -459,7 +459,7 @@ MUTANTS = [
     *family(
         "dice",
         "draft/sampler.py",
-        ("found = self._device_sampler.orders(probs, keys, max(sizes))", "found = self._device_sampler.orders(probs, keys, min(sizes))"),
+        ("found = self.device_sampler.orders(probs, keys, max(sizes))", "found = self.device_sampler.orders(probs, keys, min(sizes))"),
         ("repeat(best[row][0])", "repeat(best[row][-1])"),
         ("race(probs, draws[:, 0], draws[:, 1])", "race(probs, draws[:, 0], draws[:, 1] * 0)"),
         ("if token >= 0]", "]"),
@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/no_replacement.py",
+        "draft/sampler.py",
         ("self._left[self._out] = 0.0", "pass"),
         ("self._turn += 1", "pass"),
         ("list(enumerate(nodes)), [turns] * len(nodes))", "[(row, 0) for row in range(len(nodes))], [turns] * len(nodes))"),
@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/policies/beam.py",
+        "draft/policies/rsd.py",
         ("(self.length - 1) * (self.width // 2)", "0"),
     ),
     *family(
@@ -493,7 +493,7 @@ MUTANTS = [
     ),
     *family(
         "model",
-        "draft/model/draft_kv.py",
+        "draft/model/draft_model.py",
         ("row_depths[b, row] = one.tree.depths[node] - 1", "row_depths[b, row] = one.tree.depths[node]"),
         ("depths[b, place] = one.tree.depths[node] - 1", "depths[b, place] = one.tree.depths[node]"),
         ("ancestors[b, place, rows[node]] = True", "ancestors[b, place, : before[b]] = True"),
@@ -579,7 +579,7 @@ MUTANTS = [
     ),
     *family(
         "ranks",
-        "draft/policies/adaptive_ranks.py",
+        "draft/policies/adaptive.py",
         ("self._hits[places[list(verdict.path)]] += 1", "self._hits[list(verdict.path)] += 1"),
         ("self._tries[places] += 1", "self._tries[: len(places)] += 1"),
         ("return self._sizes[1 + best] if gains[best] > WORTH else 0", "return self._sizes[1 + best]"),

@@ -14,10 +14,9 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.lookup.default import DefaultDrafter
-from branchwise.draft.policies.adaptive_ranks import EVERY, AdaptiveRanks
-from branchwise.draft.policies.adaptive_size import FEW, STALE, PassCostModel
-from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.lookup.fusion import DefaultDrafter
+from branchwise.draft.policies.adaptive import EVERY, FEW, STALE, AdaptiveRanks, PassCostModel
+from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Request
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdict
@@ -48,7 +47,7 @@ class Machine:
 
 
 def on(machine: Machine, monkeypatch: pytest.MonkeyPatch, policy: AdaptiveRanks) -> AdaptiveRanks:
-    monkeypatch.setattr("branchwise.draft.policies.adaptive_ranks.cost_model_of", lambda target, batch: machine)
+    monkeypatch.setattr("branchwise.draft.policies.adaptive.cost_model_of", lambda target, batch: machine)
     return policy
 
 

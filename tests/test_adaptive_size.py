@@ -12,8 +12,8 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.policies import adaptive_size as pace
-from branchwise.draft.policies.adaptive_size import SIZES, STALE, AdaptiveSize, PassCostModel
+from branchwise.draft.policies import adaptive as pace
+from branchwise.draft.policies.adaptive import SIZES, STALE, AdaptiveSize, PassCostModel
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget

@@ -265,7 +265,7 @@ def test_trust_is_kept_and_comes_back() -> None:
     ids=["none", "of others", "no numbers", "more hits than tries"],
 )
 def test_records_that_cannot_be_are_refused(records: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(UsageError, match="start a new one"):
+    with pytest.raises(UsageError, match="start afresh"):
         fused({}, {}).restore(records)
 
 

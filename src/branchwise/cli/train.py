@@ -197,7 +197,7 @@ def vocab(
         raise UsageError(f"--tokens must be at least 1, not {tokens}.")
     from branchwise.bench.prompts import load_items, own_items
     from branchwise.core.sampling import SamplingParams
-    from branchwise.draft.model.trim import save_counts
+    from branchwise.draft.model.vocabulary import save_counts
     from branchwise.llm import load
     from branchwise.train import vocab as counting
 

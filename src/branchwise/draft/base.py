@@ -17,6 +17,7 @@ from torch import Tensor
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
+from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
 
 NO_NEEDS = Needs()
@@ -108,3 +109,20 @@ class LearningDrafter(Drafter):
     @abstractmethod
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Go on from what `save` returned; a UsageError says why that cannot be."""
+
+
+def not_a_state(name: str, why: str) -> UsageError:
+    """The refusal to restore a drafter from tensors that it cannot have saved."""
+    return UsageError(f"This is no state of {name!r} for this model: {why}; leave it out and start afresh.")
+
+
+class NoDrafter(Drafter):
+    """Plain decoding through the same loop, the baseline of every comparison."""
+
+    name = "none"
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        return [DraftTree.root(sequence.root) for sequence in sequences]
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree]:
+        return [DraftTree.root(0)] * len(budgets)

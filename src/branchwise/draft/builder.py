@@ -75,6 +75,13 @@ class TreeBuilder:
         self.depths.append(self.depths[parent] + 1)
         return len(self.tokens) - 1
 
+    def expand(self, nodes: list[int]) -> Generator[tuple[TreeBuilder, list[int]], NodeProbs, ProbsBatch]:
+        """Ask for the distributions after nodes; what is drawn from them is recorded as q."""
+        found = yield self, nodes
+        probs = found.drawable
+        self.probs.update(zip(nodes, probs, strict=True))
+        return probs
+
     def leading(self, nodes: int) -> TreeBuilder:
         """The tree of the first nodes, with their sources. A tree that was drawn cannot be cut."""
         assert not self.probs

@@ -97,6 +97,20 @@ def table(probs: Sequence[Probs | None]) -> Tensor:
     return spread
 
 
+def flaw_of(tokens: Tensor, masses: Tensor, vocabulary: int) -> str | None:
+    """Why rows (n, k) of tokens and masses cannot be sparse distributions, best first; None if they can."""
+    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        return "a token is outside the vocabulary"
+    if not bool(((masses >= 0).all(dim=1) & (masses.double().sum(dim=1) <= 1 + 1e-5)).all()):
+        return "its masses are not probabilities"
+    if bool((masses[:, 1:] > masses[:, :-1]).any()):
+        return "its tokens are not in order"
+    lines = torch.where(masses > 0, tokens, -1 - torch.arange(tokens.shape[1])).sort(dim=1).values
+    if bool((lines[:, 1:] == lines[:, :-1]).any()):
+        return "a token comes twice in a row"
+    return None
+
+
 def _spread(probs: Sequence[Probs | None], vocabulary: int, device: torch.device) -> Tensor:
     """(distributions, vocabulary): the sparse ones; the rows of all others are 0."""
     few = [(row * vocabulary, p.masses) for row, p in enumerate(probs) if isinstance(p, SparseProbs)]

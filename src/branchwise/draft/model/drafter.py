@@ -27,12 +27,10 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.padded import PaddedGraphedFunction
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
-from branchwise.draft.model.draft_kv import DraftKVCache
-from branchwise.draft.model.draft_model import Head, Weights
+from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights
 from branchwise.draft.model.mixing import TargetProbsMixer
-from branchwise.draft.model.trim import frequent_tokens
-from branchwise.draft.model.vocabulary import Vocabulary, common
-from branchwise.draft.policies.chain import Chain
+from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
+from branchwise.draft.policies.paths import Chain
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve

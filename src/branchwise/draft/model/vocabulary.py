@@ -7,18 +7,27 @@ A draft model with another tokenizer drafts over the tokens whose spelling both 
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202). A trimmed
 one computes only the head rows of tokens that the target writes often (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv
 2502.14856).
+
+The tokens that a trimmed draft head keeps: those that the target itself writes most often.
+
+Goel et al., "VocabTrim" (arXiv 2506.22694): counts over text that the target generated choose better than counts over
+any other text. `branchwise calibrate vocab` counts, and stores the counts of each target in the cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import TargetInfo
+from branchwise.draft.artifact import Format
 from branchwise.errors import ModelError
+from branchwise.models import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,3 +161,48 @@ def _bytes_of_pieces(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
+
+
+FORMAT = Format("token table", "count tokens with: branchwise calibrate vocab --model TARGET", ModelError)
+
+
+def table_of(target: TargetInfo) -> Path:
+    """The file with the counts of a target."""
+    return cache_dir() / "vocab" / f"{target.fingerprint}.safetensors"
+
+
+def save_counts(target: TargetInfo, counts: Tensor, about: dict[str, str]) -> Path:
+    """Keep how often the target wrote each token (vocabulary,), with a few words about the count."""
+    path = table_of(target)
+    FORMAT.write(path, about, {"counts": counts.to(torch.int64)}, parents=True)
+    return path
+
+
+def read_counts(target: TargetInfo) -> Tensor:
+    path = table_of(target)
+    if not path.exists():
+        raise ModelError(f"A trimmed head needs to know which tokens the target writes; {FORMAT.remedy}.")
+    counts = FORMAT.read(path, lambda _, tensors: tensors["counts"])
+    if counts.shape != (target.vocabulary,):
+        raise ModelError(f"The counts in {path} are not of this target; {FORMAT.remedy}.")
+    return counts
+
+
+def frequent_tokens(target: TargetInfo, count: int) -> Tensor:
+    """(count,) int64, ascending: the tokens that the target writes most; of those it never wrote, short ones first."""
+    counts = read_counts(target).double()
+    if count >= len(counts):
+        return torch.arange(len(counts))
+    counts[_basic(target)] += 0.5  # only breaks ties: counts are integers
+    order = counts.argsort(descending=True, stable=True)
+    return order[:count].sort().values
+
+
+def _basic(target: TargetInfo) -> Tensor:
+    """Tokens that any text may need: single characters, bytes and special tokens."""
+    tokenizer: Any = target.tokenizer
+    if tokenizer is None:
+        return torch.zeros(0, dtype=torch.long)
+    short = {number for token, number in tokenizer.get_vocab().items() if len(token) == 1 or token.startswith("<0x")}
+    wanted = short | {number for number in tokenizer.all_special_ids if number is not None}
+    return torch.tensor(sorted(number for number in wanted if number < target.vocabulary), dtype=torch.long)

@@ -1,4 +1,4 @@
-"""K independent paths, merged where they agree: what block verifiers of several paths are exact for.
+"""K independent paths, merged where they agree, for block verifiers of several paths; one path is the plain chain.
 
 Near the root a drafter is most often right, so the first tokens of paths mostly agree. Delayed branching draws them
 once for all paths. Paths with a common beginning are not independent, so such a tree is one of siblings drawn without
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from branchwise.core.batch import PadShape
+from branchwise.core.topology import branched, plant
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
@@ -51,9 +52,7 @@ class Paths(TreePolicy):
         ends = [0] * self.count
         for level in range(self.within(budget)):
             nodes = sorted(set(ends))
-            found = yield tree, nodes
-            probs = found.drawable
-            tree.probs.update(zip(nodes, probs, strict=True))
+            probs = yield from tree.expand(nodes)
             paths = sorted(range(self.count), key=ends.__getitem__)
             drawing = paths if level >= self.common else paths[:1]
             draws = [(nodes.index(ends[path]), level * self.count + path) for path in drawing]
@@ -66,3 +65,13 @@ class Paths(TreePolicy):
                     children[step] = tree.add(*step)
                 ends[path] = children[step]
         return tree.finish(self.draw, tuple(ends) if self.draw is Draw.PATHS else ())
+
+
+class Chain(Paths):
+    """`chain:L`: at most L tokens, one after the other. For `ngram`, which draws nothing, it is the length to copy."""
+
+    def __init__(self, length: int = 8) -> None:
+        if length < 1:
+            raise UsageError(f"A chain has at least 1 token, not {length}.")
+        super().__init__(f"1x{length}")
+        plant(branched([1] * length))

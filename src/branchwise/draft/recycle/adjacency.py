@@ -7,9 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from branchwise.draft.base import not_a_state
 from branchwise.draft.builder import Candidate, new
 from branchwise.draft.recycle.topk import HostTopTokens, Ints, ReportedTopTokens
-from branchwise.errors import UsageError
+from branchwise.draft.sparse import flaw_of
 
 Halves = NDArray[np.float16]
 PADDING, REJECTED, ACCEPTED = range(3)
@@ -18,8 +19,6 @@ HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
 MOST_READ = 1024
 """rows that are cached as they were read"""
-PADDING, REJECTED, ACCEPTED = range(3)
-"""what became of a node, for the kernels"""
 
 
 class AdjacencyTable:
@@ -46,8 +45,7 @@ class AdjacencyTable:
 
     def row(self, token: int) -> list[Candidate]:
         """The successors of a token."""
-        row = self._read.get(token)
-        if row is None:
+        if (row := self._read.get(token)) is None:
             tokens, masses = self._arrays or (self.tokens, self.masses)
             stored = zip(tokens[token].tolist(), masses[token].tolist(), strict=True)
             row = [new(Candidate, (found, mass, found, "")) for found, mass in stored if mass > 0]
@@ -71,27 +69,14 @@ class AdjacencyTable:
 
     def put(self, tensors: dict[str, Tensor]) -> None:
         """Replace the table by a stored one."""
-
-        def refuse(why: str) -> UsageError:
-            return UsageError(f"This is no state of 'recycle' for this model: {why}; leave it out and start afresh.")
-
-        tokens, masses = tensors.get("tokens"), tensors.get("masses")
-        if tokens is None or masses is None or len(tensors) != 2:
-            raise refuse("it should hold tokens and masses")
-        if tokens.shape != self.tokens.shape or masses.shape != self.masses.shape:
-            raise refuse(f"it has {tuple(tokens.shape)} successors where {tuple(self.tokens.shape)} are expected")
-        if tokens.dtype != torch.int32 or masses.dtype != torch.float16:
-            raise refuse(f"its numbers are {tokens.dtype} and {masses.dtype}")
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < len(self):
-            raise refuse(f"a token is outside the vocabulary of {len(self)}")
-        sums = masses.double().sum(dim=1)
-        if not bool(((masses >= 0).all(dim=1) & (sums <= 1)).all()):
-            raise refuse("its masses are not probabilities")
-        if bool((masses[:, 1:] > masses[:, :-1]).any()):
-            raise refuse("its successors are not in order")
-        lines = torch.where(masses > 0, tokens, -1 - torch.arange(self.width)).sort(dim=1).values
-        if bool((lines[:, 1:] == lines[:, :-1]).any()):
-            raise refuse("a token has the same successor twice")
+        if {name: tensor.dtype for name, tensor in tensors.items()} != {"tokens": torch.int32, "masses": torch.float16}:
+            raise not_a_state("recycle", "it should hold tokens and masses")
+        tokens, masses = tensors["tokens"], tensors["masses"]
+        if not tokens.shape == masses.shape == self.tokens.shape:
+            wanted = tuple(self.tokens.shape)
+            raise not_a_state("recycle", f"it has {tuple(tokens.shape)} successors where {wanted} are expected")
+        if flaw := flaw_of(tokens, masses, len(self)):
+            raise not_a_state("recycle", flaw)
         self.tokens.copy_(tokens)
         self.masses.copy_(masses)
         self._read.clear()

@@ -31,7 +31,7 @@ from branchwise.draft.base import Budget, LearningDrafter
 from branchwise.draft.builder import Candidate, TreePolicy
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.policies.ranks import Ranks, places_in, ways
+from branchwise.draft.policies.template import Ranks, places_in, ways
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle.adjacency import ACCEPTED, PADDING, REJECTED, AdjacencyTable
 from branchwise.draft.recycle.device_paths import MOST_PATHS, DevicePaths
