@@ -380,7 +380,6 @@ MUTANTS = [
         ("level * self.count + path) for path in drawing", "path) for path in drawing"),
         ("nodes.index(ends[path])", "0"),
         ("if step not in children:", "if True:"),
-        ("tree.probs.update(zip(nodes, probs, strict=True))", "tree.probs.update((node, probs[0]) for node in nodes)"),
         ("ends[path] = children[step]", "ends[path] = len(tree) - 1"),
     ),
     *family(
@@ -390,8 +389,12 @@ MUTANTS = [
         ("self.branching[: max(budget.depth, 0)]", "self.branching"),
         ("(place, (depth << 16) + place) for", "(place, depth << 16) for"),
         ("(place, (depth << 16) + place) for", "(place, place) for"),
-        ("tree.probs.update(zip(level, probs, strict=True))", "tree.probs.update((node, probs[0]) for node in level)"),
         ("for token in order]", "for token in sorted(order)]"),
+    ),
+    *family(
+        "growth",
+        "draft/builder.py",
+        ("self.probs.update(zip(nodes, probs, strict=True))", "self.probs.update((node, probs[0]) for node in nodes)"),
     ),
     *family(
         "growth",
@@ -501,7 +504,7 @@ MUTANTS = [
         ("if cached != text[:known] or known == len(text):", "if cached != text[:known]:"),
         ("store.cut(followed.key, known)", "pass"),
         ("path.append(node := child)", "path.append(child)"),
-        ("[len(new) - 1 for new in ahead]", "[nodes - 1 for new in ahead]"),
+        ("slice(len(new) - 1, len(new)) for new in ahead", "slice(nodes - 1, nodes) for new in ahead"),
         ("one.tree, one.rows = tree, {}", "one.tree = tree"),
         ("followed.rows = {}\n        ahead", "ahead"),
     ),

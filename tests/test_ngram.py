@@ -14,8 +14,8 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget, Drafter, NoDrafter
+from branchwise.draft.lookup.base import WIDTH, ppm_backoff
 from branchwise.draft.lookup.ngram import PLACES, Index, NGram
-from branchwise.draft.lookup.ppm import WIDTH, ppm_backoff
 from branchwise.draft.policies.paths import Chain
 from branchwise.draft.policies.topk import TopK
 from branchwise.verify import VERIFIERS

@@ -17,13 +17,14 @@ from branchwise.core.tree import Draw
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.builder import Candidate
-from branchwise.draft.lookup.ppm import CERTAIN, WIDTH, ppm_backoff
+from branchwise.draft.lookup.base import CERTAIN, WIDTH, ppm_backoff
 from branchwise.draft.lookup.suffix import CONTEXTS, END, LEAD, LINKS, NOWHERE, REACH, ROOT, Automaton, Suffix
-from branchwise.draft.policies.topk import TopK, best_first
+from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
+from tests.strategies import best_first
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=LINKS)
 AMPLE = Budget(nodes=99, depth=99)

@@ -69,11 +69,15 @@ class TreeBuilder:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int) -> int:
+    def add(self, parent: int, token: int, source: str = "") -> int:
+        """Add a node, and return its number."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
-        return len(self.tokens) - 1
+        node = len(self.tokens) - 1
+        if source:
+            self.sources[node] = source
+        return node
 
     def expand(self, nodes: list[int]) -> Generator[tuple[TreeBuilder, list[int]], NodeProbs, ProbsBatch]:
         """Ask for the distributions after nodes; what is drawn from them is recorded as q."""

@@ -55,7 +55,7 @@ class NoisyTarget(TreeDrafter):
         """(nodes, vocabulary), given the target's logits in level order."""
         sequence, tree, places = request.sequence, request.tree, request.tree.places
         probs = torch.stack([self._row(sequence, tree, node, logits[places[node]]) for node in request.nodes])
-        return probs if self.recall is None else self.recall.mix(sequence, tree, request.nodes, probs)
+        return self._mixed(request, probs)
 
     def _row(self, sequence: SequenceState, tree: TreeBuilder, node: int, logits: Tensor) -> Tensor:
         """(vocabulary,): the target's distribution after a node, with noise that only the text before it decides."""

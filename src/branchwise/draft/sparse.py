@@ -1,8 +1,7 @@
 """Sparse distributions, and tables of distributions.
 
-A lookup drafter proposes a few tokens of the vocabulary after a node. Such a distribution stays on the host, which
-draws from it whatever device the target is on; it becomes a row over the vocabulary when a verifier needs it as q. Of a
-whole tree only the tokens and their masses are copied to the device.
+A lookup drafter proposes a few tokens after a node. Their distribution stays on the host, which draws from it; it
+becomes a row over the vocabulary when a verifier needs it as q, and only tokens and masses are copied to a device.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class SparseProbs:
 
     def without(self, token: int) -> SparseProbs:
         """The same masses except that of one token."""
-        return SparseProbs(
-            {other: mass for other, mass in self.masses.items() if other != token}, self.vocabulary, self.device
-        )
+        others = {other: mass for other, mass in self.masses.items() if other != token}
+        return SparseProbs(others, self.vocabulary, self.device)
 
     def best(self, k: int) -> list[int]:
         """The k most probable tokens, best first; fewer if there are fewer."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from branchwise.backends.base import Needs, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -36,6 +38,8 @@ class TreeDrafter(Drafter):
 
     recall: TargetProbsMixer | None = None
     """remembers distributions of the target for a source that mixes them into its own"""
+    seen: dict[SequenceState, dict[tuple[int, ...], Tensor]] | None = None
+    """if it is set, the distributions that trees were grown from, by the path from the root"""
 
     def __init__(self, tree: TreePolicy) -> None:
         self.tree = tree
@@ -65,39 +69,44 @@ class TreeDrafter(Drafter):
         trees: dict[int, DraftTree] = {}
         expand_requests: dict[int, ExpandRequest] = {}
         sample_requests: dict[int, SampleRequest] = {}
-
-        def advance(row: int, answer: Any) -> None:
-            """Let a tree grow to its next request, or to its end."""
-            try:
-                request = growing[row].send(answer)
-            except StopIteration as end:
-                trees[row] = end.value
-                return
-            if isinstance(request, SampleRequest):
-                sample_requests[row] = request
-            else:
-                expand_requests[row] = ExpandRequest(sequences[row], *request)
-
-        for row in range(len(growing)):
-            advance(row, None)
-        while expand_requests or sample_requests:
+        answers: dict[int, Any] = dict.fromkeys(range(len(growing)))
+        while answers:
+            for row, answer in answers.items():
+                try:
+                    request = growing[row].send(answer)
+                except StopIteration as end:
+                    trees[row] = end.value
+                    continue
+                if isinstance(request, SampleRequest):
+                    sample_requests[row] = request
+                else:
+                    expand_requests[row] = ExpandRequest(sequences[row], *request)
             # All draws come first, so that the trees of a batch ask for a level together.
-            answers: Sequence[Any]
             if sample_requests:
-                rows, answers = list(sample_requests), sample_batch(list(sample_requests.values()))
+                answers = dict(zip(sample_requests, sample_batch(list(sample_requests.values())), strict=True))
                 sample_requests.clear()
             else:
-                rows, answers = list(expand_requests), self.look(list(expand_requests.values()))
+                answers = dict(zip(expand_requests, self._look(list(expand_requests.values())), strict=True))
                 expand_requests.clear()
-            for row, answer in zip(rows, answers, strict=True):
-                advance(row, answer)
         self._drafted = [trees[row] for row in range(len(growing))]
         return self._drafted
+
+    def _look(self, requests: list[ExpandRequest]) -> list[NodeProbs]:
+        answers = self.look(requests) if requests else []
+        if self.seen is not None:
+            for request, found in zip(requests, answers, strict=True):
+                paths = [tuple(request.tree.path(node)) for node in request.nodes]
+                self.seen.setdefault(request.sequence, {}).update(zip(paths, found.probs, strict=True))
+        return answers
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.recall is not None:
             self.recall.learn(sequences, self._drafted, scored, verdicts)
         self.tree.update(sequences, self._drafted, scored, verdicts)
+
+    def _mixed(self, request: ExpandRequest, probs: Tensor) -> Tensor:
+        """Distributions (nodes, vocabulary) of a source, with what is remembered of the target's."""
+        return probs if self.recall is None else self.recall.mix(request.sequence, request.tree, request.nodes, probs)
 
     def _grow(self, sequence: SequenceState, budget: Budget) -> TreeCoroutine:
         return self.tree.grow_for(sequence, budget, sampler_for(sequence, self._device_sampler))

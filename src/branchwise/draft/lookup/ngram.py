@@ -19,8 +19,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
-from branchwise.draft.lookup.base import LookupDrafter
-from branchwise.draft.lookup.ppm import WIDTH, ppm_backoff, ranked
+from branchwise.draft.lookup.base import WIDTH, LookupDrafter, ppm_backoff, ranked
 from branchwise.draft.policies.paths import Chain
 from branchwise.errors import UsageError
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import LearningDrafter, not_a_state
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
-from branchwise.draft.lookup.base import LookupDrafter
-from branchwise.draft.lookup.ppm import CERTAIN, WIDTH, ppm_backoff, ranked
+from branchwise.draft.lookup.base import CERTAIN, WIDTH, LookupDrafter, ppm_backoff, ranked
 from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 

@@ -1,10 +1,8 @@
-"""The weights of a draft model: loaded once, and shared by all drafters that use them.
-
-The KV cache of a draft model: the rows of texts, and of trees while they grow.
+"""The weights of a draft model, loaded once and shared by all drafters that use them, and its KV cache.
 
 After a step the text has grown by the accepted nodes and one more token. The rows of nodes that the draft model has
-computed are kept; the rest of the text is written in the pass that computes the distribution after the new root. If a
-text has changed otherwise, the longest common prefix is kept.
+computed are kept in its KV cache; the rest of the text is written in the pass that computes the distribution after the
+new root. If a text has changed otherwise, the longest common prefix is kept.
 """
 
 from __future__ import annotations
@@ -95,18 +93,6 @@ class Weights:
                 self._idle.append((self._kinds[slots], slots))
                 del self._idle[:-MOST_IDLE]
 
-    def context(self, wanted: int) -> int:
-        """The wanted context, or the context of the model if that is shorter."""
-        from branchwise.backends.transformers.probe import context_limit
-
-        return min(wanted, context_limit(self.model.config))
-
-    def bytes_read(self, rows: int | None = None) -> int:
-        """The bytes that one pass reads, of the head so many rows; by default all."""
-        from branchwise.backends.transformers.runner import bytes_read
-
-        return bytes_read(self.model, rows)
-
     def own_head(self, rows: Tensor | None = None) -> Head:
         """The head of the model, or some rows of it; the same object for the same rows."""
         key = None if rows is None else rows.cpu().numpy().tobytes()
@@ -171,21 +157,10 @@ class DraftKVCache:
         self._acquired: TransformersTarget | None = None
         self._texts: dict[SequenceState, DraftSlot] = {}
 
-    def __contains__(self, sequence: SequenceState) -> bool:
-        return sequence in self._texts
-
     @property
     def slots(self) -> TransformersTarget:
         assert self._acquired is not None, "there is no text"
         return self._acquired
-
-    def open(self, sequence: SequenceState) -> None:
-        if sequence not in self._texts:
-            if self._acquired is None:
-                self._acquired = self._acquire()
-            followed = DraftSlot()
-            self.slots.store.open(followed.key)
-            self._texts[sequence] = followed
 
     def close(self, sequence: SequenceState) -> None:
         if (followed := self._texts.pop(sequence, None)) is not None:
@@ -196,12 +171,18 @@ class DraftKVCache:
 
     def roots(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], trees: Sequence[TreeBuilder]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[slice]]:
         """Write what is new in the texts (tokens of the draft model), and compute the logits after each root.
 
-        Returns logits (batch, nodes, vocabulary) and the row (batch,) of the root of each text. The trees, bare
-        roots so far, are those that will grow.
+        Returns logits (batch, nodes, vocabulary), and where the row of each root is. The trees, bare roots so far, are
+        those that will grow.
         """
+        for sequence in sequences:
+            if sequence not in self._texts:
+                if self._acquired is None:
+                    self._acquired = self._acquire()
+                self._texts[sequence] = DraftSlot()
+                self.slots.store.open(self._texts[sequence].key)
         followed = [self._texts[sequence] for sequence in sequences]
         ahead = [self._catch_up(one, text) for one, text in zip(followed, texts, strict=True)]
         nodes = max(map(len, ahead))
@@ -213,10 +194,10 @@ class DraftKVCache:
             self.slots.store.advance(one.key, len(new))
             one.cached += new
             one.tree, one.rows = tree, {}
-        return logits, torch.tensor([len(new) - 1 for new in ahead])
+        return logits, [slice(len(new) - 1, len(new)) for new in ahead]
 
-    def sprouts(self, sequences: Sequence[SequenceState], wanted: Sequence[list[int]]) -> Tensor:
-        """(batch, nodes, vocabulary): the logits after the wanted nodes of every tree, in order."""
+    def sprouts(self, sequences: Sequence[SequenceState], wanted: Sequence[list[int]]) -> tuple[Tensor, list[slice]]:
+        """The logits after the wanted nodes of every tree (batch, nodes, vocabulary), and where they are."""
         followed = [self._texts[sequence] for sequence in sequences]
         before = [len(one.rows) for one in followed]
         nodes = max(map(len, wanted))
@@ -244,7 +225,7 @@ class DraftKVCache:
         logits = self.slots.sprout(keys, tokens, depths, ancestors, PartialTree(before, row_depths))
         for one, rows in zip(followed, joined, strict=True):
             one.rows = rows
-        return logits
+        return logits, [slice(len(new)) for new in wanted]
 
     def _catch_up(self, followed: DraftSlot, text: list[int]) -> list[int]:
         """Keep the rows that are still valid; returns the tokens that are not written yet, at least the root."""

@@ -210,10 +210,7 @@ class Ranks(TreePolicy):
             if children and node in places:
                 parent, here = places[node]
                 for child, found in zip(children, candidates(here), strict=False):
-                    added = tree.add(parent, found.token)
-                    places[child] = added, found.cursor
-                    if found.source:
-                        tree.sources[added] = found.source
+                    places[child] = tree.add(parent, found.token, found.source), found.cursor
         return tree
 
     def _fit(self, nodes: int, depth: int, width: int) -> tuple[int, ...]:

@@ -9,17 +9,7 @@ Over candidates that are looked up, which costs next to nothing, the same tree n
 the most probable node that may come next on top. Probabilities only fall along a path, so whatever its size, the tree
 is the best of that size.
 
-Nothing is drawn here: the tree depends on the text alone, so it is fixed, and `match` is exact for it.
-
-A graph of hypotheses: if two of them run into the same phrase, its continuation is drafted once.
-
-Gong et al., "Graph-Structured Speculative Decoding" (arXiv 2407.16207). Most drafted tokens recur in other branches. A
-node that repeats the last words of one in another branch is a copy of it: it is linked to that node and not expanded.
-The target cannot share nodes, since what it makes of a token depends on all tokens before. So in the end the graph is
-unrolled to a tree, best paths first, and a copy gets the children of its original with their probabilities there.
-
-Nothing is drawn here: the tree depends on the text alone, so it is fixed, and `match` is exact for it. That the
-distributions below a copy are those of another prefix costs acceptance, never exactness.
+Nothing is drawn here: the trees depend on the text alone, so they are fixed, and `match` is exact for them.
 """
 
 from __future__ import annotations
@@ -54,10 +44,7 @@ class TopK(TreePolicy):
 
     def __init__(self, nodes: int, depth: int = 6, width: int = 8, gain: float = 0.0) -> None:
         if nodes < 1 or depth < 1 or width < 1 or not 0 <= gain < 1:
-            raise UsageError(
-                "Top-k takes nodes, depth and width of at least 1 and a gain from 0 to below 1, "
-                "as in topk:24,depth=6,width=8."
-            )
+            raise UsageError("Top-k takes nodes, depth and width of at least 1 and a gain from 0 to below 1.")
         self.nodes, self.depth, self.width, self.gain = nodes, depth, width, gain
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -91,8 +78,11 @@ class TopK(TreePolicy):
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
         """The very best nodes, with at most W children each."""
-        nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)
-        return best_first(root, cursor, candidates, nodes=nodes, depth=depth, width=self.width)[0]
+        nodes, tree = min(self.nodes, budget.nodes - 1), TreeBuilder([root])
+        depth = min(self.depth, budget.depth)
+        for _ in islice(grow_best_first(tree, cursor, candidates, depth=depth, width=self.width), max(nodes, 0)):
+            pass
+        return tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +109,7 @@ def tree_of(nodes: Sequence[PathNode]) -> TreeBuilder:
 
 
 class TopKRequest(SampleRequest):
-    """For each distribution its most probable tokens, as many as `sizes` says, and the logarithms of their masses, best
-    first.
+    """For each distribution its most probable tokens, as many as `sizes` says, with the logarithms of their masses.
 
     Nothing of it is left to chance, but a device is asked for it as for draws: once for all sequences of a batch.
     """
@@ -147,18 +136,6 @@ class TopKRequest(SampleRequest):
             ]
             for row, size in zip(rows, self.sizes, strict=True)
         ]
-
-
-# Over candidates
-
-
-def best_first(
-    root: int, cursor: Cursor, candidates: Candidates, *, nodes: int, depth: int, width: int = 64, least: float = 0.0
-) -> tuple[TreeBuilder, list[float]]:
-    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first."""
-    tree = TreeBuilder([root])
-    growing = grow_best_first(tree, cursor, candidates, depth=depth, width=width, least=least)
-    return tree, [1.0, *islice(growing, max(nodes, 0))]
 
 
 def grow_best_first(
@@ -189,15 +166,19 @@ def grow_best_first(
             return
         value, parent, rank, (token, _, cursor, source), siblings = heapq.heappop(heap)
         offer(parent, rank + 1, siblings)
-        newest = tree.add(parent, token)
+        newest = tree.add(parent, token, source)
         reach.append(-value)
-        if source:
-            tree.sources[newest] = source
         yield -value
 
 
 class Graph(TreePolicy):
     """`graph:N,width=4,depth=6,repeat=1,sibling=0.2,leaf=0.05`: N nodes below the root after unrolling.
+
+    Gong et al., "Graph-Structured Speculative Decoding" (arXiv 2407.16207). Most drafted tokens recur in other
+    branches. A node that repeats the last words of one in another branch is a copy of it: it is linked to that node and
+    not expanded. The target cannot share nodes, since what it makes of a token depends on all tokens before. So in the
+    end the graph is unrolled to a tree, best paths first, and a copy gets the children of its original with their
+    probabilities there, which costs acceptance, never exactness.
 
     Every node proposes its `width` most probable children, but none below `sibling` times the best of them. Nodes are
     the same if they and the `repeat` tokens before them are; with -1 no two are. A node with less than `leaf` of its
@@ -211,8 +192,7 @@ class Graph(TreePolicy):
     ) -> None:
         if min(nodes, width, depth) < 1 or repeat < -1 or not 0 <= sibling <= 1 or not 0 <= leaf <= 1:
             raise UsageError(
-                "A graph takes nodes, width and depth of at least 1, repeat of at least -1, and sibling and leaf "
-                "from 0 to 1, as in graph:24,width=4,depth=6."
+                "A graph takes nodes, width and depth from 1, repeat from -1, and sibling and leaf from 0 to 1."
             )
         self.nodes, self.width, self.depth, self.repeat = nodes, width, depth, repeat
         self.sibling, self.leaf = sibling, leaf
@@ -244,21 +224,15 @@ class Graph(TreePolicy):
             for vertex in best:  # of two equal nodes in one level the more probable is the original
                 if vertex not in fresh:
                     continue
-                ending = tuple(ancestor.token for ancestor in vertex.path[: self.repeat + 1])
-                vertex.original = self._found(vertex, originals[ending])
+                path = vertex.path
+                ending = tuple(ancestor.token for ancestor in path[: self.repeat + 1])
+                if self.repeat >= 0:  # never a copy of its own ancestor: a repetition has distributions of its own
+                    vertex.original = next((other for other in originals[ending] if other not in path), None)
                 # As in `topk`: if the tree is full, only a node better than its worst is worth a pass.
                 if vertex.original is None and vertex.total > least and math.exp(vertex.value) >= self.leaf:
                     originals[ending].append(vertex)
                     level.append(vertex)
         return tree_of(list(islice(unrolled(start, depth), most))).finish(self.draw)
-
-    def _found(self, vertex: Vertex, alike: list[Vertex]) -> Vertex | None:
-        """The node that this one is a copy of; never its own ancestor, since a repetition has distributions of its
-        own."""
-        if self.repeat < 0:
-            return None
-        path = vertex.path
-        return next((other for other in alike if other not in path), None)
 
 
 @dataclass(eq=False)
