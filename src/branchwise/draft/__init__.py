@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 from branchwise.draft.base import Drafter
@@ -58,8 +60,6 @@ STOPS = Registry(
 
 def build_policy(tree: str) -> Any:
     """The policy of a spec such as `chain:8`, or of one that may stop early: `chain:12,stop=confidence:0.4`."""
-    import re
-
     shape, *stops = re.split(r"[:,]\s*stop=", tree, maxsplit=1)  # all that follows belongs to the stop, commas included
     policy = TREES.build(shape)
     return STOPS.build(stops[0]).applied_to(policy, shape) if stops else policy
@@ -67,8 +67,6 @@ def build_policy(tree: str) -> Any:
 
 def build_drafter(draft: str, tree: str | None = None) -> Drafter:
     """The drafter of a spec such as `ngram:max=4`, growing the tree of a spec such as `chain:8`."""
-    import inspect
-
     policy = None if tree is None else build_policy(tree)
     name, _, _ = split_spec(draft)
     if policy is not None and "tree" not in inspect.signature(DRAFTERS.find(name)).parameters:

@@ -1,8 +1,7 @@
 """Files of tensors with a description: safetensors, whose metadata holds one JSON value, a version and a digest.
 
-A file is written beside its place and then renamed over it. A reader therefore finds the old file or the new file,
-whole, and of two writers the later one wins, whole. A file that is truncated, foreign, changed or too new is refused
-with one sentence that names the file and says what to do.
+A file is written beside its place and then renamed over it, so a reader finds the old file or the new file, whole. A
+file that is truncated, foreign, changed or too new is refused with one sentence that says what to do.
 """
 
 from __future__ import annotations

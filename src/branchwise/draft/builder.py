@@ -2,13 +2,11 @@
 
 A policy is a coroutine. It yields the tree so far and the nodes whose distributions it needs, receives them, draws, and
 in the end returns the tree. So one pass of a source can serve the requests of all sequences of a batch. A policy that
-draws a whole level at once yields that too, and the draws of all sequences are made together.
+draws a whole level at once yields that too, and the draws of all sequences are made together. Over a table that is
+looked up, a policy that draws nothing may take a shorter way: `lay` reads candidates one node at a time, on the host.
 
 What keeps it exact: a policy may look at nodes that are drawn, never at the token whose admission it is deciding, and
 the q it records is the very distribution that it drew from.
-
-Over a table that is looked up, a policy that draws nothing may take a shorter way: `lay` reads candidates one node at a
-time, on the host, and needs no coroutine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The target as its own drafter, with noise on its logits: a drafter of any skill for any model, to test verifiers.
 
-It drafts with passes of the target, so it makes nothing faster. It is useful because q can be as close to p as a test
-needs: q = softmax(logits / temperature + sigma noise), where the noise is a function of the text before a node.
-sigma = 0 draws from the target's own distribution, 1 is a fair draft model, 3 a bad one.
+It makes nothing faster, but q can be as close to p as a test needs: q = softmax(logits / temperature + sigma noise),
+where the noise is a function of the text before a node. sigma = 1 is a fair draft model, 3 a bad one.
 """
 
 from __future__ import annotations

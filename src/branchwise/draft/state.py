@@ -2,9 +2,7 @@
 
 A file (`artifact.py`) has the tensors of every part that learns, `trigram.pairs` and so on, and names the drafter and
 the target that they belong to. It only changes what is drafted: whatever a file contains, texts are the target's own.
-
-Two writers do not wait for each other, and files are not merged: what the earlier writer learned since it read the file
-is missing from the file of the later writer.
+Two writers do not wait for each other: of what both have learned since they read a file, the later one's stays.
 """
 
 from __future__ import annotations
@@ -45,18 +43,15 @@ def load_state(drafter: Drafter, path: str | os.PathLike[str], target: TargetInf
     if not file.exists():
         return False
     known, tensors = FORMAT.read(file, lambda known, tensors: (known, tensors))
+    other = None
     if known["vocabulary"] != target.vocabulary:
-        raise UsageError(
-            f"The state {file} is of a model with {known['vocabulary']} tokens, and this one has {target.vocabulary}; "
-            "name another file for this model."
-        )
-    if known["target"] != target.fingerprint:
-        raise UsageError(f"The state {file} is of another model or tokenizer; name another file for this model.")
-    if known["drafters"] != sorted(parts):
-        raise UsageError(
-            f"The state {file} is of {' and '.join(known['drafters'])}, and what drafts here is "
-            f"{' and '.join(sorted(parts))}; name another file for it."
-        )
+        other = f"a model with {known['vocabulary']} tokens, and this one has {target.vocabulary}"
+    elif known["target"] != target.fingerprint:
+        other = "another model or tokenizer"
+    elif known["drafters"] != sorted(parts):
+        other = f"{' and '.join(known['drafters'])}, and what drafts here is {' and '.join(sorted(parts))}"
+    if other is not None:
+        raise UsageError(f"The state {file} is of {other}; name another file for it.")
     for name, part in parts.items():
         own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
         try:

@@ -45,9 +45,7 @@ class Weights:
     )
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.name = name
-        self.model = model
-        self.tokenizer = tokenizer
+        self.name, self.model, self.tokenizer = name, model, tokenizer
         self.lock = threading.RLock()
         """held while the model runs with the head of a drafter"""
         self._idle: list[tuple[Any, TransformersTarget]] = []
@@ -57,8 +55,7 @@ class Weights:
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, device: torch.device) -> Weights:
         key = name, dtype, str(device)
-        found = cls._loaded.get(key)
-        if found is None:
+        if (found := cls._loaded.get(key)) is None:
             found = cls._loaded[key] = cls(name, *load_model(name, dtype=dtype, device=str(device)))
         return found
 
@@ -69,11 +66,8 @@ class Weights:
     def acquire(
         self, count: int, context: int, head: Head | None = None, execution: Execution | None = None
     ) -> TransformersTarget:
-        """A KV cache for this many texts of at most this length, for one drafter until it releases the cache.
-
-        Drafters that take turns share it: its memory, and the CUDA graphs recorded with this head. Without an
-        `execution` passes run as they do by default.
-        """
+        """A KV cache for this many texts of at most this length, for one drafter until it releases the cache: drafters
+        that take turns share its memory and the CUDA graphs recorded with this head."""
         from branchwise.backends.transformers.target import TransformersTarget  # transformers takes seconds to import
 
         kind = count, context, head, execution

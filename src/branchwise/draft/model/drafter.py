@@ -38,7 +38,6 @@ from branchwise.models import ALIASES, resolve
 FOR_GREEDY = 0.6
 """The temperature of draft distributions for a greedy text: the best token of the draft is the target's best token more
 often than its probability says. Policies that weigh nodes by their probability depend on it (DySpec uses 0.6)."""
-
 MOST_READINGS = 8
 """sampling parameters for which a reading is cached, the most recently used"""
 

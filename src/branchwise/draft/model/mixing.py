@@ -2,18 +2,15 @@
 
 Improved MCSD (Lu et al., arXiv 2409.10644) starts trees with tokens of known distributions of the target, which changes
 what is written. Mixed into q instead, the same knowledge is exact: if two tokens were followed by a distribution of the
-target before, a share of it is mixed into the draft's distribution, and tokens are drawn from the mixture, which is
-recorded as q. Token Recycling (Luo et al., arXiv 2408.08696) does the same for trees that are not drawn.
+target before, a share of it is mixed into the draft's distribution, and tokens are drawn from the mixture.
 
-Each text has its own memory. A shared one would know more, but a text would then depend on the texts beside it, and it
-would not be lossless for texts of one seed: they share their noise, so the tokens of one text would predict those of
-another.
+Each text has its own memory. A shared one would not be lossless for texts of one seed: they share their noise, so the
+tokens of one text would predict those of another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,19 +26,11 @@ from branchwise.verify import Verdict
 KEPT = 32
 """tokens of a distribution that are kept, the most probable ones"""
 ROWS = 16
-"""distributions that are kept of one tree, those of its accepted path first: on the host each is a search through a
-whole vocabulary"""
+"""distributions that are kept of one tree, those of its accepted path first: each is a search through a vocabulary"""
 
 Pair = tuple[int, int]
-
-
-class Remembered(NamedTuple):
-    """What followed two tokens: the softmax of these logits is the distribution."""
-
-    tokens: Tensor
-    """(kept,)"""
-    logits: Tensor
-    """(kept,) float32"""
+Remembered = tuple[Tensor, Tensor]
+"""what followed two tokens: tokens (kept,) and logits (kept,) float32, whose softmax is the distribution"""
 
 
 class TargetProbsMixer:
@@ -71,10 +60,10 @@ class TargetProbsMixer:
             logits, found = scored.logits[row, nodes].topk(min(KEPT, scored.logits.shape[-1]), dim=-1)
             memory = self._memories.setdefault(sequence, {})
             # In reverse, so that accepted nodes are the newest.
-            for node, *remembered in reversed(list(zip(nodes, found, logits.float(), strict=True))):
+            for node, best, scores in reversed(list(zip(nodes, found, logits.float(), strict=True))):
                 if (pair := last_two(sequence, tokens, tree.parents, node)) is not None:
                     memory.pop(pair, None)
-                    memory[pair] = Remembered(*remembered)
+                    memory[pair] = best, scores
             while len(memory) > self.size:
                 del memory[next(iter(memory))]
 

@@ -5,13 +5,9 @@ propose. Any such distribution is lossless, because it is recorded as q.
 
 A draft model with another tokenizer drafts over the tokens whose spelling both share (Timor et al., "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202). A trimmed
-one computes only the head rows of tokens that the target writes often (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv
-2502.14856).
-
-The tokens that a trimmed draft head keeps: those that the target itself writes most often.
-
-Goel et al., "VocabTrim" (arXiv 2506.22694): counts over text that the target generated choose better than counts over
-any other text. `branchwise calibrate vocab` counts, and stores the counts of each target in the cache.
+one computes only the head rows of tokens that the target writes often (Goel et al., "VocabTrim", arXiv 2506.22694;
+FR-Spec, arXiv 2502.14856): counts over text that the target generated choose better than counts over any other text.
+`branchwise calibrate vocab` counts, and stores the counts of each target in the cache.
 """
 
 from __future__ import annotations
@@ -140,20 +136,15 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
     return found
 
 
-def _byte_characters() -> dict[str, int]:
-    """The printable character that byte-level tokenizers write for each byte: itself, or one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+"""the printable character that byte-level tokenizers write for each byte, itself or one from 256 on -> the byte"""
 
 
 def _bytes_of_byte_level(token: str) -> bytes | None:
-    if any(character not in _BYTES for character in token):
-        return None
-    return bytes(_BYTES[character] for character in token)
+    known = all(character in _BYTES for character in token)
+    return bytes(_BYTES[character] for character in token) if known else None
 
 
 def _bytes_of_pieces(token: str) -> bytes:
@@ -162,6 +153,8 @@ def _bytes_of_pieces(token: str) -> bytes:
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
 
+
+# Tokens that a trimmed head keeps
 
 FORMAT = Format("token table", "count tokens with: branchwise calibrate vocab --model TARGET", ModelError)
 

@@ -1,9 +1,8 @@
 """As large a tree as pays: the size that gives most tokens a second, judged step by step.
 
 A node earns the probability that it is accepted and costs the time by which it makes the pass longer. Passes are timed
-during generation, from the end of a draft to the verdict on it: no two machines, models and batches have the same
-curve, and it changes with the length of the text. If no tree pays, nothing is drafted, and the step is that of plain
-decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the timing of Sequoia, arXiv 2402.12374, online.)
+during generation, from the end of a draft to the verdict on it. If no tree pays, nothing is drafted, and the step is
+that of plain decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the timing of Sequoia, arXiv 2402.12374.)
 
 A tree of ranks is laid without a look at probabilities: on a device the host never reads them. What its nodes earn is
 how often each node of the shape was accepted so far. Its sizes are few, and each is tried at the beginning, so that a
@@ -67,8 +66,7 @@ class PassCostModel:
     """The cost of a pass over so many rows, in passes over one row, estimated from passes that were timed.
 
     The speed of a machine varies. So a pass is compared with the pass before it alone: if the two differ more or less
-    than expected, the estimates of both sizes are corrected, each the less the better it is known. A plain step is the
-    unit, and costs 1.
+    than expected, the estimates of both sizes are corrected, each the less the better it is known.
     """
 
     def __init__(self, settling: int = 1, slope: float = SLOPE) -> None:
@@ -108,8 +106,7 @@ class PassCostModel:
         return self._counts.get(rows, 0) >= self._settling + FEW
 
     def costs(self, wanted: Sequence[int]) -> list[float]:
-        """The costs of passes over so many rows, in rising order. More rows never cost less: a lower estimate is
-        noise."""
+        """The costs of passes over so many rows, rising: that more rows cost less is noise."""
         blocks: list[tuple[float, float, int]] = []  # (mean cost, how well it is known, sizes)
         for rows in wanted:
             mean, weight, count = math.exp(self._cost(rows)), 1.0 + self._counts.get(rows, 0), 1
@@ -179,10 +176,8 @@ class AdaptiveSize(TopK):
         self._costs.record(rounded, time.perf_counter() - self._laid_at)
 
     def _size(self, growing: Iterator[float], nodes: int) -> int:
-        """How many nodes below the root give most tokens a second; no more are grown than are needed to decide.
-
-        Nodes come in falling order: if two sizes more were no better, larger ones will not be.
-        """
+        """How many nodes below the root give most tokens a second. Nodes come in falling order: if two sizes more were
+        no better, larger ones will not be, and no more are grown."""
         sizes = [*(size for size in SIZES if size < nodes), nodes]
         plain, *costs = self._costs.costs([1 + size for size in sizes])
         tokens, grown, best, worse = 1.0, 0, (1 / plain, 0), 0
@@ -196,10 +191,8 @@ class AdaptiveSize(TopK):
 
 
 class AdaptiveRanks(Ranks):
-    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many of the most promising nodes of that shape as pay.
-
-    Over a draft model it is `ranks`.
-    """
+    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many of the most promising nodes of that shape as pay. Over a
+    draft model it is `ranks`."""
 
     def __init__(self, shape: str = RECYCLING) -> None:
         super().__init__(shape)
@@ -258,16 +251,12 @@ class AdaptiveRanks(Ranks):
         self._tries *= FADING
         self._hits *= FADING
         for tree, verdict in zip(trees, verdicts, strict=True):
-            places = self._places_of(tree.topology)
+            if (places := self._places.get(tree.topology)) is None:
+                if len(self._places) > MOST_TREES:
+                    self._places.clear()
+                places = self._places[tree.topology] = np.array(places_in(self.shape, tree.topology))
             self._tries[places] += 1
             self._hits[places[list(verdict.path)]] += 1
-
-    def _places_of(self, tree: Topology) -> NDArray[np.int64]:
-        if tree not in self._places:
-            if len(self._places) > MOST_TREES:
-                self._places.clear()
-            self._places[tree] = np.array(places_in(self.shape, tree))
-        return self._places[tree]
 
     def _size(self, model: PassCostModel) -> int:
         """How many nodes below the root give most tokens a second."""

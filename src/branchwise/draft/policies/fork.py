@@ -92,10 +92,8 @@ class Fork(TreePolicy):
 
 
 def wanted(logits: Tensor, sequence: SequenceState, context: Context, q: Tensor | None) -> Tensor:
-    """(vocabulary,): the distribution of the token after a node; q is what a rejected token after it was drawn from.
-
-    A greedy sequence begins its branches with the most probable tokens, so the ranks of all tokens are kept for it.
-    """
+    """(vocabulary,): the distribution of the token after a node; q is what a rejected token after it was drawn from. A
+    greedy sequence begins its branches with the most probable tokens, so the ranks of all tokens are kept for it."""
     if sequence.sampling.greedy:
         return adjust(logits[None], [sequence.sampling], [context])[0].softmax(dim=-1)
     probs = warp(logits[None], [sequence.sampling], [context])[0]

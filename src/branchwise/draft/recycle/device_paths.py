@@ -1,9 +1,8 @@
 """Paths drawn on a device, from an adjacency table on that device.
 
-The host draws a path level by level, and every level would wait for the device. A kernel (`paths_kernel.py`) draws all
-paths of all texts: one copy uploads the roots and seeds, one copy downloads what was drawn, and the kernel writes q
-from the masses that it drew with. With the same table and the same seed these are the tokens, the nodes and the
-distributions of the host, `Paths.grow` over `SparseProbs`, number for number.
+A kernel (`paths_kernel.py`) draws all paths of all texts, with one wait for the device: one copy uploads the roots and
+seeds, one copy downloads what was drawn, and the kernel writes q. With the same table and the same seed these are the
+tokens, the nodes and the distributions of the host, `Paths.grow` over `SparseProbs`, number for number.
 """
 
 from __future__ import annotations
@@ -41,15 +40,8 @@ class DevicePaths:
         rows = PadShape.for_paths(policy.count, length).inner
         self._q = torch.zeros(0, rows, len(tokens), device=tokens.device)
         self._inputs: dict[int, PinnedBuffer] = {}  # by the number of texts
-        self._draw = GraphedFunction(
-            draw,
-            tokens.device,
-            (tokens, masses),
-            capture=target.execution.graphs,
-            count=policy.count,
-            length=length,
-            common=policy.common,
-        )
+        shape = {"count": policy.count, "length": length, "common": policy.common}
+        self._draw = GraphedFunction(draw, tokens.device, (tokens, masses), capture=target.execution.graphs, **shape)
 
     def __call__(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """A tree for every text. The next call overwrites its q."""

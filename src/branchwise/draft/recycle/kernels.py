@@ -2,11 +2,9 @@
 
 `learn_marked` and `walk` of `tests/device_twins.py` are the same in torch. A tournament finds the best tokens of a row
 while it is read, as in topk.py: a program reads part of a row in blocks, a block is cut into groups of a few adjacent
-tokens, and the k best tokens are among the groups with the k best winners. Only these groups are read again. The sum
-over the row is computed on the way.
-
-A value and its token are packed into one integer, so that the best is the maximum, and of equal values the lowest token
-wins: the result depends neither on how a row is cut nor on the order of programs.
+tokens, and the k best tokens are among the groups with the k best winners. Only these groups are read again. A value
+and its token are packed into one integer, so that the best is the maximum, and of equal values the lowest token wins:
+the result depends neither on how a row is cut nor on the order of programs.
 
 This module is imported only if there is a CUDA device, and by tests, which run it in Triton's interpreter.
 """
@@ -81,11 +79,8 @@ def learn_marked(
     rate: float,
     tiles: Tiling | None = None,
 ) -> None:
-    """Learn from tokens, distributions and marks (batch, nodes).
-
-    Of several nodes with one token only the last writes, where accepted nodes count after rejected ones. Padding is not
-    read.
-    """
+    """Learn from tokens, distributions and marks (batch, nodes). Of several nodes with one token only the last writes,
+    where accepted nodes count after rejected ones."""
     batch, nodes, vocabulary = logits.shape
     rows, k = batch * nodes, table.shape[1]
     assert tokens.shape == marks.shape == (batch, nodes), "tokens, distributions and marks do not belong together"
