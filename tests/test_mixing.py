@@ -25,7 +25,7 @@ from branchwise.core.sequence import SequenceState as Text
 from branchwise.core.topology import branched
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
-from branchwise.draft.builder import TreeBuilder
+from branchwise.draft.builder import Judged, TreeBuilder
 from branchwise.draft.model.mixing import KEPT, ROWS, TargetProbsMixer, worth_reading
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
@@ -42,7 +42,7 @@ def logits(nodes: int, seed: int = 0, vocabulary: int = V) -> Tensor:
 
 def learnt(recall: TargetProbsMixer, text: Text, tokens: list[int], verdict: Verdict, rows: Tensor) -> None:
     """A step with a chain of these tokens, the root first."""
-    recall.learn([text], [DraftTree.chain(tokens)], Scored(rows[None]), [verdict])
+    recall.learn([Judged(text, DraftTree.chain(tokens), rows, verdict)])
 
 
 def mixed(recall: TargetProbsMixer, text: Text, path: Sequence[int], probs: Tensor) -> Tensor:

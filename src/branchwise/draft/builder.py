@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Scored, TargetInfo
+from branchwise.backends.base import TargetInfo
 from branchwise.core.batch import PadShape
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
@@ -166,6 +166,16 @@ def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], N
         answer = request.alone() if isinstance(request, SampleRequest) else look(*request)
 
 
+class Judged(NamedTuple):
+    """What a step found about the tree of one sequence."""
+
+    sequence: SequenceState
+    tree: DraftTree
+    logits: Tensor
+    """(nodes, vocabulary), at least as many nodes as the tree has"""
+    verdict: Verdict
+
+
 class TreePolicy(ABC):
     """Decides which nodes a tree gets. A policy subclasses it, sets `draw` and supplies `grow`."""
 
@@ -204,11 +214,5 @@ class TreePolicy(ABC):
     def drafted(self) -> None:
         """The trees of a batch are laid, and their pass follows."""
 
-    def update(
-        self,
-        sequences: Sequence[SequenceState],
-        trees: Sequence[DraftTree],
-        scored: Scored,
-        verdicts: Sequence[Verdict],
-    ) -> None:
+    def update(self, judged: Sequence[Judged]) -> None:
         """Learn from a step; called before its tokens join the sequences."""

@@ -17,7 +17,7 @@ from branchwise.backends.base import Needs, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import NO_NEEDS, Budget, Drafter
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.model.mixing import TargetProbsMixer
 from branchwise.draft.sampler import DeviceSampler, SampleRequest, sample_batch, sampler_for
 from branchwise.verify import Verdict
@@ -100,9 +100,10 @@ class TreeDrafter(Drafter):
         return answers
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        judged = [Judged(*one) for one in zip(sequences, self._drafted, scored.logits, verdicts, strict=False)]
         if self.recall is not None:
-            self.recall.learn(sequences, self._drafted, scored, verdicts)
-        self.tree.update(sequences, self._drafted, scored, verdicts)
+            self.recall.learn(judged)
+        self.tree.update(judged)
 
     def _mixed(self, request: ExpandRequest, probs: Tensor) -> Tensor:
         """Distributions (nodes, vocabulary) of a source, with what is remembered of the target's."""

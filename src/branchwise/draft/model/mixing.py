@@ -16,10 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Scored
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.draft.builder import TreeBuilder
+from branchwise.draft.builder import Judged, TreeBuilder
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
@@ -46,18 +45,12 @@ class TargetProbsMixer:
         self.size = size
         self._memories: WeakKeyDictionary[SequenceState, dict[Pair, Remembered]] = WeakKeyDictionary()
 
-    def learn(
-        self,
-        sequences: Sequence[SequenceState],
-        trees: Sequence[DraftTree],
-        scored: Scored,
-        verdicts: Sequence[Verdict],
-    ) -> None:
+    def learn(self, judged: Sequence[Judged]) -> None:
         """Keep distributions that a pass found; called before the tokens of a step are appended to the sequences."""
-        for row, (sequence, tree, verdict) in enumerate(zip(sequences, trees, verdicts, strict=True)):
+        for sequence, tree, rows, verdict in judged:
             nodes = worth_reading(tree, verdict)
             tokens = tree.tokens.tolist()
-            logits, found = scored.logits[row, nodes].topk(min(KEPT, scored.logits.shape[-1]), dim=-1)
+            logits, found = rows[nodes].topk(min(KEPT, rows.shape[-1]), dim=-1)
             memory = self._memories.setdefault(sequence, {})
             # In reverse, so that accepted nodes are the newest.
             for node, best, scores in reversed(list(zip(nodes, found, logits.float(), strict=True))):

@@ -21,16 +21,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from branchwise.backends.base import Scored, TargetInfo
+from branchwise.backends.base import TargetInfo
 from branchwise.core.batch import PadShape
-from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import Topology
-from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import Candidates, Cursor, TreeBuilder
+from branchwise.draft.builder import Candidates, Cursor, Judged, TreeBuilder
 from branchwise.draft.policies.template import RECYCLING, Ranks, places_in
 from branchwise.draft.policies.topk import TopK, grow_best_first
-from branchwise.verify import Verdict
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
 """Nodes below the root that a tree may have: few sizes, so that each is timed often. With the root they fill whole
@@ -164,14 +161,8 @@ class AdaptiveSize(TopK):
         self._laid_at = time.perf_counter()
         return tree
 
-    def update(
-        self,
-        sequences: Sequence[SequenceState],
-        trees: Sequence[DraftTree],
-        scored: Scored,
-        verdicts: Sequence[Verdict],
-    ) -> None:
-        rows = max(map(len, trees))
+    def update(self, judged: Sequence[Judged]) -> None:
+        rows = max(len(one.tree) for one in judged)
         rounded = next((1 + size for size in SIZES if 1 + size >= rows), rows)
         self._costs.record(rounded, time.perf_counter() - self._laid_at)
 
@@ -238,19 +229,13 @@ class AdaptiveRanks(Ranks):
         """The step is timed from here on."""
         self._laid_at, self._laid_rows = time.perf_counter(), self._rows(1 + self._wanted)
 
-    def update(
-        self,
-        sequences: Sequence[SequenceState],
-        trees: Sequence[DraftTree],
-        scored: Scored,
-        verdicts: Sequence[Verdict],
-    ) -> None:
+    def update(self, judged: Sequence[Judged]) -> None:
         if self._costs is not None:
             # A smaller tree counts as the size that was wanted: on a device it is scored in the same pass.
             self._costs.record(self._laid_rows, time.perf_counter() - self._laid_at)
         self._tries *= FADING
         self._hits *= FADING
-        for tree, verdict in zip(trees, verdicts, strict=True):
+        for _, tree, _, verdict in judged:
             if (places := self._places.get(tree.topology)) is None:
                 if len(self._places) > MOST_TREES:
                     self._places.clear()

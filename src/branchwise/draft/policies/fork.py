@@ -13,17 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Scored
 from branchwise.core.rows import row_sum
 from branchwise.core.sampling import Context, adjust, one_hot, warp
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.builder import Judged, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.draft.sparse import alone
 from branchwise.errors import UsageError
-from branchwise.verify import Verdict
 from branchwise.verify.longest import after_stop
 
 
@@ -71,15 +69,9 @@ class Fork(TreePolicy):
         token = torch.tensor(sampler.order(known, 1, 0), device=known.device)
         return DraftTree(torch.tensor([root]), (-1,), self.draw, one_hot(token, len(known)), trusted=True)
 
-    def update(
-        self,
-        sequences: Sequence[SequenceState],
-        trees: Sequence[DraftTree],
-        scored: Scored,
-        verdicts: Sequence[Verdict],
-    ) -> None:
+    def update(self, judged: Sequence[Judged]) -> None:
         """Keep the target's distribution after the last accepted node of every tree, which is its next root."""
-        for row, (sequence, tree, verdict) in enumerate(zip(sequences, trees, verdicts, strict=True)):
+        for sequence, tree, logits, verdict in judged:
             tokens = tree.tokens.tolist()
             below = tree.topology.children
             stop = next((node for node in below[verdict.path[-1]] if tokens[node] == verdict.token), None)
@@ -88,7 +80,7 @@ class Fork(TreePolicy):
             written = [*sequence.tokens, *(tokens[node] for node in verdict.path[1:]), verdict.token]
             tested = None if tree.q is None or not below[stop] else tree.q[stop]
             context = Context(written, sequence.prompt_length)
-            self._known[sequence] = len(written), wanted(scored.logits[row, stop], sequence, context, tested)
+            self._known[sequence] = len(written), wanted(logits[stop], sequence, context, tested)
 
 
 def wanted(logits: Tensor, sequence: SequenceState, context: Context, q: Tensor | None) -> Tensor:
