@@ -592,7 +592,7 @@ MUTANTS = [
     ),
     *family(
         "drawn",
-        "draft/recycle/device_paths.py",
+        "draft/recycle/adjacency.py",
         ("if paths[0][0][0] < 0:", "if False:"),
         ("q[: max(parents) + 1] if length else None", "q[: max(parents) + 1]"),
     ),

@@ -26,7 +26,7 @@ from branchwise.core.topology import branched
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
 from branchwise.draft.builder import Judged, TreeBuilder
-from branchwise.draft.model.mixing import KEPT, ROWS, TargetProbsMixer, worth_reading
+from branchwise.draft.tree_drafter import KEPT, ROWS, TargetProbsMixer, worth_reading
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget

@@ -130,23 +130,23 @@ def drawable(probs: Tensor) -> Tensor:
     return torch.nn.functional.threshold(probs, below, 0.0)
 
 
+@dataclass(eq=False)
 class NodeProbs:
     """The distributions after the nodes that a policy asked for."""
 
-    def __init__(self, probs: ProbsBatch, hidden: Tensor | None = None) -> None:
-        """`hidden` (nodes, width) are the inputs of a draft model's head, if the policy needs them."""
-        self._probs = probs
-        self.hidden = hidden
+    found: ProbsBatch
+    hidden: Tensor | None = None
+    """(nodes, width): the inputs of a draft model's head, if the policy needs them"""
 
     @cached_property
     def probs(self) -> Tensor:
         """(nodes, vocabulary) float32"""
-        return self._probs if isinstance(self._probs, Tensor) else table(self._probs)
+        return self.found if isinstance(self.found, Tensor) else table(self.found)
 
     @property
     def drawable(self) -> ProbsBatch:
         """The same to draw from, in the form in which the source has them."""
-        return drawable(self._probs) if isinstance(self._probs, Tensor) else self._probs
+        return drawable(self.found) if isinstance(self.found, Tensor) else self.found
 
 
 TreeCoroutine = Generator[tuple[TreeBuilder, list[int]] | SampleRequest, Any, DraftTree]

@@ -19,9 +19,8 @@ from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
-from branchwise.draft.model.mixing import TargetProbsMixer
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
 from branchwise.errors import PairingError, UsageError
 
 

@@ -34,10 +34,11 @@ from branchwise.verify import Verdict
 class LookupDrafter(TreeDrafter):
     """A drafter over tables."""
 
+    texts: int = 0
+    """sequences that it may have learned from"""
+
     def __init__(self, tree: TreePolicy) -> None:
         super().__init__(tree)
-        self.texts = 0
-        """sequences that it may have learned from"""
         self._cursors: dict[SequenceState, Cursor] = {}
         """of the sequences of the current step"""
         self._expanded: dict[SequenceState, dict[int, tuple[Cursor, Sequence[Candidate]]]] = {}
@@ -52,10 +53,8 @@ class LookupDrafter(TreeDrafter):
         super().bind(target)
 
     def derive_seed(self, sequence: SequenceState) -> int:
-        """The seed of the sequence for the first one, and another for every later one.
-
-        `match` needs none of this: its tokens do not depend on the draft.
-        """
+        """The seed of the sequence for the first one, and another for every later one. `match` needs none of this: its
+        tokens do not depend on the draft."""
         if not self.learns or self.draw is Draw.FIXED:
             return sequence.seed
         self.texts += 1
@@ -94,7 +93,10 @@ class LookupDrafter(TreeDrafter):
 
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
         """The candidates of the nodes as distributions. None of this is a pass of a model."""
-        return [NodeProbs([self._row(request, node) for node in request.nodes]) for request in requests]
+        assert self.target is not None
+        form = self.target.vocabulary, self.target.device
+        found = [[self._expand(request, node)[1] for node in request.nodes] for request in requests]
+        return [NodeProbs([SparseProbs.of({c.token: c.mass for c in row}, *form) for row in rows]) for rows in found]
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         super().update(sequences, scored, verdicts)
@@ -108,17 +110,9 @@ class LookupDrafter(TreeDrafter):
         self._expanded[sequence] = {0: (cursor, candidates)}
         return super()._grow(sequence, budget)
 
-    def _row(self, request: ExpandRequest, node: int) -> SparseProbs:
-        assert self.target is not None
-        _, candidates = self._expand(request, node)
-        weights = {candidate.token: candidate.mass for candidate in candidates}
-        return SparseProbs.of(weights, self.target.vocabulary, self.target.device)
-
     def _expand(self, request: ExpandRequest, node: int) -> tuple[Cursor, Sequence[Candidate]]:
-        """The cursor of a node and its candidates; if it has none, those of its nearest ancestor that has some.
-
-        Any distribution will do for such a node, as long as it is the one that is drawn from.
-        """
+        """The cursor of a node and its candidates; if it has none, those of its nearest ancestor that has some: any
+        distribution will do, as long as it is the one that is drawn from."""
         known = self._expanded[request.sequence]
         if node not in known:
             token = request.tree.tokens[node]

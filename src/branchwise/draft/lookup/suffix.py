@@ -6,9 +6,8 @@ output, and always knows the longest end of the text that occurred before, howev
 how much of it is drafted.
 
 A longer match is trusted more, and so is a token that followed it more often. Of continuations seen equally often the
-most recent comes first. If the longest match leaves mass over, the next shorter ones are asked, so a cursor has
-alternatives. A drafted token makes the match one longer, or, if it came from a shorter match, one longer than that; at
-the end of the text the match goes round, so that a repetition is continued for as long as it is wanted.
+most recent comes first. If the longest match leaves mass over, the next shorter ones are asked. At the end of the text
+the match goes round, so that a repetition is continued for as long as it is wanted.
 """
 
 from __future__ import annotations
@@ -118,10 +117,8 @@ class Automaton:
         return state, length
 
     def continuations(self, state: int) -> list[tuple[int, int]]:
-        """(token, how often it followed) of the few that followed last, the most recent first.
-
-        Nothing has followed the very end of the text yet; its occurrence is counted as soon as something does.
-        """
+        """(token, how often it followed) of the few that followed last, the most recent first. The very end of the text
+        counts as soon as something follows it."""
         followed, branches = self.followed, self._branches[state]
         if branches is None:
             token = self._token[state]
@@ -271,10 +268,8 @@ class Suffix(LookupDrafter, LearningDrafter):
 
 
 class Answers:
-    """The last answers, together at most so many tokens.
-
-    An automaton cannot forget. So there are two of half the size each, and when the younger is full the older goes.
-    """
+    """The last answers, together at most so many tokens. An automaton cannot forget, so there are two of half the size
+    each, and when the younger is full the older goes."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -34,8 +34,7 @@ class Trigram(LookupDrafter, LearningDrafter):
 
     The pair that was not seen for longest is forgotten first. A new successor takes the place of the one with the
     lowest count, and of those of the oldest. Of n occurrences of a pair with k different successors one with the count
-    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once, so that much is left for unknown
-    ones.
+    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once.
     """
 
     name = "trigram"

@@ -28,10 +28,9 @@ from branchwise.cuda.padded import PaddedGraphedFunction
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights
-from branchwise.draft.model.mixing import TargetProbsMixer
 from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
 from branchwise.draft.policies.paths import Chain
-from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
 
@@ -130,10 +129,8 @@ class ModelDrafter(TreeDrafter):
     # Distributions
 
     def _probs(self, requests: Sequence[ExpandRequest], logits: Sequence[Tensor]) -> list[Tensor]:
-        """For every request the distributions to draw from, (nodes, the target's vocabulary).
-
-        Texts with the same sampling parameters are warped together.
-        """
+        """For every request the distributions to draw from, (nodes, the target's vocabulary). Texts with the same
+        sampling parameters are warped together."""
         ways: dict[Reading, list[int]] = {}
         for row, request in enumerate(requests):
             ways.setdefault(self._reading(request.sequence.sampling), []).append(row)
@@ -244,10 +241,8 @@ class Reading:
 
 
 def sound(probs: Tensor) -> Tensor:
-    """Distributions (rows, tokens), where a row that overflowed or lost all its mass becomes uniform.
-
-    A verifier divides by q, so a drawn token must have a probability, whatever the draft model computed.
-    """
+    """Distributions (rows, tokens), where a row that overflowed or lost all its mass becomes uniform: a verifier has to
+    divide by the probability of a drawn token."""
     masses = probs.sum(dim=-1, keepdim=True)
     good = masses.isfinite() & (masses > 0)
     if probs.device.type == "cpu" and bool(good.all()):

@@ -46,12 +46,12 @@ class DraftModelMember(LookupDrafter):
 
     def draft_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
         """Draft for all texts together, before the fusion looks anything up."""
-        seen: dict[SequenceState, dict[tuple[int, ...], Tensor]] = {}
-        self._drafter.seen = seen
+        probs: dict[SequenceState, dict[tuple[int, ...], Tensor]] = {}
+        self._drafter.kept_probs = probs
         trees = self._drafter.draft(sequences, budgets)
         self.passes = self._drafter.passes
         for sequence, tree in zip(sequences, trees, strict=True):
-            self._known[sequence] = Drafted(tree, seen.get(sequence, {}))
+            self._known[sequence] = Drafted(tree, probs.get(sequence, {}))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         """Recall learns from the scored tree, which is the tree of the fusion."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
-from branchwise.draft.artifact import Format
+from branchwise.draft.state import Format
 from branchwise.errors import ModelError
 from branchwise.models import cache_dir
 
@@ -116,10 +116,8 @@ def common(
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
-    """The bytes of every token, independent of how its tokenizer writes them -> the token.
-
-    Special tokens are keyed by their own spelling, and the end-of-text token also by "end of text".
-    """
+    """The bytes of every token, independent of how its tokenizer writes them -> the token. Special tokens are keyed by
+    their own spelling, and the end-of-text token also by "end of text"."""
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_tokens) | {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
     byte_level = sum(token.startswith("Ġ") for token in vocabulary) > sum(token.startswith("▁") for token in vocabulary)

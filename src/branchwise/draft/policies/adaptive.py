@@ -120,12 +120,9 @@ class PassCostModel:
     def _correction(self, rows: int) -> float:
         """Of a size, interpolated between the known sizes around it; beyond the largest, that of the largest."""
         known = self._corrections
-        if rows in known:
-            return known[rows]
-        below = max(size for size in known if size < rows)
-        above = min((size for size in known if size > rows), default=below)
-        share = (rows - below) / (above - below) if above > below else 0.0
-        return (1 - share) * known[below] + share * known[above]
+        if rows not in known:
+            return float(np.interp(rows, sorted(known), [known[size] for size in sorted(known)]))
+        return known[rows]
 
 
 _cost_models: WeakKeyDictionary[TargetInfo, dict[int, PassCostModel]] = WeakKeyDictionary()

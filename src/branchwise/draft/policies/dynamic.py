@@ -76,10 +76,7 @@ class Threshold(TreePolicy):
 
     def __init__(self, threshold: float = 0.02, nodes: int = 24) -> None:
         if not 0 < threshold < 1 or nodes < 1:
-            raise UsageError(
-                f"A tree by threshold takes a value between 0 and 1 and at least 1 node, such as threshold:0.02,24, "
-                f"not threshold:{threshold:g},{nodes}."
-            )
+            raise UsageError(f"Threshold takes a value between 0 and 1 and 1 node or more, not {threshold:g},{nodes}.")
         self.threshold, self.nodes = threshold, nodes
         self._controllers: WeakKeyDictionary[SequenceState, Threshold] = WeakKeyDictionary()
 
@@ -115,11 +112,9 @@ class Threshold(TreePolicy):
         return tree.finish(self.draw)
 
     def _steer(self, drawn: int, unserved: int) -> None:
-        """Move the threshold halfway, in logarithms, to where the tree would have had the wanted size.
-
-        Slots that the cap left unserved count as drawn: else no tree would seem too large, and t would only fall. A
-        tree that the budget of its sequence cut short says nothing about t.
-        """
+        """Move the threshold halfway, in logarithms, to where the tree would have had the wanted size. Slots that the
+        cap left unserved count as drawn: else no tree would seem too large. A tree that the budget of its sequence cut
+        short says nothing about the threshold."""
         if unserved and drawn < self.nodes:
             return
         wished = self.threshold * math.sqrt((drawn + unserved) / self.nodes)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from branchwise.core.tree import Draw
-from branchwise.draft.artifact import Format
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
+from branchwise.draft.state import Format
 from branchwise.errors import ModelError, PairingError, UsageError
 
 
@@ -184,13 +184,7 @@ class Scorer:
 
 
 def write_scorer(scorer: Scorer, file: Path) -> None:
-    known = {
-        "kind": scorer.kind,
-        "widths": scorer.widths,
-        "threshold": scorer.threshold,
-        "draft": scorer.draft,
-        "notes": dict(scorer.notes),
-    }
+    known = {name: getattr(scorer, name) for name in ("kind", "widths", "threshold", "draft", "notes")}
     FORMAT.write(file, known, scorer.network.state_dict())
 
 

@@ -46,9 +46,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 """
 
 TYPICAL = (0.8, 0.4, 0.3, 0.2, 0.2, 0.1, 0.1, 0.1)
-"""How often a child is accepted after its elder siblings were rejected: round numbers for a draft model that knows its
-target well. `branchwise tree optimise` measures those of a pair."""
-
+"""how often a child is accepted after its elder siblings were rejected: round numbers of a good draft model"""
 MOST_NODES = 1024
 
 
@@ -227,8 +225,7 @@ class Ranks(TreePolicy):
 def promising(shape: Topology) -> list[int]:
     """The nodes of a shape in falling order of promise, every one after its parent and its elder siblings.
 
-    The first-born of a node promises half of what the node does, and its siblings promise less as in Zipf's
-    distribution. Of equal nodes the first in level order comes first.
+    The first-born of a node promises half of what the node does, and its siblings less as in Zipf's distribution.
     """
     against = [1]  # one in so many
     for node, parent in enumerate(shape.parents[1:], start=1):

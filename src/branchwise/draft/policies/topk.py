@@ -35,8 +35,7 @@ class TopK(TreePolicy):
     """`topk:N,depth=D,width=W,gain=g`: the N best nodes below the root, at most D deep.
 
     Of every level only the W best nodes are expanded, each into its W most probable children: one pass a level, over W
-    nodes. With a gain the tree ends if a level adds less than that to the expected tokens: between what a pass of the
-    draft costs in passes of the target, and 1.
+    nodes. With a gain the tree ends if a level adds less than that to the expected tokens.
     """
 
     draw = Draw.FIXED
@@ -127,15 +126,10 @@ class TopKRequest(SampleRequest):
         assert isinstance(self.probs, Tensor), "most probable tokens are found in rows"
         assert self.sizes is not None, "nobody said how many"
         rows = self.sampler.best(self.probs, max(self.sizes))
+        few = (row[:size] for row, size in zip(rows, self.sizes, strict=True))
+        best = [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in few]
         # Rounding may leave a mass above 1; a child must not seem more probable than its parent for it.
-        return [
-            [
-                (int(token), min(math.log(mass), 0.0))
-                for token, mass in sorted(row[:size], key=lambda pair: (-pair[1], pair[0]))
-                if mass > 0
-            ]
-            for row, size in zip(rows, self.sizes, strict=True)
-        ]
+        return [[(int(token), min(math.log(mass), 0.0)) for token, mass in row if mass > 0] for row in best]
 
 
 def grow_best_first(
@@ -191,9 +185,7 @@ class Graph(TreePolicy):
         self, nodes: int, width: int = 4, depth: int = 6, repeat: int = 1, sibling: float = 0.2, leaf: float = 0.05
     ) -> None:
         if min(nodes, width, depth) < 1 or repeat < -1 or not 0 <= sibling <= 1 or not 0 <= leaf <= 1:
-            raise UsageError(
-                "A graph takes nodes, width and depth from 1, repeat from -1, and sibling and leaf from 0 to 1."
-            )
+            raise UsageError("A graph takes nodes, width, depth from 1, repeat from -1, sibling and leaf from 0 to 1.")
         self.nodes, self.width, self.depth, self.repeat = nodes, width, depth, repeat
         self.sibling, self.leaf = sibling, leaf
 
@@ -259,10 +251,8 @@ class Vertex:
 
 
 def unrolled(start: Vertex, depth: int) -> Iterator[PathNode]:
-    """The nodes of the tree that a graph stands for, the most probable path first, at most so deep.
-
-    Links may lead in a circle, so without a depth there is no end.
-    """
+    """The nodes of the tree that a graph stands for, the most probable path first, at most so deep: links may lead in a
+    circle."""
     number = count()  # of equal ones the first comes first
     waiting = [(0.0, next(number), start, PathNode(0.0, None, start.token), 0)]
     while waiting:

@@ -31,8 +31,7 @@ from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.policies.template import Ranks, places_in, ways
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.recycle.adjacency import ACCEPTED, PADDING, REJECTED, AdjacencyTable
-from branchwise.draft.recycle.device_paths import MOST_PATHS, DevicePaths
+from branchwise.draft.recycle.adjacency import ACCEPTED, MOST_PATHS, PADDING, REJECTED, AdjacencyTable, DevicePaths
 from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens_at
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
@@ -52,7 +51,7 @@ class Recycle(LookupDrafter, LearningDrafter):
     whose tokens are often written soon.
 
     On a device with kernels the table is on the device: it learns from all nodes, and nothing is read back. The tokens
-    of a tree of ranks are looked up on the device, and paths are drawn on it (`device_paths.py`). Other trees are laid
+    of a tree of ranks are looked up on the device, and paths are drawn on it (`DevicePaths`). Other trees are laid
     on the host, with the table on the host; the device then reports the best tokens after each node.
     """
 
@@ -112,10 +111,8 @@ class Recycle(LookupDrafter, LearningDrafter):
         self._roots.clear()
         if self.on_device:
             self._tables = self._table.tokens, self._table.masses
-            how = {"learner": self._kernels.learn_marked, "rate": self.rate}
-            self._learning = GraphedFunction(
-                learn_judged, place, self._tables, writes=True, capture=self._captures, **how
-            )
+            how = {"capture": self._captures, "learner": self._kernels.learn_marked, "rate": self.rate}
+            self._learning = GraphedFunction(learn_judged, place, self._tables, writes=True, **how)
 
     def locate(self, sequence: SequenceState) -> int:
         return sequence.root
@@ -159,10 +156,8 @@ class Recycle(LookupDrafter, LearningDrafter):
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         self.tree.begin_batch(len(budgets), self.target)
         shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
-        return [
-            DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
-            for row, shape in zip(found, shapes, strict=False)
-        ]
+        pairs = zip(found, shapes, strict=False)
+        return [DraftTree(self._part(row, shape), shape.parents, Draw.FIXED) for row, shape in pairs]
 
     def looked_up(self, roots: list[int]) -> Tensor:
         """(roots, nodes): the tokens of whole trees, without waiting for the device; the next call overwrites them.
