@@ -23,7 +23,7 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, grow_with
-from branchwise.draft.policies.fork import Fork
+from branchwise.draft.policies.paths import Fork
 from branchwise.draft.sampler import GreedySampler, SeededSampler
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import PairingError, UsageError

@@ -120,8 +120,9 @@ def test_accepted_nodes_are_read_first_and_of_a_large_tree_no_more_than_some() -
     assert worth_reading(wide, Verdict((0, 30), 1)) == [0, 30, *range(1, ROWS - 1)]
 
 
-def test_the_memory_of_a_text_is_bounded_and_the_oldest_is_forgotten() -> None:
-    recall, text = TargetProbsMixer(0.5, size=3), Text([9, 0], SamplingParams(temperature=1.0))
+def test_the_memory_of_a_text_is_bounded_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.draft.tree_drafter.PAIRS", 3)
+    recall, text = TargetProbsMixer(0.5), Text([9, 0], SamplingParams(temperature=1.0))
     for token in range(1, 5):
         learnt(recall, text, [text.root], Verdict((0,), token), logits(1, token))
         text.tokens.append(token)
@@ -147,11 +148,6 @@ def test_a_memory_is_a_text_s_own_and_goes_with_it() -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(UsageError, match=r"share between 0 and 1, such as recall=0\.3"):
         build_drafter(f"disturbed:1,recall={share}")
-
-
-def test_an_empty_memory_is_refused() -> None:
-    with pytest.raises(UsageError, match="at least 1 pair of tokens, not 0"):
-        TargetProbsMixer(0.3, size=0)
 
 
 def test_it_is_off_by_default() -> None:

@@ -31,7 +31,7 @@ TREES = Registry(
     "tree",
     {
         "chain": "branchwise.draft.policies.paths:Chain",
-        "fork-lossy": "branchwise.draft.policies.fork:Fork",
+        "fork-lossy": "branchwise.draft.policies.paths:Fork",
         "paths": "branchwise.draft.policies.paths:Paths",
         "ranks": "branchwise.draft.policies.template:Ranks",
         "rsd-c": "branchwise.draft.policies.rsd:Branching",

@@ -112,15 +112,10 @@ class TreeBuilder:
         q = None
         if draw is not Draw.FIXED and len(self) > 1:
             q = table([self.probs.get(node) for node in order[: max(parents) + 1]])
-        return DraftTree(
-            torch.tensor([self.tokens[node] for node in order]),
-            parents,
-            draw,
-            q,
-            tuple(place[leaf] for leaf in leaves),
-            trusted=trusted,
-            sources=tuple(self.sources.get(node, "") for node in order) if self.sources else (),
-        )
+        tokens = torch.tensor([self.tokens[node] for node in order])
+        ends = tuple(place[leaf] for leaf in leaves)
+        sources = tuple(self.sources.get(node, "") for node in order) if self.sources else ()
+        return DraftTree(tokens, parents, draw, q, ends, trusted=trusted, sources=sources)
 
 
 def drawable(probs: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ KEPT = 32
 """tokens of a distribution that are kept, the most probable ones"""
 ROWS = 16
 """distributions that are kept of one tree, those of its accepted path first: each is a search through a vocabulary"""
+PAIRS = 4096
+"""pairs of tokens that are kept of one text; the oldest are dropped"""
 
 Pair = tuple[int, int]
 Remembered = tuple[Tensor, Tensor]
@@ -42,12 +44,10 @@ class TargetProbsMixer:
     seed share their noise, so the tokens of one text would predict those of another.
     """
 
-    def __init__(self, share: float, size: int = 4096) -> None:
-        """`size` bounds the pairs of tokens that are kept of one text; the oldest are dropped."""
+    def __init__(self, share: float) -> None:
         if not 0 < share < 1:
             raise UsageError(f"Recall needs a share between 0 and 1, such as recall=0.3, not {share}.")
-        assert size > 0, "nothing could be recalled"
-        self.share, self.size = share, size
+        self.share = share
         self._memories: WeakKeyDictionary[SequenceState, dict[Pair, Remembered]] = WeakKeyDictionary()
 
     def learn(self, judged: Sequence[Judged]) -> None:
@@ -62,7 +62,7 @@ class TargetProbsMixer:
                 if (pair := last_two(sequence, tokens, tree.parents, node)) is not None:
                     memory.pop(pair, None)
                     memory[pair] = best, scores
-            while len(memory) > self.size:
+            while len(memory) > PAIRS:
                 del memory[next(iter(memory))]
 
     def mix(self, sequence: SequenceState, tree: TreeBuilder, nodes: Sequence[int], probs: Tensor) -> Tensor:

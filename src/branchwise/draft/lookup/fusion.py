@@ -13,6 +13,7 @@ import re
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -297,8 +298,13 @@ class DefaultDrafter(Fusion):
         """of the adjacency table, on a host and on a GPU"""
 
     @property
+    def _speaker(self) -> Any:
+        """The fusion that this is, or recycle alone."""
+        return super() if self._alone is None else self._alone
+
+    @property
     def needs(self) -> Needs:
-        return super().needs if self._alone is None else self._alone.needs
+        return self._speaker.needs  # type: ignore[no-any-return]
 
     def bind(self, target: TargetInfo) -> None:
         recycle = self.members[0]
@@ -314,23 +320,16 @@ class DefaultDrafter(Fusion):
         recycle.bind(target)
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
-        if self._alone is None:
-            super().start(sequence, prefill)
-        else:
-            self._alone.start(sequence, prefill)
+        self._speaker.start(sequence, prefill)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        return super().draft(sequences, budgets) if self._alone is None else self._alone.draft(sequences, budgets)
+        return self._speaker.draft(sequences, budgets)  # type: ignore[no-any-return]
 
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
-        if self._alone is not None:
-            self._alone.update_on_device(scored, verdicts)
+        self._speaker.update_on_device(scored, verdicts)
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        return None if self._alone is None else self._alone.draft_next(budgets)
+        return self._speaker.draft_next(budgets)  # type: ignore[no-any-return]
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        if self._alone is None:
-            super().update(sequences, scored, verdicts)
-        else:
-            self._alone.update(sequences, scored, verdicts)
+        self._speaker.update(sequences, scored, verdicts)

@@ -8,12 +8,12 @@ new root. If a text has changed otherwise, the longest common prefix is kept.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -40,16 +40,14 @@ MOST_IDLE = 4
 class Weights:
     """A draft model with its tokenizer."""
 
-    _loaded: ClassVar[weakref.WeakValueDictionary[tuple[str, torch.dtype, str], Weights]] = (
-        weakref.WeakValueDictionary()
-    )
+    _loaded: ClassVar[WeakValueDictionary[tuple[str, torch.dtype, str], Weights]] = WeakValueDictionary()
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.lock = threading.RLock()
         """held while the model runs with the head of a drafter"""
         self._idle: list[tuple[Any, TransformersTarget]] = []
-        self._kinds: weakref.WeakKeyDictionary[TransformersTarget, Any] = weakref.WeakKeyDictionary()
+        self._kinds: WeakKeyDictionary[TransformersTarget, Any] = WeakKeyDictionary()
         self._heads: dict[bytes | None, Head] = {}
 
     @classmethod
@@ -91,15 +89,11 @@ class Weights:
         """The head of the model, or some rows of it; the same object for the same rows."""
         key = None if rows is None else rows.cpu().numpy().tobytes()
         if key not in self._heads:
-            self._heads[key] = Head(self.head, rows)
+            head = self.model.get_output_embeddings()
+            if not isinstance(head, nn.Linear):
+                raise ModelError(f"The draft model {self.name} has no linear head that could be trimmed or observed.")
+            self._heads[key] = Head(head, rows)
         return self._heads[key]
-
-    @property
-    def head(self) -> nn.Linear:
-        head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ModelError(f"The draft model {self.name} has no linear head that could be trimmed or observed.")
-        return head
 
 
 class Head(nn.Module):
@@ -140,14 +134,10 @@ class DraftKVCache:
     """Texts in the slots of a draft model."""
 
     def __init__(
-        self,
-        acquire: Callable[[], TransformersTarget],
-        release: Callable[[TransformersTarget], None],
-        token_of: Callable[[int], int],
+        self, weights: Weights, acquire: Callable[[], TransformersTarget], token_of: Callable[[int], int]
     ) -> None:
         """Slots are acquired while there are texts. `token_of` maps a token of a tree to one of the draft model."""
-        self.token_of = token_of
-        self._acquire, self._release = acquire, release
+        self.token_of, self._weights, self._acquire = token_of, weights, acquire
         self._acquired: TransformersTarget | None = None
         self._texts: dict[SequenceState, DraftSlot] = {}
 
@@ -160,7 +150,7 @@ class DraftKVCache:
         if (followed := self._texts.pop(sequence, None)) is not None:
             self.slots.close(followed.key)
             if not self._texts:
-                self._release(self.slots)
+                self._weights.release(self.slots)
                 self._acquired = None
 
     def roots(

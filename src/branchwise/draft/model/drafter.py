@@ -95,7 +95,7 @@ class ModelDrafter(TreeDrafter):
             execution = replace(execution, graphs=False)
         acquire = partial(self.weights.acquire, target.slots, self._context, self._head, execution)
         self.weights.release(acquire())  # a model that cannot be served is refused here
-        self._following = DraftKVCache(acquire, self.weights.release, self.vocabulary.draft_token)
+        self._following = DraftKVCache(self.weights, acquire, self.vocabulary.draft_token)
         rows = None if self.trim is None else len(self.vocabulary.columns)
         read = bytes_read(self.weights.model, rows)
         self.cost = None if target.weight_bytes is None else read / target.weight_bytes

@@ -85,8 +85,7 @@ def learn_marked(
     rows, k = batch * nodes, table.shape[1]
     assert tokens.shape == marks.shape == (batch, nodes), "tokens, distributions and marks do not belong together"
     assert masses.shape == table.shape == (vocabulary, k), "the table belongs to another vocabulary"
-    assert table.is_contiguous(), "a table must be whole"
-    assert masses.is_contiguous(), "a table must be whole"
+    assert all(part.is_contiguous() for part in (table, masses)), "a table must be contiguous"
     assert logits.stride(2) == 1, "an element of a row must lie beside the next"
     tiles = tiles or tiling(rows, vocabulary, k)
     assert k <= tiles.lanes * LOADS.value, "fewer groups than successors"
@@ -257,8 +256,7 @@ def walk(table: Tensor, ways: Tensor, roots: Tensor) -> Tensor:
     every node is looked up from the root, so no level waits for the level above it.
     """
     nodes, depth = ways.shape
-    assert table.is_contiguous(), "a table must be whole"
-    assert ways.is_contiguous(), "the ways must be whole"
+    assert all(part.is_contiguous() for part in (table, ways)), "tables must be contiguous"
     found = torch.empty(len(roots), nodes, dtype=torch.int64, device=roots.device)
     with on(roots.device):
         _walk[(len(roots), triton.cdiv(nodes, 128))](
