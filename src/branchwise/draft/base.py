@@ -83,8 +83,7 @@ class Drafter(ABC):
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         """The next trees of the same sequences, computed on the device after the verdict; None if it cannot. Their
-        roots mean nothing. The budgets of the next step will be these or larger, and `draft` then returns these very
-        trees."""
+        roots mean nothing. `draft` returns these very trees: the budgets of the next step will be these or larger."""
         return None
 
 

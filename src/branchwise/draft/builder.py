@@ -145,8 +145,7 @@ class NodeProbs:
 
 
 TreeCoroutine = Generator[tuple[TreeBuilder, list[int]] | SampleRequest, Any, DraftTree]
-"""yields (tree so far, nodes to expand) and receives their `NodeProbs`, or yields a `SampleRequest` and receives its
-draws; returns the tree"""
+"""yields (tree, nodes to expand) for their `NodeProbs`, or a `SampleRequest` for its draws; returns the tree"""
 
 
 def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], NodeProbs]) -> DraftTree:

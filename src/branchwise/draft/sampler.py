@@ -143,8 +143,7 @@ class DraftSampler(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """Draws that a policy requests for one text: independent tokens, or, given sizes, an order from each
-    distribution."""
+    """Draws that a policy requests for one text: independent tokens, or, given sizes, orders."""
 
     sampler: DraftSampler
     probs: ProbsBatch

@@ -81,8 +81,7 @@ def alone(probs: Probs) -> ProbsBatch:
 
 
 def table(probs: Sequence[Probs | None]) -> Tensor:
-    """(distributions, vocabulary) float32, on the device of the target: every distribution as a row, and None as a row
-    of zeros."""
+    """(distributions, vocabulary) float32, on the device of the target: rows, of zeros for None."""
     few = next((p for p in probs if isinstance(p, SparseProbs)), None)
     if few is None:
         rows = [p for p in probs if isinstance(p, Tensor)]

@@ -53,8 +53,7 @@ class LookupDrafter(TreeDrafter):
         super().bind(target)
 
     def derive_seed(self, sequence: SequenceState) -> int:
-        """The seed of the sequence for the first one, and another for every later one. `match` needs none of this: its
-        tokens do not depend on the draft."""
+        """The seed of the sequence for the first one, and another for every later one, unless nothing is drawn."""
         if not self.learns or self.draw is Draw.FIXED:
             return sequence.seed
         self.texts += 1

@@ -125,8 +125,7 @@ class Index:
         return None
 
     def followers(self, size: int, place: int, known: Container[int] = ()) -> dict[int, int]:
-        """The tokens that followed an n-gram at its last occurrences, without known ones, and how often; the most
-        recent first."""
+        """How often tokens followed an n-gram at its last occurrences, without known ones; the most recent first."""
         tokens, earlier = self.tokens, self.earlier[size]
         found: dict[int, int] = {}
         for _ in range(PLACES):

@@ -117,8 +117,7 @@ class Automaton:
         return state, length
 
     def continuations(self, state: int) -> list[tuple[int, int]]:
-        """(token, how often it followed) of the few that followed last, the most recent first. The very end of the text
-        counts as soon as something follows it."""
+        """(token, how often it followed) of the few that followed last, the most recent first."""
         followed, branches = self.followed, self._branches[state]
         if branches is None:
             token = self._token[state]

@@ -86,8 +86,7 @@ class Vocabulary:
         return {token: place for place, token in enumerate(self.tokens.tolist())}
 
     def spread(self, probs: Tensor) -> Tensor:
-        """(rows, size): distributions over the tokens that can be proposed, (rows, n), extended to the target's
-        vocabulary."""
+        """(rows, size): distributions (rows, n) over the tokens that can be proposed, over the whole vocabulary."""
         if self.whole:
             return probs
         return probs.new_zeros(len(probs), self.size).index_copy_(1, self.tokens, probs)

@@ -179,8 +179,7 @@ class AdaptiveSize(TopK):
 
 
 class AdaptiveRanks(Ranks):
-    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many of the most promising nodes of that shape as pay. Over a
-    draft model it is `ranks`."""
+    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many nodes of `ranks` as pay; over a draft model it is `ranks`."""
 
     def __init__(self, shape: str = RECYCLING) -> None:
         super().__init__(shape)

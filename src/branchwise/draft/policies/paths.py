@@ -5,8 +5,8 @@ once for all paths. Paths with a common beginning are not independent, so such a
 replacement: of draws that repeat, the first counts, and it comes from what was left of the distribution.
 
 In a fork the target begins the paths, and the draft model continues them (Lu et al., "Improving Multi-candidate
-Speculative Decoding", arXiv 2409.10644): what follows the last accepted node is known from the pass that accepted it, so
-the first level of the next tree is drawn from the target itself. Lossy, with the rule of `verify/longest.py`.
+Speculative Decoding", arXiv 2409.10644): the pass that accepted a node knows what follows it, so the first level of the
+next tree is drawn from the target itself. Lossy, with the rule of `verify/longest.py`.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class Fork(TreePolicy):
 
 
 def wanted(logits: Tensor, sequence: SequenceState, context: Context, q: Tensor | None) -> Tensor:
-    """(vocabulary,): the distribution of the token after a node; q is what a rejected token after it was drawn from. A
-    greedy sequence begins its branches with the most probable tokens, so the ranks of all tokens are kept for it."""
+    """(vocabulary,): the distribution of the token after a node; q is what a rejected token after it was drawn from. Of
+    a greedy sequence the ranks of all tokens are kept: its branches begin with the most probable ones."""
     if sequence.sampling.greedy:
         return adjust(logits[None], [sequence.sampling], [context])[0].softmax(dim=-1)
     probs = warp(logits[None], [sequence.sampling], [context])[0]

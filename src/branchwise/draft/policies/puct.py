@@ -127,8 +127,7 @@ def select(node: SearchNode) -> SearchNode:
 
 
 def rollout(node: SearchNode, candidates: Candidates, length: int, uniform: Callable[[], float]) -> float:
-    """The masses along a path of up to so many tokens, each drawn from the candidates, until a draw falls on the mass
-    that no candidate has."""
+    """The masses along a path of tokens drawn from candidates, until a draw falls on the mass that none of them has."""
     if length == 0:
         return 0.0
     reward, following = 0.0, candidates(node.candidate.cursor)

@@ -251,8 +251,7 @@ class Vertex:
 
 
 def unrolled(start: Vertex, depth: int) -> Iterator[PathNode]:
-    """The nodes of the tree that a graph stands for, the most probable path first, at most so deep: links may lead in a
-    circle."""
+    """The nodes of the tree that a graph stands for, the most probable path first; the depth ends circles of links."""
     number = count()  # of equal ones the first comes first
     waiting = [(0.0, next(number), start, PathNode(0.0, None, start.token), 0)]
     while waiting:

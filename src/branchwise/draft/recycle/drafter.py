@@ -286,8 +286,7 @@ def learn_judged(
 
 
 def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
-    """The nodes to learn from on the host: some rejected ones, then the end of the accepted path, whose start the table
-    predicted."""
+    """The nodes to learn from on the host: some rejected ones, then the end of the accepted path."""
     path = path[-most:]
     others = [node for node in range(1, len(tree)) if node not in path]
     return [*others[: most - len(path)], *path]

@@ -114,8 +114,7 @@ def _peaks(
     logit_text, logit_node, mark_text, mark_node, vocabulary, nodes, blocks,
     k: tl.constexpr, block_k: tl.constexpr, lanes: tl.constexpr, stripe: tl.constexpr,
 ):  # fmt: skip
-    """The k best tokens in one part of one row, best first, its highest logit, and the sum of exponentials against
-    that."""
+    """The k best tokens in one part of a row, best first, its highest logit, and the sum of exponentials against it."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     text, node = (row // nodes).to(tl.int64), (row % nodes).to(tl.int64)
     if tl.load(marks + text * mark_text + node * mark_node) == PADDING:
@@ -164,8 +163,7 @@ def _average(
     token_text, token_node, logit_text, logit_node, mark_text, mark_node, rows, nodes, parts, rate,
     k: tl.constexpr, block_k: tl.constexpr, block_parts: tl.constexpr, block_rows: tl.constexpr,
 ):  # fmt: skip
-    """The distribution of one node averaged into the row of its token, unless another node of that token counts as
-    later."""
+    """The distribution of one node averaged into the row of its token, unless a later node has the same token."""
     row = tl.program_id(0)
     text, node = (row // nodes).to(tl.int64), (row % nodes).to(tl.int64)
     mark = tl.load(marks + text * mark_text + node * mark_node)
