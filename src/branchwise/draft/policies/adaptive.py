@@ -179,7 +179,7 @@ class AdaptiveSize(TopK):
 
 
 class AdaptiveRanks(Ranks):
-    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many nodes of `ranks` as pay; over a draft model it is `ranks`."""
+    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many nodes of `ranks` as pay, or over a draft model all."""
 
     def __init__(self, shape: str = RECYCLING) -> None:
         super().__init__(shape)

@@ -43,7 +43,10 @@ class TopK(TreePolicy):
 
     def __init__(self, nodes: int, depth: int = 6, width: int = 8, gain: float = 0.0) -> None:
         if nodes < 1 or depth < 1 or width < 1 or not 0 <= gain < 1:
-            raise UsageError("Top-k takes nodes, depth and width of at least 1 and a gain from 0 to below 1.")
+            raise UsageError(
+                "Top-k takes nodes, depth and width of at least 1 and a gain from 0 to below 1, "
+                "as in topk:24,depth=6,width=8."
+            )
         self.nodes, self.depth, self.width, self.gain = nodes, depth, width, gain
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -185,7 +188,10 @@ class Graph(TreePolicy):
         self, nodes: int, width: int = 4, depth: int = 6, repeat: int = 1, sibling: float = 0.2, leaf: float = 0.05
     ) -> None:
         if min(nodes, width, depth) < 1 or repeat < -1 or not 0 <= sibling <= 1 or not 0 <= leaf <= 1:
-            raise UsageError("A graph takes nodes, width, depth from 1, repeat from -1, sibling and leaf from 0 to 1.")
+            raise UsageError(
+                "A graph takes nodes, width and depth of at least 1, repeat of at least -1, and sibling and leaf "
+                "from 0 to 1, as in graph:24,width=4,depth=6."
+            )
         self.nodes, self.width, self.depth, self.repeat = nodes, width, depth, repeat
         self.sibling, self.leaf = sibling, leaf
 

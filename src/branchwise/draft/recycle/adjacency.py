@@ -8,6 +8,7 @@ these are the tokens, the nodes and the distributions of the host, `Paths.grow` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,7 +135,7 @@ class DevicePaths:
         rows = PadShape.for_paths(policy.count, length).inner
         self._q = torch.zeros(0, rows, len(tokens), device=tokens.device)
         self._inputs: dict[int, PinnedBuffer] = {}  # by the number of texts
-        shape = {"count": policy.count, "length": length, "common": policy.common}
+        shape: dict[str, Any] = {"count": policy.count, "length": length, "common": policy.common}
         self._draw = GraphedFunction(draw, tokens.device, (tokens, masses), capture=target.execution.graphs, **shape)
 
     def __call__(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
