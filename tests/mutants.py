@@ -379,7 +379,6 @@ MUTANTS = [
         ("level * self.count + path) for path in drawing", "path) for path in drawing"),
         ("nodes.index(ends[path])", "0"),
         ("if step not in children:", "if True:"),
-        ("tree.probs.update(zip(nodes, probs, strict=True))", "tree.probs.update((node, probs[0]) for node in nodes)"),
         ("ends[path] = children[step]", "ends[path] = len(tree) - 1"),
     ),
     *family(
@@ -389,8 +388,12 @@ MUTANTS = [
         ("self.branching[: max(budget.depth, 0)]", "self.branching"),
         ("(place, (depth << 16) + place) for", "(place, depth << 16) for"),
         ("(place, (depth << 16) + place) for", "(place, place) for"),
-        ("tree.probs.update(zip(level, probs, strict=True))", "tree.probs.update((node, probs[0]) for node in level)"),
         ("for token in order]", "for token in sorted(order)]"),
+    ),
+    *family(
+        "growth",
+        "draft/builder.py",
+        ("self.probs.update(zip(nodes, probs, strict=True))", "self.probs.update((node, probs[0]) for node in nodes)"),
     ),
     *family(
         "growth",
@@ -409,7 +412,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/policies/beam.py",
+        "draft/policies/rsd.py",
         ("time.append(now)", "time.append(-math.inf)"),
         ("math.log(rest.mass / whole[parent])", "0.0"),
         ("len(level) < self.width:\n                now", "len(level) <= self.width:\n                now"),
@@ -425,7 +428,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/policies/threshold.py",
+        "draft/policies/dynamic.py",
         ("if -value * share >= least:", "if True:"),
         ("if rest > 0 and -value * rest >= least:", "if rest > 0:"),
         ("(drawn + unserved) / self.nodes", "drawn / self.nodes"),
@@ -434,7 +437,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/no_replacement.py",
+        "draft/sampler.py",
         ("left[token] = 0.0", "pass"),
         ("self.mass / before)", "1 - taken / before)"),
     ),
@@ -458,7 +461,7 @@ MUTANTS = [
     *family(
         "dice",
         "draft/sampler.py",
-        ("found = self._device_sampler.orders(probs, keys, max(sizes))", "found = self._device_sampler.orders(probs, keys, min(sizes))"),
+        ("found = self.device_sampler.orders(probs, keys, max(sizes))", "found = self.device_sampler.orders(probs, keys, min(sizes))"),
         ("repeat(best[row][0])", "repeat(best[row][-1])"),
         ("race(probs, draws[:, 0], draws[:, 1])", "race(probs, draws[:, 0], draws[:, 1] * 0)"),
         ("if token >= 0]", "]"),
@@ -470,7 +473,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/no_replacement.py",
+        "draft/sampler.py",
         ("self._left[self._out] = 0.0", "pass"),
         ("self._turn += 1", "pass"),
         ("list(enumerate(nodes)), [turns] * len(nodes))", "[(row, 0) for row in range(len(nodes))], [turns] * len(nodes))"),
@@ -482,7 +485,7 @@ MUTANTS = [
     ),
     *family(
         "growth",
-        "draft/policies/beam.py",
+        "draft/policies/rsd.py",
         ("(self.length - 1) * (self.width // 2)", "0"),
     ),
     *family(
@@ -492,7 +495,7 @@ MUTANTS = [
     ),
     *family(
         "model",
-        "draft/model/draft_kv.py",
+        "draft/model/draft_model.py",
         ("row_depths[b, row] = one.tree.depths[node] - 1", "row_depths[b, row] = one.tree.depths[node]"),
         ("depths[b, place] = one.tree.depths[node] - 1", "depths[b, place] = one.tree.depths[node]"),
         ("ancestors[b, place, rows[node]] = True", "ancestors[b, place, : before[b]] = True"),
@@ -500,7 +503,7 @@ MUTANTS = [
         ("if cached != text[:known] or known == len(text):", "if cached != text[:known]:"),
         ("store.cut(followed.key, known)", "pass"),
         ("path.append(node := child)", "path.append(child)"),
-        ("[len(new) - 1 for new in ahead]", "[nodes - 1 for new in ahead]"),
+        ("slice(len(new) - 1, len(new)) for new in ahead", "slice(nodes - 1, nodes) for new in ahead"),
         ("one.tree, one.rows = tree, {}", "one.tree = tree"),
         ("followed.rows = {}\n        ahead", "ahead"),
     ),
@@ -579,7 +582,7 @@ MUTANTS = [
     ),
     *family(
         "ranks",
-        "draft/policies/adaptive_ranks.py",
+        "draft/policies/adaptive.py",
         ("self._hits[places[list(verdict.path)]] += 1", "self._hits[list(verdict.path)] += 1"),
         ("self._tries[places] += 1", "self._tries[: len(places)] += 1"),
         ("return self._sizes[1 + best] if gains[best] > WORTH else 0", "return self._sizes[1 + best]"),
@@ -589,7 +592,7 @@ MUTANTS = [
     ),
     *family(
         "drawn",
-        "draft/recycle/device_paths.py",
+        "draft/recycle/adjacency.py",
         ("if paths[0][0][0] < 0:", "if False:"),
         ("q[: max(parents) + 1] if length else None", "q[: max(parents) + 1]"),
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,8 @@ from branchwise.audit.instances import DRAWS, Drafts, Instance
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
+from branchwise.draft.builder import Candidates, NodeProbs, TreeBuilder, TreePolicy, grow_with
+from branchwise.draft.policies.topk import grow_best_first
 from branchwise.draft.sampler import DraftSampler
 from tests import slow_truth
 
@@ -192,3 +195,9 @@ def random_rule(vocabulary: int, seed: int, spread: float = 2.0, near: Rule | No
         return torch.softmax(spread * noise if near is None else near(prefix).log() + far * noise, dim=-1)
 
     return probs
+
+
+def best_first(root: int, cursor: Any, candidates: Candidates, *, nodes: int, **limits: Any) -> tuple[Any, list[float]]:
+    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first."""
+    tree = TreeBuilder([root])
+    return tree, [1.0, *islice(grow_best_first(tree, cursor, candidates, **limits), nodes)]

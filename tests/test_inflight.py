@@ -19,9 +19,8 @@ from branchwise.core.topology import topology
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import InflightPass, advance_inputs, inputs_restored
 from branchwise.cuda.inputs import PassInputs, Size
-from branchwise.draft.base import Budget, Drafter
-from branchwise.draft.none import NoDrafter
-from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.base import Budget, Drafter, NoDrafter
+from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served

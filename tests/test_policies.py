@@ -26,9 +26,8 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
-from branchwise.draft.no_replacement import NoReplacementSampler
-from branchwise.draft.policies.threshold import LEAST, MOST, Threshold
-from branchwise.draft.sampler import DraftSampler, GreedySampler, SeededSampler
+from branchwise.draft.policies.dynamic import LEAST, MOST, Threshold
+from branchwise.draft.sampler import DraftSampler, GreedySampler, NoReplacementSampler, SeededSampler
 from branchwise.draft.sparse import SparseProbs
 from branchwise.errors import UsageError
 from branchwise.verify import VERIFIERS

@@ -25,7 +25,7 @@ from branchwise.core.rows import gather_rows, row_sum
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeCoroutine, TreePolicy
-from branchwise.draft.policies.fork import Fork
+from branchwise.draft.policies.paths import Fork
 from branchwise.draft.sampler import DraftSampler
 from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.longest import Longest, after_stop

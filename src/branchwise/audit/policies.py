@@ -21,7 +21,7 @@ from torch import Tensor
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
-from branchwise.draft.policies.beam import Beam
+from branchwise.draft.policies.rsd import Beam
 from branchwise.draft.policies.stop import Stopping
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.sparse import Probs, ProbsBatch

@@ -167,7 +167,7 @@ def vocab(
     branchwise calibrate vocab --model smollm2 --prompts questions.jsonl
     """
     at_least(1, tokens=tokens)
-    from branchwise.draft.model.trim import save_counts
+    from branchwise.draft.model.vocabulary import save_counts
     from branchwise.train import vocab as counting
 
     items = texts.items()
