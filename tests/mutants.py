@@ -490,7 +490,7 @@ MUTANTS = [
     ),
     *family(
         "dice",
-        "cuda/padded.py",
+        "cuda/graphs.py",
         ("place[: len(rows)].copy_(rows", "place[: len(rows)].add_(rows"),
     ),
     *family(

@@ -21,7 +21,7 @@ from branchwise.engine.warmup import keep_compiled_kernels, warm_up
 from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
-from branchwise.registry import nearest
+from branchwise.registry import check_known, nearest
 from branchwise.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
@@ -343,9 +343,7 @@ def choose_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         return torch.bfloat16 if device.startswith("cuda") or _cpu_computes_bfloat16() else torch.float32
-    if dtype not in DTYPES:
-        known = ["auto", *DTYPES]
-        raise UsageError(f"Unknown dtype {dtype!r}.{nearest(dtype, known)} Known: {', '.join(known)}.")
+    check_known("dtype", dtype, ["auto", *DTYPES])
     return DTYPES[dtype]
 
 

@@ -11,7 +11,7 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from branchwise.errors import UnknownName, UsageError
@@ -21,6 +21,12 @@ def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
     """' Did you mean …?' for the closest known name, or nothing; ready to stand inside a sentence."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_known(kind: str, name: str, known: Iterable[str], or_else: str = "") -> None:
+    """Refuse a name that is none of those known."""
+    if name not in (names := list(known)):
+        raise UnknownName(f"Unknown {kind} {name!r}.{nearest(name, names)} Known: {', '.join(names)}{or_else}.")
 
 
 def split_spec(spec: str) -> tuple[str, list[str], dict[str, str]]:
@@ -69,9 +75,7 @@ class Registry:
 
     def find(self, name: str) -> Any:
         """The class behind a name; importing its module is the first thing that costs anything."""
-        if name not in self._entries:
-            hint = nearest(name, self._entries)
-            raise UnknownName(f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}.")
+        check_known(self.kind, name, sorted(self._entries))
         entry = self._entries[name]
         if not isinstance(entry, str):
             return entry

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from branchwise.bench.answers import NumberIs, number_in
 from branchwise.errors import UnknownName, UsageError
-from branchwise.registry import nearest
+from branchwise.registry import check_known, nearest
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -126,9 +126,7 @@ def load_items(
 
 def find_suite(name: str, folder: Path | None = None) -> Path:
     """The file of a set that is known by name, in `folder` or in the folder that BRANCHWISE_DATA names."""
-    if name not in SUITES:
-        known = f"{nearest(name, SUITES)} Known: {', '.join(SUITES)}, stylebench."
-        raise UnknownName(f"Unknown set of prompts {name!r}.{known}")
+    check_known("set of prompts", name, SUITES, ", stylebench")
     named = os.environ.get(FOLDER_VARIABLE)
     folders = [place for place in (folder, Path(named).expanduser() if named else None) if place]
     if not folders:

@@ -27,6 +27,7 @@ from branchwise.bench.records import PLAIN, Comparison, Difference, Key, Ledger,
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
+from branchwise.registry import check_known
 
 ORDERS = ("interleaved", "sequential")
 WARM_UP = 16
@@ -53,8 +54,7 @@ class Rules:
         for name, value in (("max-new-tokens", self.max_new_tokens), ("batch", self.batch), ("repeat", self.rounds)):
             if value < 1:
                 raise UsageError(f"--{name} must be at least 1, not {value}.")
-        if self.order not in ORDERS:
-            raise UsageError(f"Unknown order {self.order!r}. Known: {', '.join(ORDERS)}.")
+        check_known("order", self.order, ORDERS)
 
 
 @dataclass(frozen=True)

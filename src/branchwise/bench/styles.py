@@ -35,8 +35,8 @@ from random import Random
 
 from branchwise.bench.answers import LetterIs, Makes24, NumberIs
 from branchwise.bench.prompts import Item, read_data, read_items
-from branchwise.errors import UnknownName, UsageError
-from branchwise.registry import nearest
+from branchwise.errors import UsageError
+from branchwise.registry import check_known
 
 STYLES = ("cot", "tot", "aot", "sot", "cod")
 TASKS = ("gsm8k", "gsm8k-like", "aime-like", "game24", "commonsense-like", "logic-like")
@@ -60,8 +60,7 @@ def style_items(styles: Sequence[str], problems_per_task: int, seed: int = 0, gs
     if not styles:
         raise UsageError(f"There is no style to ask in; choose from {', '.join(STYLES)}.")
     for style in styles:
-        if style not in STYLES:
-            raise UnknownName(f"Unknown style {style!r}.{nearest(style, list(STYLES))} Known: {', '.join(STYLES)}.")
+        check_known("style", style, STYLES)
     tasks = [task for task in TASKS if task != ("gsm8k-like" if gsm8k else "gsm8k")]
     asked = [problem for task in tasks for problem in problems(task, problems_per_task, seed, gsm8k)]
     return [
@@ -123,13 +122,12 @@ def problems(task: str, count: int, seed: int = 0, gsm8k: Path | None = None) ->
     """Different problems of a task; a larger count only adds problems. Only the task gsm8k needs a file."""
     if not 1 <= count <= MOST_PROBLEMS:
         raise UsageError(f"The problems of a task must be from 1 to {MOST_PROBLEMS}, not {count}.")
+    check_known("task", task, TASKS)
     random = Random(f"{seed}/{task}")  # a text, so that tasks do not share their draws
     if task == "gsm8k":
         return _of_file(gsm8k, count, random)
     if task == "game24":
         return _games(count, random)
-    if task not in _TEMPLATES:
-        raise UnknownName(f"Unknown task {task!r}.{nearest(task, list(TASKS))} Known: {', '.join(TASKS)}.")
     found: dict[str, Problem] = {}
     while len(found) < count:
         problem = random.choice(_TEMPLATES[task])(random)

@@ -14,7 +14,7 @@ from branchwise.cli.console import console, print_notice
 from branchwise.cli.options import AsJson, DraftModel, Index, Loading, Sampling, at_least, grouped
 from branchwise.errors import UsageError
 from branchwise.progress import showing
-from branchwise.registry import split_specs
+from branchwise.registry import check_known, split_specs
 
 if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
@@ -133,8 +133,7 @@ def bench(
         "state": state,
     }
     rules = Rules(**shared, seed=seed, rounds=repeat)
-    if state not in STATES:
-        raise UsageError(f"Unknown state {state!r}. Known: {', '.join(STATES)}.")
+    check_known("state", state, STATES)
     at_least(1, budget=budget, length=length)
     others = split_specs(peers)
     specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]

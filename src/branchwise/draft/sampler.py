@@ -25,7 +25,7 @@ from torch import Tensor
 from branchwise.core.rng import key_of, mix, mix_int, race, race_on, signed, stream_of, wait_of
 from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
-from branchwise.cuda.padded import PaddedGraphedFunction
+from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft.sparse import Probs, ProbsBatch, alone
 
 PICKS = stream_of("draft", "pick", 0)

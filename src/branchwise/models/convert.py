@@ -10,10 +10,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from branchwise.errors import ModelError, UnsupportedModel
+from branchwise.errors import ModelError, UnsupportedModel, first_line
 from branchwise.models.cache import cache_dir, require_space, workspace
 from branchwise.models.gguf import CONTROL, Header, read_header, tokenizer_of
-from branchwise.models.show import bar, first_line, quiet
+from branchwise.models.show import bar, quiet
 
 # Part of the name of every converted folder: raise it when a conversion would come out differently.
 CONVERTED_FORMAT = 1

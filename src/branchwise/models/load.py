@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from branchwise.errors import ModelError, UnsupportedModel
-from branchwise.models.show import first_line
+from branchwise.errors import ModelError, UnsupportedModel, first_line
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from branchwise import errors
-
 
 def wanted(progress: bool | None) -> bool:
     """Whether to show progress: as the caller says, else only to somebody at a terminal."""
@@ -50,9 +48,3 @@ def quiet(bars: bool = False) -> Iterator[None]:
         undo.callback(setattr, gguf_utils, "tqdm", gguf_utils.tqdm)
         gguf_utils.tqdm = lambda things, **_: things  # not one of transformers' own bars: it has no switch
         yield
-
-
-def first_line(error: BaseException) -> str:
-    """What another library raised, short enough to stand inside a sentence of ours."""
-    line = errors.first_line(error)
-    return (line if len(line) <= 200 else line[:200] + "…").rstrip(".: ")

@@ -24,7 +24,7 @@ from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams, Warp
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.padded import PaddedGraphedFunction
+from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights

@@ -30,8 +30,8 @@ from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidates, Cursor, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import DraftSampler, SampleRequest
-from branchwise.errors import UnknownName, UsageError
-from branchwise.registry import nearest
+from branchwise.errors import UsageError
+from branchwise.registry import check_known
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "mcsd": branched([4, 2, 2]),
@@ -81,14 +81,10 @@ class Template(TreePolicy):
 
 def find_shape(name: str, known: Mapping[str, tuple[int, ...]] = SHAPES) -> tuple[int, ...]:
     """The parents of a shape that is known by name or lies in a file."""
-    if name in known:
-        return known[name]
     if name.endswith(".json") or "/" in name:
         return read_template(Path(name).expanduser())
-    raise UnknownName(
-        f"Unknown template {name!r}.{nearest(name, known)} Known: {', '.join(sorted(known))}, or a FILE.json as "
-        "`branchwise tree optimise` writes it."
-    )
+    check_known("template", name, sorted(known), ", or a FILE.json as `branchwise tree optimise` writes it")
+    return known[name]
 
 
 def read_template(file: Path) -> tuple[int, ...]:
