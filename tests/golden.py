@@ -28,7 +28,7 @@ import torch
 from branchwise.backends.base import Target
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.tree import Draw
-from branchwise.draft.model import trim
+from branchwise.draft.model import vocabulary
 from branchwise.draft.model.draft_model import Weights
 from branchwise.engine import Engine, Request
 from branchwise.errors import LossyWarning
@@ -111,8 +111,8 @@ def real(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     target, prompts = llm.engine.target, [tuple(llm.encode(prompt)) for prompt in REAL_PROMPTS]
     draft = first_layers(llm, 2)  # held here: models that are loaded are known only as long as somebody uses them
     Weights._loaded[draft.name, torch.float32, "cpu"] = draft
-    trim.table_of = lambda target: folder / "counts.safetensors"  # type: ignore[assignment]
-    trim.save_counts(target.info, torch.arange(target.vocabulary, 0, -1), {})
+    vocabulary.table_of = lambda target: folder / "counts.safetensors"  # type: ignore[assignment]
+    vocabulary.save_counts(target.info, torch.arange(target.vocabulary, 0, -1), {})
     index = folder / "real-index"
     about = About("smollm2", fingerprint(llm.tokenizer), target.vocabulary, (), ())
     with Writer(index, about, shard=1 << 10) as writer:

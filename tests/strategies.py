@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from branchwise.audit.instances import DRAWS, Drafts, Instance
-from branchwise.core.batch import TreeBatch
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
+from branchwise.draft.builder import Candidates, NodeProbs, TreeBuilder, TreePolicy, grow_with
+from branchwise.draft.policies.topk import grow_best_first
 from branchwise.draft.sampler import DraftSampler
 from tests import slow_truth
 
@@ -129,7 +131,7 @@ def drafts_of(truth: slow_truth.Instance, drawn: slow_truth.Drafts, kind: str, *
 
     The nodes of a level stand in the order in which they were drawn, or by token, which must not matter to paths.
     """
-    trees, codes, weights = [], [], []
+    trees, weights = [], []
     for draft, weight in slow_truth.merged(drawn).items():
         longest = max(map(len, draft))
         nodes = list(dict.fromkeys(x[:n] for n in range(longest + 1) for x in draft if n <= len(x)))
@@ -146,10 +148,7 @@ def drafts_of(truth: slow_truth.Instance, drawn: slow_truth.Drafts, kind: str, *
         )
         trees.append(tree)
         weights.append(weight)
-        codes.append([sum(t * truth.V ** (len(u) - 1 - i) for i, t in enumerate(u)) for u in nodes])
-    batch = TreeBatch(trees)
-    padded = torch.tensor([row + [0] * (batch.nodes - len(row)) for row in codes])
-    return Drafts(kind, world(truth), trees, torch.tensor(weights, dtype=torch.float64), batch, padded)
+    return Drafts(world(truth), trees, torch.tensor(weights, dtype=torch.float64))
 
 
 Rule = Callable[[tuple[int, ...]], Tensor]
@@ -196,3 +195,9 @@ def random_rule(vocabulary: int, seed: int, spread: float = 2.0, near: Rule | No
         return torch.softmax(spread * noise if near is None else near(prefix).log() + far * noise, dim=-1)
 
     return probs
+
+
+def best_first(root: int, cursor: Any, candidates: Candidates, *, nodes: int, **limits: Any) -> tuple[Any, list[float]]:
+    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first."""
+    tree = TreeBuilder([root])
+    return tree, [1.0, *islice(grow_best_first(tree, cursor, candidates, **limits), nodes)]

@@ -8,16 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from branchwise.backends.base import Scored
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.lookup.default import DefaultDrafter
-from branchwise.draft.policies.adaptive_ranks import EVERY, AdaptiveRanks
-from branchwise.draft.policies.adaptive_size import FEW, STALE, PassCostModel
-from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.builder import Judged
+from branchwise.draft.lookup.fusion import DefaultDrafter
+from branchwise.draft.policies.adaptive import EVERY, FEW, STALE, AdaptiveRanks, PassCostModel
+from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Request
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdict
@@ -25,8 +24,8 @@ from branchwise.verify import VERIFIERS, Verdict
 AMPLE = Budget(128, 32)
 
 
-def scored(tree: DraftTree) -> Scored:
-    return Scored(torch.zeros(1, len(tree), 1))
+def judged(tree: DraftTree, verdict: Verdict) -> Judged:
+    return Judged(SequenceState([0]), tree, torch.zeros(len(tree), 1), verdict)
 
 
 class Machine:
@@ -48,7 +47,7 @@ class Machine:
 
 
 def on(machine: Machine, monkeypatch: pytest.MonkeyPatch, policy: AdaptiveRanks) -> AdaptiveRanks:
-    monkeypatch.setattr("branchwise.draft.policies.adaptive_ranks.cost_model_of", lambda target, batch: machine)
+    monkeypatch.setattr("branchwise.draft.policies.adaptive.cost_model_of", lambda target, batch: machine)
     return policy
 
 
@@ -61,7 +60,7 @@ def step(policy: AdaptiveRanks, deep: int, budget: Budget = AMPLE) -> int:
     path = [0]
     while len(path) <= deep and shape.children[path[-1]]:
         path.append(shape.children[path[-1]][0])
-    policy.update([SequenceState([0])], [tree], scored(tree), [Verdict(tuple(path), 0)])
+    policy.update([judged(tree, Verdict(tuple(path), 0))])
     return len(shape) - 1
 
 
@@ -108,7 +107,7 @@ def test_every_size_is_tried_at_the_beginning_and_once_in_a_while_a_plain_step_i
         policy.drafted()
         policy._laid_at = time.perf_counter() - (1 + len(tree) / 1000)  # as long as if the pass had taken so long
         path = tuple(shape.path(len(tree) - 1))  # the deepest node of the largest tree is always right
-        policy.update([SequenceState([0])], [tree], scored(tree), [Verdict(path, 0)])
+        policy.update([judged(tree, Verdict(path, 0))])
     few = 1 + FEW
     assert drafted[: 4 * few] == [0] * few + [7] * few + [31] * few + [80] * few
     assert drafted[4 * few + EVERY : STALE] == [80] * (STALE - 4 * few - EVERY)
@@ -200,7 +199,7 @@ def test_a_step_counts_with_its_own_size_where_the_next_one_is_foreseen_before(m
     policy.drafted()
     tree = DraftTree(torch.zeros(len(shape), dtype=torch.long), shape.parents)
     policy._wanted = 7  # for the next step
-    policy.update([SequenceState([0])], [tree], scored(tree), [Verdict((0,), 0)])
+    policy.update([judged(tree, Verdict((0,), 0))])
     assert machine.recorded == [len(shape)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from branchwise.backends.base import Scored
 from branchwise.core.batch import TreeBatch
@@ -12,12 +13,13 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.policies import adaptive_size as pace
-from branchwise.draft.policies.adaptive_size import SIZES, STALE, AdaptiveSize, PassCostModel
+from branchwise.draft.builder import Judged
+from branchwise.draft.policies import adaptive as pace
+from branchwise.draft.policies.adaptive import SIZES, STALE, AdaptiveSize, PassCostModel
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
-from branchwise.verify import VERIFIERS
+from branchwise.verify import VERIFIERS, Verdict
 from tests.test_lookup import Given
 
 
@@ -174,7 +176,7 @@ def test_what_passes_cost_is_known_to_all_who_draft_for_a_target(monkeypatch: py
 def test_a_tree_that_ran_out_is_booked_as_the_size_it_was_meant_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = AdaptiveSize()
     tree = DraftTree.chain([0] * 7)
-    policy.update([SequenceState([0])], [tree], Scored(TreeBatch([tree]).tokens), [])
+    policy.update([Judged(SequenceState([0]), tree, torch.zeros(len(tree), 1), Verdict((0,), 0))])
     assert list(policy._costs._counts) == [8]
 
 

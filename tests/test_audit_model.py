@@ -201,7 +201,7 @@ def test_match_is_lossless(llm: LLM, sampling: SamplingParams) -> None:
     assert found.activity.rejected > 0
     assert len(found.tests.family) == len(PROMPTS) + 1
     assert found.greedy is not None
-    assert found.greedy.differences == ()
+    assert found.greedy.differences == []
     assert found.tests.samples == 2400
 
 
@@ -242,7 +242,7 @@ def test_a_greedy_text_that_leaves_plain_decoding_is_a_proof(llm: LLM) -> None:
 
 def test_numerical_ties_and_bfloat16_decide_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     VERIFIERS.register("second-best", SecondBest)
-    monkeypatch.setattr("branchwise.audit.greedy.TIE", float("inf"))
+    monkeypatch.setattr("branchwise.audit.model.TIE", float("inf"))
     found = audit(llm, verify="second-best", plan=replace(QUICK, near_ties=True))
     assert found.finding.word is Word.LOSSLESS, found.finding.evidence
     assert found.greedy is not None

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from branchwise import openai_client
 from branchwise.audit.findings import Word
-from branchwise.audit.server import Answer, Asker, Server, ServerAudit, StatedProbs, audit_server, distinct
+from branchwise.audit.server import Answer, Server, ServerAudit, StatedProbs, audit_server, distinct
 from branchwise.cli.audit import app
 from branchwise.errors import UsageError
 
@@ -315,7 +315,7 @@ def test_a_text_that_is_read_as_other_tokens_is_not_taken_for_its_tokens() -> No
             read = len(prompt) - prompt.count("fa")
             return [Answer(("a",), "a", ({"a": 0.5, "b": 0.5},), read)]
 
-    probs = StatedProbs(Asker(Merging("http://127.0.0.1:1"), [{}]), "d")
+    probs = StatedProbs(Merging("http://127.0.0.1:1"), "d")
     assert probs(()) == {"a": 0.5, "b": 0.5}
     assert probs(("b", "a")) == {"a": 0.5, "b": 0.5}
     assert probs(("f", "a")) is None
@@ -388,7 +388,7 @@ def refuse(match: str, toy: Toy, reference: Toy | None = None, **options: Any) -
 
 
 def test_missing_logprobs_are_one_sentence_about_what_is_missing() -> None:
-    refuse("returned no logprobs, by which its tokens are told apart", Toy(logprobs=False))
+    refuse("returned no logprobs; audit a server that reports them", Toy(logprobs=False))
     refuse("returned no logprobs", Toy(), Toy(logprobs=False))
     refuse("reference at .* returned no top logprobs", Toy(), Toy(answer=only(completion(tops=None))))
     refuse("with 400: logprobs must be at most 0", Toy(most_logprobs=0))
@@ -412,7 +412,7 @@ def only(body: bytes | int) -> Callable[[str], bytes | int]:
         (b"[]", "without choices"),
         (b"{}", "without choices"),
         (b'{"choices": []}', "without choices"),
-        (b'{"choices": {"a": 1}}', "in a form that OpenAI's protocol does not have"),
+        (b'{"choices": {"a": 1}}', "in a form that is not in OpenAI's protocol"),
         (b'{"choices": [{"text": "a", "logprobs": {"tokens": 5}}]}', "in a form that"),
         (b'{"choices": [{"text": "a", "logprobs": []}]}', "in a form that"),
         (b'{"choices": [{"logprobs": {}}]}', "in a form that"),

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from branchwise.bench.answers import letter_in, makes_24, number_in
-from branchwise.bench.problems import Problem, problems
+from branchwise.bench.styles import Problem, problems
 
 HAND = (2, 3, 4, 6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,9 @@ def test_a_depth_without_acceptance_is_zero_and_one_never_reached_is_not_there()
 
 def test_memory_bound_speed_up_charges_each_draft_pass() -> None:
     # 15/8 tokens per step; 14/8 draft passes, each a tenth of a target pass: 1.875 / 1.175
-    assert metrics.memory_bound_speed_up(TOLD, 0.1) == pytest.approx(1.875 / 1.175)
+    assert metrics.memory_bound_speed_up([replace(told, draft_cost=0.1) for told in TOLD]) == pytest.approx(
+        1.875 / 1.175
+    )
     assert metrics.memory_bound_speed_up(TOLD) is None  # a draft model of unknown size
     assert metrics.memory_bound_speed_up([record(tokens=6, steps=4, draft_passes=0)]) == 1.5
 

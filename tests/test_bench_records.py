@@ -134,7 +134,7 @@ def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
         ("{", r"r\.jsonl, line 1 is no JSON"),
         ("[1]", "line 1 is no record of branchwise bench"),
         ('{"a": 1}', "line 1 is no record"),
-        ('{"version": 7, "contestant": "x"}', "records of version 7, and this Branchwise reads version 1"),
+        ('{"version": 7, "contestant": "x"}', "has version 7, and this Branchwise reads version 1"),
         ('{"version": 1, "contestant": "x"}', "line 1 is a damaged record: .*missing"),
         (record().line().replace('"turn"', '"trun"'), "line 1 is a damaged record: .*trun"),
         (f"{record().line()}\n{record().line()}", "line 2 is the second record of one request: plain, a, 0, 0"),

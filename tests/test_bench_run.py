@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.ours import Ours
+from branchwise.bench.contest import Answer, Asked, Ours
 from branchwise.bench.prompts import Item
 from branchwise.bench.records import Ledger, Record, read
 from branchwise.bench.run import Contest, Play, Rules, digest, fitting, plan
 from branchwise.draft.base import Budget
 from branchwise.engine import Engine
-from branchwise.errors import UsageError
+from branchwise.errors import BranchwiseError, UsageError
 from branchwise.methods import PLAIN, find_method
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
@@ -28,7 +27,7 @@ END = 7
 
 
 class Model:
-    """What `equality` asks of a model: the toy target's logits, in a plain pass."""
+    """What `Contest` asks of a model: the toy target's logits, in a plain pass."""
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -391,7 +390,7 @@ def test_records_of_another_run_are_not_mixed_in(tmp_path: Path, change: dict[st
     [({"batch": 0}, "--batch must be at least 1"), ({"rounds": 0}, "--repeat"), ({"order": "random"}, "Unknown order")],
 )
 def test_rules_that_make_no_sense_are_one_sentence(wrong: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
+    with pytest.raises(BranchwiseError, match=sentence):
         Rules(**{"max_new_tokens": 4, **wrong})
 
 

@@ -11,9 +11,21 @@ from pathlib import Path
 import pytest
 
 from branchwise.bench.answers import LetterIs, letter_in, makes_24, number_in
-from branchwise.bench.problems import _PLACES, _USES, MOST_PROBLEMS, SHOWN, TASKS, Problem, _solution, problems
 from branchwise.bench.run import digest as items_digest
-from branchwise.bench.styles import _SHOTS, STYLES, prompt, style_items
+from branchwise.bench.styles import (
+    _PLACES,
+    _SHOTS,
+    _USES,
+    MOST_PROBLEMS,
+    SHOWN,
+    STYLES,
+    TASKS,
+    Problem,
+    _solution,
+    problems,
+    prompt,
+    style_items,
+)
 from branchwise.errors import UnknownName, UsageError
 
 GENERATED = [task for task in TASKS if task != "gsm8k"]

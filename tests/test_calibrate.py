@@ -14,7 +14,7 @@ from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.bench.prompts import Item
 from branchwise.cli import app
 from branchwise.draft import build_drafter
-from branchwise.draft.model.trim import frequent_tokens, read_counts
+from branchwise.draft.model.vocabulary import frequent_tokens, read_counts
 from branchwise.engine import Engine
 from branchwise.errors import UsageError
 from branchwise.llm import LLM

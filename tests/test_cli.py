@@ -143,7 +143,6 @@ def test_help_lists_the_commands_without_importing_any() -> None:
         "branchwise",
         "branchwise.cli",
         "branchwise.cli.console",
-        "branchwise.cli.options",
         "branchwise.errors",
     }
 

@@ -18,7 +18,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.recycle.device_paths import MOST_PATHS, DevicePaths
+from branchwise.draft.recycle.adjacency import MOST_PATHS, DevicePaths
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS

@@ -20,8 +20,9 @@ from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
-from branchwise.testing import ContrarianDrafter, PipelinedToy, RandomDrafter, ToyTarget, TruthDrafter
+from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
+from tests.doubles import PipelinedToy
 
 VOCABULARY = 12
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 5, 6, 5, 6), (7, 7, 7, 7)]

@@ -135,7 +135,7 @@ def test_drafts_of_the_best_token_that_pass_for_draws_are_flagged(name: str) -> 
     [tree] = truth.trees
     softmax = torch.from_numpy(np.array([PLAIN.q[0][0], PLAIN.q[1][int(tree.tokens[1])]]))
     pretended = [replace(tree, q=softmax)]
-    biased = replace(truth, trees=pretended, batch=TreeBatch(pretended))
+    biased = replace(truth, trees=pretended)
     verifier = VERIFIERS.build(name)
     assert emitted(verifier, truth)[0] < TOLERANCE
     assert emitted(verifier, biased)[0] > 1e-2

@@ -15,16 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchwise.audit.longest import RootedFork
+from branchwise.audit.exact import RootedFork
 from branchwise.audit.policies import ScriptedSampler, grown_trees
-from branchwise.backends.base import Scored
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState as Text
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeBuilder, grow_with
-from branchwise.draft.policies.fork import Fork
+from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, grow_with
+from branchwise.draft.policies.paths import Fork
 from branchwise.draft.sampler import GreedySampler, SeededSampler
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import PairingError, UsageError
@@ -127,7 +126,7 @@ TREE = DraftTree(torch.tensor([3, 0, 1, 2, 2]), (-1, 0, 0, 1, 2), Draw.FORK, Q)
 def next_tree(verdict: Verdict, logits: Tensor, sampling: SamplingParams) -> DraftTree:
     """The tree after a step that ended like this."""
     policy, text = Fork("2x1"), Text([1, 3], sampling)
-    policy.update([text], [TREE], Scored(logits[None]), [verdict])
+    policy.update([Judged(text, TREE, logits, verdict)])
     text.tokens += [*TREE.tokens[list(verdict.path[1:])].tolist(), verdict.token]
     growing = policy.grow_for(text, Budget(9, 9), SeededSampler(1, 2))
     return grow_with(growing, lambda tree, nodes: NodeProbs(torch.full((1, 4), 0.25)))
@@ -167,7 +166,7 @@ def test_what_follows_a_token_that_was_not_drafted_is_not_known() -> None:
 
 def test_a_law_is_not_used_for_a_text_that_went_on_without_it_and_is_forgotten_with_its_text() -> None:
     policy, text = Fork("2x1"), Text([1, 3], WARM)
-    policy.update([text], [TREE], Scored(LOGITS[None]), [Verdict((0,), 1)])
+    policy.update([Judged(text, TREE, LOGITS, Verdict((0,), 1))])
     assert len(policy._known) == 1
     text.tokens += [1, 2]
     growing = policy.grow_for(text, Budget(1, 0), SeededSampler(1, 2))

@@ -21,12 +21,12 @@ from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreePolicy
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.lookup.fusion import EDGES, Calibration, FusedCursor, Fusion, split_members
 from branchwise.draft.model.member import DraftModelMember
-from branchwise.draft.policies.topk import best_first
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdict
+from tests.strategies import best_first
 from tests.test_lookup import Given, Table, tables
 
 
@@ -265,7 +265,7 @@ def test_trust_is_kept_and_comes_back() -> None:
     ids=["none", "of others", "no numbers", "more hits than tries"],
 )
 def test_records_that_cannot_be_are_refused(records: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(UsageError, match="start a new one"):
+    with pytest.raises(UsageError, match="start afresh"):
         fused({}, {}).restore(records)
 
 

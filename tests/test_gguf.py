@@ -23,8 +23,8 @@ from transformers import LlamaForCausalLM
 
 from branchwise import models
 from branchwise.errors import ModelError, UnsupportedModel
-from branchwise.models import convert, gguf_tokenizer
-from branchwise.models.gguf import read_header
+from branchwise.models import convert
+from branchwise.models.gguf import _SPLITS, _byte_level, read_header
 from tests.tiny_gguf import (
     TOKENS,
     WIDTH,
@@ -86,13 +86,13 @@ def test_tokenizer_of_a_gguf_keeps_text_and_special_tokens(tiny_folder: Path) ->
 
 @pytest.mark.parametrize(("pre", "split"), [("smollm", True), ("gpt-2", False), ("llama-bpe", False)])
 def test_numbers_are_split_as_the_vocabulary_was_trained(pre: str, split: bool) -> None:
-    backend = gguf_tokenizer._byte_level(
+    backend = _byte_level(
         {
             "tokenizer.ggml.tokens": TOKENS,
             "tokenizer.ggml.token_type": [3] * 3 + [1] * 258 + [4],
             "tokenizer.ggml.merges": ["1 2", "h i"],
         },
-        gguf_tokenizer._SPLITS[pre],
+        _SPLITS[pre],
     )
     assert (backend.encode("12").tokens == ["1", "2"]) is split
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from branchwise.backends.transformers.kv_cache import KVCache, Layout, Moves
+from branchwise.backends.transformers.kv_cache import KVCache, Layout
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch, lay_out
 from branchwise.core.rng import SeededChance
@@ -191,11 +191,12 @@ def test_a_sheet_that_was_interrupted_is_told_anew() -> None:
 
 
 def test_moves_name_only_the_texts_of_this_step() -> None:
-    moves = Moves(2, 4, torch.device("cpu"))
-    moves.pack([0, 1], [3, 5], [(0, 2, 3), (0, 4)])
-    slots, lengths, paths = moves.pack([1], [9], [(0, 2)])
-    assert (slots.tolist(), lengths.tolist()) == ([1, -1], [9, -1])
-    assert paths.tolist() == [[0, 2, -1, -1], [-1] * 4]
+    layout = Layout(((1, 1),), ((1, 1),))
+    cache = KVCache(layout, 2, 8, torch.float32, torch.device("cpu"), by_kernels=True)
+    cache._packed([0, 1, 2], [3, 5, 7], [(0, 2, 3), (0, 4), (0, 1)])
+    slots, lengths, paths = cache._packed([1, 0, 2], [9, 4, 2], [(0, 2, 3), (0, 2), (0, 3)])
+    assert (slots.tolist(), lengths.tolist()) == ([1, 0, 2, -1], [9, 4, 2, -1])
+    assert paths.tolist() == [[0, 2, 3, -1], [0, 2, -1, -1], [0, 3, -1, -1], [-1] * 4]
 
 
 def test_nothing_moves_while_moves_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +212,8 @@ def test_nothing_moves_while_moves_are_recorded(monkeypatch: pytest.MonkeyPatch)
         "branchwise.backends.transformers.kv_cache.move", lambda *inputs: named.append(inputs[-3].tolist())
     )
     layout = Layout(((1, 1),), ((1, 1),))
-    store = KVCache(layout, slots=2, rows=8, dtype=torch.float32, device=torch.device("cpu"), by_kernels=True)
-    store._moving.captures = True  # as on a device
+    store = KVCache(layout, 2, 8, torch.float32, torch.device("cpu"), by_kernels=True)
+    store.move.captures = True  # as on a device
     slots, lengths, paths = torch.tensor([1, 0]), torch.tensor([3, 3]), torch.tensor([[0, 2], [0, 2]])
     for _ in range(3):
         store.move(slots, lengths, paths)

@@ -17,11 +17,10 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import topology
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.inflight import InflightPass, advance_inputs, inputs_restored
+from branchwise.cuda.graphs import InflightPass, advance_inputs, inputs_restored
 from branchwise.cuda.inputs import PassInputs, Size
-from branchwise.draft.base import Budget, Drafter
-from branchwise.draft.none import NoDrafter
-from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.base import Budget, Drafter, NoDrafter
+from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served

@@ -14,8 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from branchwise.audit.enumeration import Enumerator, outcomes
+from branchwise.audit.exact import RootedFork, emitted_by_forks
 from branchwise.audit.instances import Drafts, ExactProbs, Instance
-from branchwise.audit.longest import RootedFork, emitted_by_forks, lossy_distance
 from branchwise.cli import app
 from branchwise.core.batch import TABLES, TreeBatch
 from branchwise.core.rng import SeededChance
@@ -55,7 +55,7 @@ def test_one_branch_is_lossless_on_any_laws_and_host_and_device_agree_on_more(in
 
 def test_the_distance_is_there_and_grows_with_the_branches_and_with_a_worse_draft() -> None:
     found = {
-        (sigma, width): np.mean([lossy_distance(Instance.random(3, 2, 2, sigma, (s,)), width) for s in range(4)])
+        (sigma, width): np.mean([emitted_by_forks(Instance.random(3, 2, 2, sigma, (s,)), width)[0] for s in range(4)])
         for sigma in (0.3, 1.0, 2.0)
         for width in (1, 2, 3)
     }
@@ -74,10 +74,10 @@ def test_the_distance_where_only_one_first_token_is_continued_well_by_hand() -> 
     p = (np.array([[0.2, 0.4, 0.4]]), follow, np.full((9, 3), 1 / 3))
     q = (p[0], np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]))
     instance = Instance(p, q, paths=3)
-    assert lossy_distance(instance, 3) == pytest.approx(0.8)
+    assert emitted_by_forks(instance, 3)[0] == pytest.approx(0.8)
     left_out = 2 * 0.4 * 0.4 / 0.6
-    assert lossy_distance(instance, 2) == pytest.approx(1 - left_out - 0.2)
-    assert lossy_distance(instance, 1) == pytest.approx(0)
+    assert emitted_by_forks(instance, 2)[0] == pytest.approx(1 - left_out - 0.2)
+    assert emitted_by_forks(instance, 1)[0] == pytest.approx(0)
 
 
 def test_it_accepts_more_than_one_branch_alone() -> None:
@@ -270,7 +270,7 @@ def test_traced_on_one_batch_it_serves_every_batch_of_the_same_shapes() -> None:
     def inputs(trees: list[DraftTree], logits: Tensor) -> GraphInputs:
         batch = TreeBatch(trees)
         assert batch.q is not None
-        return GraphInputs(Numbers(batch, chance, TABLES, torch.device("cpu")).there, logits, batch.q)
+        return GraphInputs(Numbers(batch, chance, TABLES, torch.device("cpu")).on_device, logits, batch.q)
 
     chance = SeededChance(torch.arange(4), torch.arange(4) + 2)
     first, _, logits = batch_of(0, same_shape=True)

@@ -24,11 +24,11 @@ from branchwise.draft import DRAFTERS, build_drafter, build_policy
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy
 from branchwise.draft.lookup.base import LookupDrafter
-from branchwise.draft.policies.topk import best_first
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
+from tests.strategies import best_first
 from tests.test_index import write as write_index
 
 FALSE_ALARM = 1e-4

@@ -358,7 +358,8 @@ def test_whoever_joins_or_loads_a_lossy_method_is_told(monkeypatch: pytest.Monke
             load(**given)  # type: ignore[arg-type]
 
 
-def test_a_lossy_rule_of_ones_own_was_not_measured() -> None:
+def test_a_lossy_rule_of_ones_own_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VERIFIERS._entries, "my-lossy", "branchwise.verify.longest:Longest")
     with pytest.warns(LossyWarning, match="'my-lossy:3' is lossy: it changes the distribution.*was not measured"):
         Method("mine", "ngram", None, "my-lossy:3").warn_if_lossy()
 

@@ -25,8 +25,8 @@ from branchwise.core.sequence import SequenceState as Text
 from branchwise.core.topology import branched
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter
-from branchwise.draft.builder import TreeBuilder
-from branchwise.draft.model.mixing import KEPT, ROWS, TargetProbsMixer, worth_reading
+from branchwise.draft.builder import Judged, TreeBuilder
+from branchwise.draft.tree_drafter import KEPT, ROWS, TargetProbsMixer, worth_reading
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
@@ -42,7 +42,7 @@ def logits(nodes: int, seed: int = 0, vocabulary: int = V) -> Tensor:
 
 def learnt(recall: TargetProbsMixer, text: Text, tokens: list[int], verdict: Verdict, rows: Tensor) -> None:
     """A step with a chain of these tokens, the root first."""
-    recall.learn([text], [DraftTree.chain(tokens)], Scored(rows[None]), [verdict])
+    recall.learn([Judged(text, DraftTree.chain(tokens), rows, verdict)])
 
 
 def mixed(recall: TargetProbsMixer, text: Text, path: Sequence[int], probs: Tensor) -> Tensor:
@@ -120,8 +120,9 @@ def test_accepted_nodes_are_read_first_and_of_a_large_tree_no_more_than_some() -
     assert worth_reading(wide, Verdict((0, 30), 1)) == [0, 30, *range(1, ROWS - 1)]
 
 
-def test_the_memory_of_a_text_is_bounded_and_the_oldest_is_forgotten() -> None:
-    recall, text = TargetProbsMixer(0.5, size=3), Text([9, 0], SamplingParams(temperature=1.0))
+def test_the_memory_of_a_text_is_bounded_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.draft.tree_drafter.PAIRS", 3)
+    recall, text = TargetProbsMixer(0.5), Text([9, 0], SamplingParams(temperature=1.0))
     for token in range(1, 5):
         learnt(recall, text, [text.root], Verdict((0,), token), logits(1, token))
         text.tokens.append(token)
@@ -147,11 +148,6 @@ def test_a_memory_is_a_text_s_own_and_goes_with_it() -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(UsageError, match=r"share between 0 and 1, such as recall=0\.3"):
         build_drafter(f"disturbed:1,recall={share}")
-
-
-def test_an_empty_memory_is_refused() -> None:
-    with pytest.raises(UsageError, match="at least 1 pair of tokens, not 0"):
-        TargetProbsMixer(0.3, size=0)
 
 
 def test_it_is_off_by_default() -> None:

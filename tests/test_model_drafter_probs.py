@@ -26,12 +26,10 @@ from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
-from branchwise.draft.model.mixing import TargetProbsMixer
-from branchwise.draft.model.trim import save_counts
-from branchwise.draft.policies.chain import Chain
-from branchwise.draft.policies.paths import Paths
+from branchwise.draft.model.vocabulary import save_counts
+from branchwise.draft.policies.paths import Chain, Paths
 from branchwise.draft.policies.rsd import Branching
-from branchwise.draft.tree_drafter import ExpandRequest
+from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS
 from tests.test_model_drafter import byte_level, tiny

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import build_drafter
-from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.base import Budget, Drafter, NoDrafter
+from branchwise.draft.lookup.base import WIDTH, ppm_backoff
 from branchwise.draft.lookup.ngram import PLACES, Index, NGram
-from branchwise.draft.lookup.ppm import WIDTH, ppm_backoff
-from branchwise.draft.none import NoDrafter
-from branchwise.draft.policies.chain import Chain
+from branchwise.draft.policies.paths import Chain
 from branchwise.draft.policies.topk import TopK
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding

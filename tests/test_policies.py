@@ -26,9 +26,8 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import TREES, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
-from branchwise.draft.no_replacement import NoReplacementSampler
-from branchwise.draft.policies.threshold import LEAST, MOST, Threshold
-from branchwise.draft.sampler import DraftSampler, GreedySampler, SeededSampler
+from branchwise.draft.policies.dynamic import LEAST, MOST, Threshold
+from branchwise.draft.sampler import DraftSampler, GreedySampler, NoReplacementSampler, SeededSampler
 from branchwise.draft.sparse import SparseProbs
 from branchwise.errors import UsageError
 from branchwise.verify import VERIFIERS
@@ -327,8 +326,7 @@ def test_beams_that_are_drawn_have_the_law_of_the_brute_force(where: str, width:
 
 
 def one(tree: DraftTree, instance: Instance) -> Drafts:
-    batch = TreeBatch([tree])
-    return Drafts("one", instance, [tree], torch.ones(1, dtype=torch.float64), batch, torch.zeros_like(batch.tokens))
+    return Drafts(instance, [tree], torch.ones(1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("sampler", [SeededSampler(3, 0), GreedySampler()])

@@ -29,7 +29,7 @@ from tests.conformance.architectures import build, served
 
 @pytest.fixture
 def probe() -> Probe:
-    return Probe("Model", served()["llama"])
+    return Probe("Model", served()["llama"], torch.device("cpu"))
 
 
 def test_a_causal_mask_and_a_sliding_window_are_known(probe: Probe) -> None:

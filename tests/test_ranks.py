@@ -18,8 +18,7 @@ from branchwise.core.tree import Draw
 from branchwise.draft import TREES
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidate
-from branchwise.draft.policies.ranks import LEVELS, Ranks, find_ranked, promising
-from branchwise.draft.policies.template import SHAPES, write_template
+from branchwise.draft.policies.template import LEVELS, RANKED, SHAPES, Ranks, promising, write_template
 from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import GreedySampler
 from branchwise.errors import UnknownName, UsageError
@@ -53,7 +52,7 @@ def layout(policy: Ranks, rule: Rule, budget: Budget, successors: int = 99) -> l
 
 
 def test_the_tree_of_token_recycling_has_the_levels_of_the_paper() -> None:
-    shape = topology(find_ranked("recycling-80"))
+    shape = topology(RANKED["recycling-80"])
     assert tuple(map(len, shape.levels)) == (1, *LEVELS) == (1, 8, 21, 25, 15, 8, 3)
     ranks = ranks_of(shape)
     assert len(set(ranks)) == 81
@@ -62,7 +61,7 @@ def test_the_tree_of_token_recycling_has_the_levels_of_the_paper() -> None:
 
 
 def test_the_first_born_have_the_most_descendants() -> None:
-    ranks = ranks_of(topology(find_ranked("recycling-80")))
+    ranks = ranks_of(topology(RANKED["recycling-80"]))
     below = [sum(path[:1] == (rank,) for path in ranks) for rank in range(8)]
     assert below == sorted(below, reverse=True)
     assert below[0] > 30
@@ -70,7 +69,7 @@ def test_the_first_born_have_the_most_descendants() -> None:
 
 
 def test_a_level_keeps_the_paths_with_the_least_product() -> None:
-    ranks = set(ranks_of(topology(find_ranked("recycling-80"))))
+    ranks = set(ranks_of(topology(RANKED["recycling-80"])))
     for depth, most in ((2, 9), (3, 6)):  # the sizes of these levels leave no ties
         paths = itertools.product(range(8), repeat=depth)
         assert {u for u in ranks if len(u) == depth} == {u for u in paths if math.prod(r + 1 for r in u) <= most}
@@ -93,7 +92,7 @@ def test_of_a_shape_the_most_promising_nodes_are_kept(name: str) -> None:
 
 
 def test_promise_falls_from_parents_to_children_and_from_elder_to_younger() -> None:
-    shape = topology(find_ranked("recycling-80"))
+    shape = topology(RANKED["recycling-80"])
     place = {node: i for i, node in enumerate(promising(shape))}
     for node, children in enumerate(shape.children):
         order = [place[node], *(place[child] for child in children)]

@@ -22,7 +22,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.policies.ranks import Ranks, places_in
+from branchwise.draft.policies.template import Ranks, places_in
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle import topk as peaks_module
 from branchwise.draft.recycle.adjacency import MOST_READ, AdjacencyTable
@@ -559,7 +559,7 @@ def damaged(saved: dict[str, Tensor]) -> list[tuple[str, dict[str, Tensor]]]:
         ("should hold", {**saved, "more": saved["tokens"]}),
         ("successors where", {**saved, "tokens": saved["tokens"][:-1]}),
         ("successors where", {**saved, "masses": saved["masses"][:, 1:]}),
-        ("numbers are", {**saved, "masses": saved["masses"].float()}),
+        ("should hold", {**saved, "masses": saved["masses"].float()}),
         ("outside the vocabulary", change("tokens", 0, 0, VOCABULARY)),
         ("outside the vocabulary", change("tokens", 3, 2, -1)),
         ("not probabilities", change("masses", 1, 7, -0.1)),

@@ -18,7 +18,7 @@ from torch import Tensor
 from branchwise.backends.base import Execution, Prefill
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import Topology, chain_topology, topology
-from branchwise.draft.policies.ranks import Ranks, ways
+from branchwise.draft.policies.template import Ranks, ways
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle.adjacency import ACCEPTED, HALF_DOWN, PADDING, REJECTED
 from branchwise.draft.recycle.drafter import MOST_WIDTH, Recycle

@@ -16,7 +16,7 @@ from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.rounding import beyond_rounding
+from branchwise.cuda.fuse import beyond_rounding
 from tests.conformance.architectures import COMMON, build
 
 WIDTH, HEADS, INNER = 64, 4, 160

@@ -25,19 +25,18 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.cuda import padded as replayed_module
-from branchwise.cuda.padded import PaddedGraphedFunction
+from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft import TREES, build_policy
-from branchwise.draft import no_replacement as urn_module
 from branchwise.draft import sampler as dice_module
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
-from branchwise.draft.no_replacement import Opening
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.policies.topk import TopKRequest
 from branchwise.draft.sampler import (
     DeviceSampler,
     DraftSampler,
     GreedySampler,
+    Opening,
     SampleRequest,
     SeededSampler,
     sample_batch,
@@ -328,7 +327,7 @@ def test_the_audit_follows_few_tokens_as_it_follows_rows(spec: str) -> None:
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("spec", DRAWN)
 def test_a_policy_grows_the_same_tree_at_fixed_places(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(urn_module, "lies_on_host", lambda probs: False)
+    monkeypatch.setattr(dice_module, "lies_on_host", lambda probs: False)
     device_sampler, row = DeviceSampler(), rule(700)
     for seed in range(3):
         here = grown_from(build_policy(spec), row, SeededSampler(seed, 4, device_sampler))
@@ -415,8 +414,7 @@ def test_a_batch_draws_the_trees_that_its_texts_draw_alone(
     own = torch.Tensor.tolist
 
     def trees(together: bool) -> list[DraftTree]:
-        for module in (dice_module, urn_module):
-            monkeypatch.setattr(module, "lies_on_host", lambda probs: not together)
+        monkeypatch.setattr(dice_module, "lies_on_host", lambda probs: not together)
         drafter = Tossing(build_policy(spec))
         drafter.bind(target.info)
         with monkeypatch.context() as patch:

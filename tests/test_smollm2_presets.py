@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from branchwise.draft.model import trim
+from branchwise.draft.model import vocabulary
 from branchwise.draft.model.draft_model import Weights
 from branchwise.engine import Engine
 from branchwise.llm import LLM
@@ -46,9 +46,9 @@ def drafts(smollm2: LLM) -> list[Weights]:
 def _counts(smollm2: LLM, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trimmed head needs counts; here the lower half of the vocabulary is the frequent one."""
     table = tmp_path_factory.getbasetemp() / "counts.safetensors"
-    monkeypatch.setattr(trim, "table_of", lambda target: table)
+    monkeypatch.setattr(vocabulary, "table_of", lambda target: table)
     if not table.exists():
-        trim.save_counts(smollm2.engine.target.info, torch.arange(smollm2.engine.target.vocabulary, 0, -1), {})
+        vocabulary.save_counts(smollm2.engine.target.info, torch.arange(smollm2.engine.target.vocabulary, 0, -1), {})
 
 
 def write(smollm2: LLM, method: Method, **options: object) -> tuple[list[int], float]:

@@ -7,16 +7,17 @@ import json
 import pytest
 import torch
 
+from branchwise.core.tree import DraftTree
 from branchwise.engine.stats import PHASES, Stats, Stopwatch
 
 
 def four_steps() -> Stats:
     stats = Stats(prefill_seconds=9.0)
     tenth = dict.fromkeys(PHASES, 0.1)
-    stats.record(nodes=3, depth=3, accepted=2, emitted=3, seconds=tenth)  # a chain of three, two of them right
-    stats.record(nodes=0, depth=0, accepted=0, emitted=1, seconds={"score": 0.4})  # nothing drafted
-    stats.record(nodes=5, depth=2, accepted=0, emitted=1, seconds=tenth)  # a tree, nothing right
-    stats.record(nodes=4, depth=4, accepted=4, emitted=4, seconds=tenth)  # all right, the last token cut by a stop
+    stats.record(DraftTree.chain([0] * 4), 3, tenth, ["a", "a"])  # a chain of three, two of them right
+    stats.record(DraftTree.root(0), 1, {"score": 0.4}, [])  # nothing drafted
+    stats.record(DraftTree(torch.arange(6), (-1, 0, 0, 1, 1, 2)), 1, tenth, [])  # a tree, nothing right
+    stats.record(DraftTree.chain([0] * 5), 4, tenth, ["b"] * 4)  # all right, the last token cut by a stop
     return stats
 
 

@@ -463,7 +463,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda file: file.write_bytes(b""), "is damaged"),
     "a changed byte": (tamper, "is damaged .its contents are not those that were written"),
     "no metadata": (lambda file: save_file(load_file(file), file), "is no stop; train one"),
-    "of a newer version": (rewrite(lambda tensors, known: known.update(version=2)), "written by a newer Branchwise"),
+    "of a newer version": (rewrite(lambda tensors, known: known.update(version=2)), "of a newer Branchwise"),
     "no threshold": (rewrite(lambda tensors, known: known.pop("threshold")), "is damaged"),
     "a threshold of 7": (rewrite(lambda tensors, known: known.update(threshold=7)), "is damaged"),
     "another kind": (rewrite(lambda tensors, known: known.update(kind="soft")), "is damaged"),

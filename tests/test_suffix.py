@@ -17,14 +17,14 @@ from branchwise.core.tree import Draw
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.builder import Candidate
-from branchwise.draft.lookup.automaton import LINKS, NOWHERE, ROOT, Automaton
-from branchwise.draft.lookup.ppm import CERTAIN, WIDTH, ppm_backoff
-from branchwise.draft.lookup.suffix import CONTEXTS, END, LEAD, REACH, Suffix
-from branchwise.draft.policies.topk import TopK, best_first
+from branchwise.draft.lookup.base import CERTAIN, WIDTH, ppm_backoff
+from branchwise.draft.lookup.suffix import CONTEXTS, END, LEAD, LINKS, NOWHERE, REACH, ROOT, Automaton, Suffix
+from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
+from tests.strategies import best_first
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=LINKS)
 AMPLE = Budget(nodes=99, depth=99)
@@ -72,7 +72,7 @@ def test_the_longest_end_that_occurred_before_is_known_after_every_token(tokens:
 @given(texts)
 def test_every_stretch_has_its_state_and_nothing_else_has_one(tokens: list[int]) -> None:
     automaton = Automaton(tokens)
-    assert automaton.states <= max(2 * len(tokens), 2)
+    assert len(automaton.length) <= max(2 * len(tokens), 2)
     stretches = {tuple(tokens[a:b]) for a in range(len(tokens)) for b in range(a + 1, len(tokens) + 1)}
     for stretch in stretches:
         state = ROOT
@@ -137,7 +137,7 @@ def test_a_long_text_gives_what_a_search_finds(long: tuple[list[int], Counting])
     """200,000 tokens, about a megabyte of text; searched as a string, which is quick enough by hand."""
     tokens, automaton = long
     text = "".join(map(chr, tokens))
-    assert automaton.states < 2 * len(tokens)
+    assert len(automaton.length) < 2 * len(tokens)
     assert automaton.steps < 8 * len(tokens)
     rng = random.Random(1)
     state, length, checked, sum_of_lengths = ROOT, 0, 0, 0
@@ -430,7 +430,7 @@ def test_a_state_that_does_not_fit_is_one_sentence(tensors: dict[str, torch.Tens
     drafter = Suffix(keep=80)
     drafter.bind(ToyTarget(6).info)
     answer(drafter, [1, 2, 3])
-    with pytest.raises(UsageError, match="start a new one"):
+    with pytest.raises(UsageError, match="start afresh"):
         drafter.restore(tensors)
     assert known(drafter, [1, 2]) == [3]
 

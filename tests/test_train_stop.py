@@ -351,8 +351,8 @@ def test_an_interrupted_command_leaves_the_old_file(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "Name the drafter that the stop is for, with --draft-model"),
-        (("--draft", "disturbed", "--draft-model", "x"), "Name the drafter"),
+        ((), "Name what drafts, with --draft-model"),
+        (("--draft", "disturbed", "--draft-model", "x"), "one of the two"),
         (("--draft", "disturbed", "--kind", "firm"), "a stop is soft or hard"),
         (("--draft", "disturbed", "--samples", "0"), "--samples must be at least 1"),
         (("--draft", "disturbed", "--epochs", "0"), "--epochs must be at least 1"),
@@ -362,7 +362,7 @@ def test_an_interrupted_command_leaves_the_old_file(tmp_path: Path, monkeypatch:
         (("--draft", "distrubed"), "Did you mean 'disturbed'"),
         (("--draft", "disturbed", "--out", "nowhere/stop"), "cannot be written to nowhere/stop"),
         (("--draft", "disturbed", "--out", "."), "cannot be written to"),
-        (("--draft", "disturbed", "--out", "letter.txt"), "letter.txt is there and is no stop"),
+        (("--draft", "disturbed", "--out", "letter.txt"), "letter.txt exists and is no stop"),
         (("--draft", "disturbed", "--prompts", "nothing.txt"), "nothing.txt cannot be read"),
     ],
 )
@@ -380,10 +380,10 @@ def test_a_mistake_is_one_sentence_before_anything_is_loaded(
 
 
 def test_a_draft_model_is_short_for_its_spec() -> None:
-    from branchwise.cli.train import _spec
+    from branchwise.cli.options import drafter_spec
 
-    assert _spec(None, "org/small") == "model:org/small"
-    assert _spec("disturbed:2", None) == "disturbed:2"
+    assert drafter_spec(None, "org/small") == "model:org/small"
+    assert drafter_spec("disturbed:2", None) == "disturbed:2"
 
 
 def test_help_teaches_and_is_instant() -> None:

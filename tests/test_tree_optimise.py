@@ -287,7 +287,7 @@ def test_without_fill_the_size_is_what_passes_cost_here(
 ) -> None:
     from branchwise import tune
     from branchwise.tune import Costs, DraftCost, Point
-    from branchwise.tune.cache import key_of
+    from branchwise.tune.costs import key_of
 
     asked: dict[str, Any] = {}
 
@@ -316,7 +316,7 @@ def test_it_times_for_real(run: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "Say what drafts"),
+        ([], "Name what drafts"),
         (["--draft", "disturbed", "--draft-model", "x"], "one of the two"),
         (["--draft", "none"], "'none' draws from no distribution"),
         (["--draft", "disturbd"], "Did you mean 'disturbed'"),
@@ -329,7 +329,7 @@ def test_it_times_for_real(run: Callable[..., Any]) -> None:
         (["--draft", "disturbed", "--nodes", "500"], "at most 127 nodes below the root"),
         (["--draft", "disturbed", "--prompts", "nowhere.txt"], "cannot be read"),
         (["--draft", "disturbed", "--out", "tree.txt"], "A template is a JSON file, such as tree.json"),
-        (["--draft", "disturbed", "--out", "nowhere/tree.json"], "There is no such folder nowhere"),
+        (["--draft", "disturbed", "--out", "nowhere/tree.json"], "cannot be written to nowhere/tree.json"),
     ],
 )
 def test_a_mistake_in_the_request_is_a_sentence(run: Callable[..., Any], words: list[str], sentence: str) -> None:
@@ -343,5 +343,5 @@ def test_what_is_no_template_is_never_overwritten(run: Callable[..., Any], tmp_p
     file = tmp_path / "mine.json"
     file.write_text("{}")
     done = run("--draft", "disturbed", "--out", str(file))
-    assert "is there and no template, so it stays" in str(done.exception)
+    assert "exists and is no template" in str(done.exception)
     assert file.read_text() == "{}"

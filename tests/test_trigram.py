@@ -315,6 +315,6 @@ def test_tensors_that_do_not_fit_are_a_sentence_and_change_nothing() -> None:
         changed("successors", torch.tensor([-1, *whole["successors"][1:]], dtype=as_is)),
     ]
     for tensors in damaged:
-        with pytest.raises(UsageError, match="no tri-grams of this vocabulary"):
+        with pytest.raises(UsageError, match="no tri-grams of its vocabulary"):
             drafter.restore(tensors)
         assert drafter._rows == before

@@ -38,11 +38,8 @@ from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.testing import ToyTarget
 from branchwise.tune import Cliff, Costs, Point, measure, measure_drafter
-from branchwise.tune.cache import _source
-from branchwise.tune.costs import Key
-from branchwise.tune.curve import CLIFF
-from branchwise.tune.passes import MOST_CLIFFS, MOST_PROBES, SIZES
-from branchwise.tune.timing import WARM_UPS
+from branchwise.tune.costs import Key, key_of
+from branchwise.tune.passes import CLIFF, MOST_CLIFFS, MOST_PROBES, SIZES, WARM_UPS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import COMMON, build
 
@@ -283,7 +280,7 @@ def test_default_sizes_end_where_the_context_or_the_largest_tree_ends() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"context": 1024}, "1024 tokens and a tree do not fit into a context of 1024; ask for at most 1023."),
+        ({"context": 1024}, "1024 tokens and a tree do not fit into a context of 1024; ask for fewer."),
         ({"nodes": [1, 200]}, "ask for at most 128 nodes"),
         ({"nodes": [0, 4]}, "nodes must be at least 1, not 0."),
         ({"nodes": [4, -1]}, "nodes must be at least 1, not -1."),
@@ -374,8 +371,8 @@ def test_a_new_version_a_new_device_or_new_code_of_ours_measures_again(monkeypat
         lambda patch: patch.setattr("branchwise.__version__", "99.0"),
         lambda patch: patch.setattr(torch, "__version__", "99.0"),
         lambda patch: patch.setattr("branchwise.provenance.metadata.version", lambda package: "99.0"),
-        lambda patch: patch.setattr("branchwise.tune.cache.device_name", lambda device: "an abacus"),
-        lambda patch: patch.setattr("branchwise.tune.cache._source", lambda: "changed"),
+        lambda patch: patch.setattr("branchwise.tune.costs.device_name", lambda device: "an abacus"),
+        lambda patch: patch.setattr("branchwise.tune.costs.source_digest", lambda *folders: "changed"),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     ):
@@ -493,7 +490,7 @@ def test_the_cost_of_a_drafter_is_the_median_over_prompts_of_its_draft_phase(
 
         return Stats(steps=2, drafted_tokens=6, seconds={"draft": next(spent), "score": 50.0})
 
-    monkeypatch.setattr("branchwise.tune.drafters._write", written)
+    monkeypatch.setattr("branchwise.tune.drafters.write", written)
     cost = measure_drafter(llm, "ngram", [[2], [3], [4]])
     assert (cost.low, cost.seconds, cost.high) == (1.0, 1.5, 2.75)
     assert (cost.drafted, cost.steps) == (3.0, 6)
@@ -645,7 +642,7 @@ def test_ctrl_c_leaves_no_broken_cache(
 def test_the_digest_of_our_code_covers_folders_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that was renamed would be left out in silence, and costs of old code be taken for those of new code."""
     folders: list[Path] = []
-    monkeypatch.setattr("branchwise.tune.cache.source_digest", lambda *found: folders.extend(found) or "digest")
-    assert _source() == "digest"
+    monkeypatch.setattr("branchwise.tune.costs.source_digest", lambda *found: folders.extend(found) or "digest")
+    assert key_of(TimedTarget(line), None, 1, 8, (1,), 3).source == "digest"
     assert {folder.name for folder in folders} >= {"backends", "core", "tune"}
     assert all(any(folder.rglob("*.py")) for folder in folders)

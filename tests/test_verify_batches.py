@@ -262,7 +262,7 @@ ROOMY = {
 def inputs(batch: Batch, tree_batch: TreeBatch, reads: Sequence[str]) -> GraphInputs:
     assert tree_batch.q is not None
     q = torch.nn.functional.pad(tree_batch.q, (0, 0, 0, tree_batch.nodes - tree_batch.q.shape[1]))
-    numbers = Numbers(tree_batch, batch.chance(), reads, torch.device("cpu")).there
+    numbers = Numbers(tree_batch, batch.chance(), reads, torch.device("cpu")).on_device
     return GraphInputs(numbers, batch.logits(tree_batch.nodes).nan_to_num(0.0), q)
 
 
@@ -395,16 +395,16 @@ def test_numbers_follow_the_shapes_of_the_trees() -> None:
     a, b = batch((-1, 0, 0), (-1, 0, 1)), batch((-1, 0, 1), (-1, 0, 0))
     numbers = Numbers(a, chance, reads, torch.device("cpu"))
     for one in (a, b, b, a):
-        assert torch.equal(numbers.bring(one, chance), Numbers(one, chance, reads, torch.device("cpu")).there)
+        assert torch.equal(numbers.bring(one, chance), Numbers(one, chance, reads, torch.device("cpu")).on_device)
 
 
-def test_verdicts_are_spelled() -> None:
+def test_verdicts_carry_the_tokens_of_their_paths() -> None:
     found = Verdicts(torch.tensor([[0, 2, -1], [0, -1, -1], [0, 1, 3]]), torch.tensor([7, 8, 9]))
     tokens = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
-    spelled = found.spelled(tokens)
-    read = spelled.read()
-    assert spelled.spelled(tokens) is spelled
-    assert [(one.path, one.spelled, one.token) for one in read] == [
+    with_tokens = found.with_tokens(tokens)
+    read = with_tokens.read()
+    assert with_tokens.with_tokens(tokens) is with_tokens
+    assert [(one.path, one.tokens, one.token) for one in read] == [
         ((0, 2), (12,), 7),
         ((0,), (), 8),
         ((0, 1, 3), (31, 33), 9),

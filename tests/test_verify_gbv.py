@@ -65,7 +65,7 @@ def test_the_rows_that_a_path_is_verified_against_are_the_law_it_was_taken_from(
     drawn: dict[tuple[int, ...], float] = {}
 
     def spy(probs: Any, chance: Any, path: Any, spans: Any, weights: Tensor, drawn_from: Any, coin: int = 0) -> Any:
-        rows = torch.cat([drawn_from(span) for span in spans], dim=1)
+        rows = torch.cat([drawn_from(span, None) for span in spans], dim=1)
         inside = torch.arange(rows.shape[1]) < path.length[:, None]
         assert ((rows.sum(dim=-1) - 1).abs()[inside] < 1e-12).all()
         at_tokens = rows.gather(2, path.tokens[..., None])[..., 0]

@@ -132,7 +132,7 @@ def in_float32(kind: str, instance: Instance) -> Drafts:
     p, q = (tuple(t.astype(np.float32).astype(np.float64) for t in probs) for probs in (instance.p, instance.q))
     drafts = Drafts.of(kind, Instance(p, q, instance.paths))
     trees = [replace(tree, q=tree.q.float()) for tree in drafts.trees]  # type: ignore[union-attr]
-    return replace(drafts, trees=trees, batch=TreeBatch(trees))
+    return replace(drafts, trees=trees)
 
 
 def faint(row: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from branchwise.audit.instances import Drafts, ExactProbs, Instance
 from branchwise.core.batch import TreeBatch
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.verify.block import Block
-from branchwise.verify.traversal import Traversal, odds_of_nodes, way_to
+from branchwise.verify.recursive import Traversal, odds_of_nodes
 from tests.conformance.test_verifiers import AWKWARD, WORLDS, as_draft, verdict_law
 from tests.slow_truth import residual, without
 from tests.strategies import topologies, trees
@@ -84,10 +84,10 @@ def test_the_odds_of_all_nodes_are_those_of_the_recursion(batch: list[tuple[Draf
 def test_the_way_to_a_node_is_its_path_from_the_root(batch: list[DraftTree], data: st.DataObject) -> None:
     tree_batch = TreeBatch(batch)
     nodes = [data.draw(st.integers(0, len(tree) - 1)) for tree in batch]
-    ways = way_to(tree_batch, torch.tensor(nodes))
+    ways = tree_batch.paths_to(torch.tensor(nodes))
     for tree, node, way in zip(batch, nodes, ways.tolist(), strict=True):
         path = tree.topology.path(node)
-        assert way == path + [-1] * (tree_batch.depth + 1 - len(path))
+        assert way == path + [-1] * (tree_batch.nodes - len(path))
 
 
 @modes

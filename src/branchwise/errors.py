@@ -46,6 +46,6 @@ class LossyWarning(UserWarning):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of somebody else says, short enough for a sentence of ours."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """What an exception of another package says, short enough for a sentence of ours."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (line if len(line) <= 200 else line[:200] + "…").rstrip(".: ")

@@ -33,11 +33,11 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from branchwise.backends.transformers.target import SHORTEST_CONTEXT, TransformersTarget
-from branchwise.core.sampling import SamplingParams
+from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
 from branchwise.draft.model.drafter import ModelDrafter
-from branchwise.engine import Engine, Generation, Request
+from branchwise.engine import Engine, Generation, Piece, Request
 from branchwise.errors import UsageError
 from branchwise.methods import DEFAULT, PRESETS, Method
 from branchwise.verify import VERIFIERS
@@ -126,7 +126,7 @@ def generate(
     for padded, tokens in zip(input_ids, rows, strict=True):
         padding = padded[: width - len(tokens)]
         seed = int(torch.randint(1 << 62, ()))
-        along = (AlongPath(LogitsProcessorList(processors), padding),) if processors else ()
+        along = (_along_path(LogitsProcessorList(processors), padding),) if processors else ()
         sampling = SamplingParams(temperature=1.0 if config.do_sample else 0.0, seed=seed, processors=along)
         requests.append(
             Request(
@@ -134,19 +134,20 @@ def generate(
                 sampling=sampling,
                 max_new_tokens=new_tokens,
                 stop_tokens=frozenset(stop_tokens),
-                stop_when=StopWhen(others, padding) if others else None,
+                stop_when=_stop_when(others, padding) if others else None,
             )
         )
     generations: list[Generation] = []
-    told = [0] * len(rows)
+
+    def report(generation: Generation, pieces: list[Piece]) -> None:
+        if token_callback is not None:
+            for piece in pieces:
+                token_callback(generations.index(generation), piece.token)
+
     try:
-        generations += [engine.submit(request) for request in requests]
+        generations += [engine.submit(request, on_output=report) for request in requests]
         while engine.busy:
             engine.step()
-            for row, generation in enumerate(generations):
-                for piece in generation.pieces[told[row] :] if token_callback is not None else ():
-                    token_callback(row, piece.token)  # type: ignore[misc]
-                told[row] = len(generation.pieces)
     finally:
         for generation in generations:  # a callback or a processor may have raised
             engine.cancel(generation)
@@ -162,30 +163,19 @@ def generate(
     return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output  # type: ignore[arg-type]
 
 
-class AlongPath:
+def _padded(padding: Tensor, tokens: Sequence[int]) -> Tensor:
+    """(1, length): a row as `generate` shows it; some processors (lengths, penalties) count or see the padding."""
+    return torch.cat([padding, torch.tensor(tokens, device=padding.device)])[None]
+
+
+def _along_path(processors: LogitsProcessorList, padding: Tensor) -> Processor:
     """transformers' logits processors, run on the tokens that lead to one node of a tree."""
-
-    def __init__(self, processors: LogitsProcessorList, padding: Tensor) -> None:
-        self.processors = processors
-        self.padding = padding
-
-    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        # `generate` shows processors the padded row, and some (lengths, penalties) count or see the padding.
-        ids = torch.cat([self.padding, torch.tensor(tokens, device=self.padding.device)])
-        scores: Tensor = self.processors(ids[None], logits[None])  # type: ignore[arg-type]
-        return scores[0]
+    return lambda tokens, logits: processors(_padded(padding, tokens), logits[None])[0]  # type: ignore[arg-type]
 
 
-class StopWhen:
+def _stop_when(criteria: StoppingCriteriaList, padding: Tensor) -> Callable[[Sequence[int]], bool]:
     """transformers' stopping criteria, asked about one row."""
-
-    def __init__(self, criteria: StoppingCriteriaList, padding: Tensor) -> None:
-        self.criteria = criteria
-        self.padding = padding
-
-    def __call__(self, tokens: Sequence[int]) -> bool:
-        ids = torch.cat([self.padding, torch.tensor(tokens, device=self.padding.device)])
-        return bool(self.criteria(ids[None], None).all())
+    return lambda tokens: bool(criteria(_padded(padding, tokens), None).all())
 
 
 def _first(token: int | list[int] | None) -> int:
@@ -232,16 +222,12 @@ def _refuse_what_cannot_run(
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UsageError("branchwise.hf.generate keeps a cache of its own; leave out past_key_values.")
-    for processor in processors:
-        if type(processor).__name__ not in PURE_PROCESSORS and not getattr(processor, "pure", False):
+    unknown = [part for part in processors if type(part).__name__ not in PURE_PROCESSORS]
+    unknown += [part for part in criteria if not isinstance(part, PURE_CRITERIA)]
+    for part in unknown:
+        if not getattr(part, "pure", False):
             raise UsageError(
-                f"{type(processor).__name__} may keep a state or look beyond its row, so it cannot run along the "
-                "paths of a tree; leave it out, or set its attribute `pure = True` if it depends on input_ids and "
-                "scores alone."
-            )
-    for criterion in criteria:
-        if not isinstance(criterion, PURE_CRITERIA) and not getattr(criterion, "pure", False):
-            raise UsageError(
-                f"{type(criterion).__name__} may look at scores or keep a state; leave it out, or set its attribute "
-                "`pure = True` if it depends on input_ids alone."
+                f"{type(part).__name__} may keep a state or look beyond its row, so it cannot run along the paths of a "
+                "tree; leave it out, or set its attribute `pure = True` if it depends on input_ids alone, or as a "
+                "logits processor on input_ids and scores alone."
             )

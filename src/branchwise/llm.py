@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike, cpu_count, fspath
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
@@ -12,7 +13,6 @@ import torch
 from branchwise.backends import TARGETS
 from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.core.text import TextStream
-from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
 from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
@@ -21,8 +21,8 @@ from branchwise.engine.warmup import keep_compiled_kernels, warm_up
 from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
-from branchwise.registry import nearest
-from branchwise.verify import VERIFIERS
+from branchwise.registry import check_known, nearest
+from branchwise.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -159,41 +159,34 @@ def load(
     return LLM(model, weights, tokenizer, engine, state)
 
 
+@dataclass(eq=False, repr=False)
 class LLM:
     """A model with its tokenizer, a drafter and a verifier."""
 
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        engine: Engine,
-        state: str | PathLike[str] | None = None,
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.tokenizer = tokenizer
-        self.engine = engine
-        self.state = state
-        """the file in which the drafter keeps what it learns"""
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    state: str | PathLike[str] | None = None
+    """the file in which the drafter keeps what it learns"""
 
     def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
-        drafter = build_drafter(draft, tree) if isinstance(draft, str) else draft
-        engine = Engine(self.engine.target, drafter, VERIFIERS.build(verify))
-        name = draft if isinstance(draft, str) else draft.name
-        Method(name, name, tree, verify).warn_if_lossy()
-        return LLM(self.name, self.model, self.tokenizer, engine)
+        if isinstance(draft, str):
+            return self.with_method(Method(draft, draft, tree, verify))
+        return self._with(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify))
 
     def with_method(self, method: str | Method, draft_model: str | None = None, index: str | None = None) -> LLM:
         """The same weights and cache with another method, by name or as a spec draft/tree/verify.
 
-        One that changes the distribution warns (`LossyWarning`).
+        A method that changes the distribution warns (`LossyWarning`).
         """
         chosen = choose_method(method, draft_model=draft_model, index=index)
-        drafter, verifier = chosen.build()
+        return self._with(chosen, *chosen.build())
+
+    def _with(self, method: Method, drafter: Drafter, verifier: Verifier) -> LLM:
         engine = Engine(self.engine.target, drafter, verifier)
-        chosen.warn_if_lossy()
+        method.warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine)
 
     @overload
@@ -205,31 +198,26 @@ class LLM:
 
         See `Options` for what else can be said; the default is greedy, 256 tokens at most.
         """
-        if _is_one(prompt):
-            return self._complete([prompt], options)[0]
-        return self._complete(prompt, options)
+        return self._complete([prompt], options)[0] if _is_one(prompt) else self._complete(prompt, options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Write the answer step by step. Leaving the loop early cancels the rest."""
-        [generation] = self._submit([prompt], options, streaming=True)
-        told, completion = 0, None
-        try:
+        reported, completion = 0, None
+        with self._running([prompt], options, streaming=True) as [generation]:
             while completion is None:
                 # Another stream may have moved this one along already, and what a step finds may be said with the next.
-                while told == len(generation.pieces) and not generation.finished:
+                while reported == len(generation.pieces) and not generation.finished:
                     self.engine.step()
                 over = generation.finished  # asked first: what another thread adds meanwhile has a chunk to come
-                pieces = generation.pieces[told:]
-                told += len(pieces)
+                pieces = generation.pieces[reported:]
+                reported += len(pieces)
                 completion = self._completion(generation) if over else None
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
-        finally:
-            self.engine.cancel(generation)
 
     def save_state(self, path: str | PathLike[str] | None = None) -> None:
         """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.
 
-        A file is replaced as a whole: of several processes that share one, the last to save has its say.
+        A file is replaced as a whole: if several processes share it, it holds the state that was saved last.
         """
         place = self.state if path is None else path
         if place is None:
@@ -264,19 +252,17 @@ class LLM:
         return frozenset(token for token in (*ends, self.tokenizer.eos_token_id) if token is not None)
 
     def _complete(self, prompts: Sequence[Prompt], options: Options) -> list[Completion]:
-        generations = self._submit(prompts, options, streaming=False)
-        try:
+        with self._running(prompts, options, streaming=False) as generations:
             while not all(generation.finished for generation in generations):
                 self.engine.step()
-        finally:
-            for generation in generations:
-                self.engine.cancel(generation)
-        return [self._completion(generation) for generation in generations]
+            return [self._completion(generation) for generation in generations]
 
-    def _submit(self, prompts: Sequence[Prompt], options: Options, *, streaming: bool) -> list[Generation]:
+    @contextmanager
+    def _running(self, prompts: Sequence[Prompt], options: Options, *, streaming: bool) -> Iterator[list[Generation]]:
+        """The prompts as requests of the engine; those that have not finished at the end are cancelled."""
         for name in options:
             if name not in Options.__annotations__:
-                raise UsageError(f"generate has no option {name!r}.{nearest(name, list(Options.__annotations__))}")
+                raise UsageError(f"generate has no option {name!r}.{nearest(name, Options.__annotations__)}")
         sampling = SamplingParams(**{key: value for key, value in options.items() if key in SAMPLING})  # type: ignore[arg-type]
         stop = options.get("stop") or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -292,26 +278,21 @@ class LLM:
             )
             for prompt in prompts
         ]
-        follow = streaming or stop
         generations: list[Generation] = []
         try:
             for request in requests:
-                text = TextStream(self.decode, stop) if follow else None
+                text = TextStream(self.decode, stop) if streaming or stop else None
                 generations.append(self.engine.submit(request, text))
-        except BaseException:
+            yield generations
+        finally:
             for generation in generations:
                 self.engine.cancel(generation)
-            raise
-        return generations
 
     def _completion(self, generation: Generation) -> Completion:
         assert generation.finish_reason is not None
         tokens = generation.token_ids
-        if generation.text is not None:
-            text = generation.text.text
-        else:
-            ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
-            text = self.decode(tokens[:-1] if ended else tokens)
+        ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
+        text = self.decode(tokens[:-1] if ended else tokens) if generation.text is None else generation.text.text
         logprobs = [piece.logprob for piece in generation.pieces if piece.logprob is not None]
         return Completion(
             text=text,
@@ -362,13 +343,10 @@ def choose_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         return torch.bfloat16 if device.startswith("cuda") or _cpu_computes_bfloat16() else torch.float32
-    if dtype not in DTYPES:
-        known = ["auto", *DTYPES]
-        raise UsageError(f"Unknown dtype {dtype!r}.{nearest(dtype, known)} Known: {', '.join(known)}.")
+    check_known("dtype", dtype, ["auto", *DTYPES])
     return DTYPES[dtype]
 
 
 def _cpu_computes_bfloat16() -> bool:
     """AMX or AVX512-BF16; elsewhere bfloat16 is emulated and slower than float32."""
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, check, bool)() for check in checks)
+    return any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))

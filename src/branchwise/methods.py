@@ -51,7 +51,7 @@ class Method:
     @property
     def lossless(self) -> bool:
         """Whether texts have the target's distribution."""
-        return LOSSY not in self.verify
+        return bool(VERIFIERS.find(split_spec(self.verify)[0]).lossless)
 
     @property
     def blanks(self) -> list[str]:
@@ -92,28 +92,29 @@ class Method:
                 own = [f"{key}={value}" for key, value in options.items() if key not in said]
                 spec = f"{name}:{','.join([given[name] or '', *own])}"
             specs.append(spec)
-        return replace(self, draft=specs[0] if not self.draft.startswith(FUSED) else FUSED + fuse_specs(specs))
+        if not self.draft.startswith(FUSED):
+            return replace(self, draft=specs[0])
+        split = (spec.partition(":") for spec in specs)
+        fused = (f"{name}({options})" if options else name for name, _, options in split)
+        return replace(self, draft=FUSED + "+".join(fused))
 
     def warn_if_lossy(self) -> None:
         """Every function that loads or runs a method calls this.
 
         The warning is always raised at this line and does not name the drafter, so that Python's filters show it once.
         """
-        if not self.lossless:
-            warnings.warn(self._changed, LossyWarning, stacklevel=1)
-
-    @property
-    def _changed(self) -> str:
-        begun = f"Verifier {self.verify!r} is lossy: it changes the distribution of the model's texts."
-        measured = DISTANCES.get(split_spec(self.verify)[0])
-        if measured is None:
-            return f"{begun} How far it is from the target's distribution was not measured."
-        distance, world = measured
-        here = f"{self.tree or 'other trees'} on the vocabulary of a model"
-        return (
-            f"{begun} Its distance from the target's distribution was measured on {world}, and is up to "
-            f"{distance:.3f} there; for {here} it is not known."
-        )
+        if self.lossless:
+            return
+        text = f"Verifier {self.verify!r} is lossy: it changes the distribution of the model's texts."
+        if (name := split_spec(self.verify)[0]) in DISTANCES:
+            distance, world = DISTANCES[name]
+            text += (
+                f" Its distance from the target's distribution was measured on {world}, and is up to {distance:.3f} "
+                f"there; for {self.tree or 'other trees'} on the vocabulary of a model it is not known."
+            )
+        else:
+            text += " How far it is from the target's distribution was not measured."
+        warnings.warn(text, LossyWarning, stacklevel=1)
 
     def build(self) -> tuple[Drafter, Verifier]:
         """A new drafter and verifier; a pair that would not be lossless is refused."""
@@ -138,9 +139,8 @@ def find_method(spec: str, draft_model: str | None = None, index: str | None = N
 
 def find_methods(specs: Sequence[str], draft_model: str | None = None, index: str | None = None) -> list[Method]:
     """Methods that share a draft model and an index; at least one must need each."""
-    for name, value in ((MODEL, draft_model), (RETRIEVAL, index)):
+    for (name, (what, option, _)), value in zip(BLANKS.items(), (draft_model, index), strict=True):
         if value is not None and not any(name in find_any(spec).blanks for spec in specs):
-            what, option, _ = BLANKS[name]
             raise UsageError(f"No method here drafts with {what}; leave out {option}.")
     return [find_method(spec, draft_model, index) for spec in specs]
 
@@ -158,15 +158,13 @@ def choose_method(
     if method is not None:
         for option, value in (("draft", draft), ("tree", tree), ("verify", verify)):
             if value is not None:
-                name = method if isinstance(method, str) else method.name
                 raise UsageError(
-                    f"--method {name} has a drafter, a tree and a verifier of its own; leave out --{option}, or say "
-                    "all three in its place."
+                    f"--method {method if isinstance(method, str) else method.name} has a drafter, a tree and a "
+                    f"verifier of its own; leave out --{option}, or say all three in its place."
                 )
-        if isinstance(method, Method):
-            named = draft_model is None and index is None
-            return method if named else method.drafting_with(draft_model, index)
-        return find_methods([method], draft_model, index)[0]
+        if isinstance(method, str):
+            return find_methods([method], draft_model, index)[0]
+        return method if draft_model is None and index is None else method.drafting_with(draft_model, index)
     said = [name for name, value in ((MODEL, draft_model), (RETRIEVAL, index)) if value is not None]
     if draft is not None and said and not Method("", draft).blanks:
         raise UsageError(f"Give --draft or {BLANKS[said[0]][1]}, not both.")
@@ -182,7 +180,19 @@ def choose_method(
 
 def find_any(spec: str) -> Method:
     """The method of a name or a spec, even if its draft model or index is not named yet."""
-    return PRESETS.get(spec) or _parse(spec)
+    if spec in PRESETS:
+        return PRESETS[spec]
+    parts = _split(spec)
+    name, _, _ = split_spec(parts[0])
+    if name not in DRAFTERS:
+        raise UnknownName(
+            f"Unknown method {spec!r}.{nearest(name, [*PRESETS, *DRAFTERS])} A method is a preset "
+            f"({', '.join(PRESETS)}) or a spec draft/tree/verify with a drafter of {', '.join(sorted(DRAFTERS))}."
+        )
+    if len(parts) > 3:
+        raise UsageError(f"{spec!r} has more than three parts; a method is draft/tree/verify.")
+    draft, tree, verify = [*parts, "", ""][:3]
+    return Method(spec, draft, tree or None, verify or "match")
 
 
 def table() -> str:
@@ -195,21 +205,6 @@ def table() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _parse(spec: str) -> Method:
-    parts = _split(spec)
-    name, _, _ = split_spec(parts[0])
-    if name not in DRAFTERS:
-        known = [*PRESETS, *DRAFTERS]
-        raise UnknownName(
-            f"Unknown method {spec!r}.{nearest(name, known)} A method is a preset ({', '.join(PRESETS)}) or a spec "
-            f"draft/tree/verify with a drafter of {', '.join(sorted(DRAFTERS))}."
-        )
-    if len(parts) > 3:
-        raise UsageError(f"{spec!r} has more than three parts; a method is draft/tree/verify.")
-    draft, tree, verify = [*parts, "", ""][:3]
-    return Method(spec, draft, tree or None, verify or "match")
-
-
 def members_of(draft: str) -> list[str]:
     """The specs of the drafters of a fusion, or the only one."""
     if not draft.startswith(FUSED):
@@ -217,12 +212,6 @@ def members_of(draft: str) -> list[str]:
     from branchwise.draft.lookup.fusion import split_members
 
     return split_members(draft.removeprefix(FUSED))
-
-
-def fuse_specs(specs: Sequence[str]) -> str:
-    """The inverse of `members_of`."""
-    split = (spec.partition(":") for spec in specs)
-    return "+".join(f"{name}({options})" if options else name for name, _, options in split)
 
 
 FILES = ("model:", "model(", "retrieval:", "retrieval(", "template:", "ranks:", "learned:")
@@ -254,11 +243,10 @@ def _tree_and_verify(words: list[str]) -> list[str] | None:
     ways = [["/".join(words)]]
     if len(words) > 1 and (not words[-1] or split_spec(words[-1])[0] in VERIFIERS):
         ways.insert(0, ["/".join(words[:-1]), words[-1]])
-    return next((way for way in ways if not way[0] or _is_tree(way[0])), None)
-
-
-def _is_tree(part: str) -> bool:
-    return split_spec(part)[0] in TREES and ("/" not in part or _names_file(part))
+    for tree, *verify in ways:
+        if not tree or (split_spec(tree)[0] in TREES and ("/" not in tree or _names_file(tree))):
+            return [tree, *verify]
+    return None
 
 
 def _names_file(part: str) -> bool:

@@ -1,7 +1,4 @@
-"""A client of OpenAI-compatible servers such as vLLM, SGLang and llama.cpp, for the audit and the benchmark.
-
-Every failure is a `UsageError` of one sentence that says what to do.
-"""
+"""A client of OpenAI-compatible servers, for the audit and the benchmark; every failure is a `UsageError`."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ import httpx
 from branchwise.errors import UsageError
 
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Many servers truncate or penalise by default. These parameters are not part of OpenAI's protocol, so a server may
-refuse them."""
+"""against truncation and penalties that servers have by default; outside OpenAI's protocol, so they may be refused"""
 PAUSES = (0.5, 2.0)
 """seconds before a request is sent again that a busy server turned away"""
 BUSY = (429, 500, 502, 503, 504)
@@ -88,12 +84,10 @@ class Client:
         for pause in (*PAUSES, None):
             try:
                 reply = self._http.request("GET" if payload is None else "POST", self.url + path, json=payload)
-            except httpx.TimeoutException:
-                raise self._timeout(path) from None
             except httpx.RequestError as error:
                 dropped = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError)
                 if pause is None or not dropped:
-                    raise self._unreachable(error) from None
+                    raise self._failure(error, path) from None
             else:
                 if not reply.is_error:
                     return self._parse(reply.content, path)
@@ -112,10 +106,9 @@ class Client:
                     raise self._refusal(path, reply)
                 begun = True
                 yield from self._events(reply, path)
-        except httpx.TimeoutException:
-            raise self._timeout(path) from None
         except httpx.RequestError as error:
-            raise (self.broken() if begun else self._unreachable(error)) from None
+            cut_short = begun and not isinstance(error, httpx.TimeoutException)
+            raise (self.broken() if cut_short else self._failure(error, path)) from None
 
     def page(self, path: str) -> str | None:
         """The text at a path, or None if there is none."""
@@ -129,9 +122,7 @@ class Client:
         return UsageError(f"The server at {self.url} closed the stream before the answer ended; look into its log.")
 
     def malformed(self) -> UsageError:
-        return UsageError(
-            f"The server at {self.url} returned a completion in a form that OpenAI's protocol does not have."
-        )
+        return UsageError(f"The server at {self.url} returned a completion in a form that is not in OpenAI's protocol.")
 
     def _events(self, reply: httpx.Response, path: str) -> Iterator[Any]:
         bare, streaming = b"", False
@@ -151,9 +142,7 @@ class Client:
         try:
             return json.loads(data)
         except ValueError:
-            raise UsageError(
-                f"The server at {self.url} answered {path} with something that is not JSON; is it OpenAI-compatible?"
-            ) from None
+            raise UsageError(f"The answer of {self.url} to {path} is not JSON; is it OpenAI-compatible?") from None
 
     def _refusal(self, path: str, reply: httpx.Response) -> UsageError:
         code = reply.status_code
@@ -162,13 +151,10 @@ class Client:
         sentence = f"The server at {self.url} answered {path} with {code}: {_message(reply)}. {hints.get(code, '')}"
         return (Refused if code in REFUSING else UsageError)(sentence.strip())
 
-    def _timeout(self, path: str) -> UsageError:
-        return UsageError(
-            f"The server at {self.url} gave no answer to {path} within {self.timeout:g} seconds; "
-            f"{self._hints['timeout']}"
-        )
-
-    def _unreachable(self, error: httpx.RequestError) -> UsageError:
+    def _failure(self, error: httpx.RequestError, path: str) -> UsageError:
+        if isinstance(error, httpx.TimeoutException):
+            waited = f"gave no answer to {path} within {self.timeout:g} seconds"
+            return UsageError(f"The server at {self.url} {waited}; {self._hints['timeout']}")
         return UsageError(f"No server answers at {self.url}: {_reason(error)}.")
 
 

@@ -77,14 +77,11 @@ def png(height: float, paint: Callable[[Axes, Theme], None], theme: Theme) -> by
     from matplotlib.figure import Figure as Canvas
 
     style: dict[Any, Any] = {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.ink),
+        "axes.edgecolor": theme.neutral,
         "font.family": "DejaVu Sans",
         "font.size": 9,
         "text.parse_math": False,  # names may hold dollars
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.ink,
-        "axes.edgecolor": theme.neutral,
-        "xtick.color": theme.ink,
-        "ytick.color": theme.ink,
     }
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name in a script that the font does not have is drawn as boxes

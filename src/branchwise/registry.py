@@ -11,7 +11,7 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from branchwise.errors import UnknownName, UsageError
@@ -21,6 +21,12 @@ def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
     """' Did you mean …?' for the closest known name, or nothing; ready to stand inside a sentence."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_known(kind: str, name: str, known: Iterable[str], or_else: str = "") -> None:
+    """Refuse a name that is none of those known."""
+    if name not in (names := list(known)):
+        raise UnknownName(f"Unknown {kind} {name!r}.{nearest(name, names)} Known: {', '.join(names)}{or_else}.")
 
 
 def split_spec(spec: str) -> tuple[str, list[str], dict[str, str]]:
@@ -69,9 +75,7 @@ class Registry:
 
     def find(self, name: str) -> Any:
         """The class behind a name; importing its module is the first thing that costs anything."""
-        if name not in self._entries:
-            hint = nearest(name, self._entries)
-            raise UnknownName(f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}.")
+        check_known(self.kind, name, sorted(self._entries))
         entry = self._entries[name]
         if not isinstance(entry, str):
             return entry
@@ -87,34 +91,27 @@ class Registry:
     def build(self, spec: str, **given: Any) -> Any:
         """Build the part that a spec describes. `given` are values from the caller; a part takes those it names."""
         name, positional, options = split_spec(spec)
-        part = self.find(name)
+        part, subject = self.find(name), f"{self.kind.capitalize()} {name!r}"
         parameters = inspect.signature(part).parameters
         values: dict[str, Any] = {key: value for key, value in given.items() if key in parameters}
         own = [p for p in parameters.values() if p.name not in given]
-        many = [p for p in own if p.kind is p.VAR_POSITIONAL]  # a list of any length, as in rsd-c:4,2,1
-        if many:
-            listed = [_convert(self.kind, name, many[0], text) for text in positional]
-            own, positional = [p for p in own if p not in many], []
-        else:
-            listed = []
+        listed: list[Any] = []
+        for many in [p for p in own if p.kind is p.VAR_POSITIONAL]:  # a list of any length, as in rsd-c:4,2,1
+            listed = [_convert(subject, many, text) for text in positional]
+            own, positional = [p for p in own if p is not many], []
         if len(positional) > len(own):
-            raise UsageError(
-                f"{self.kind.capitalize()} {name!r} takes at most {len(own)} values, as in {_usage(name, own)}."
-            )
-        values |= {p.name: _convert(self.kind, name, p, text) for p, text in zip(own, positional, strict=False)}
+            raise UsageError(f"{subject} takes at most {len(own)} values, as in {_usage(name, own)}.")
+        values |= {p.name: _convert(subject, p, text) for p, text in zip(own, positional, strict=False)}
+        options_of = {p.name: p for p in own}
         for key, text in options.items():
-            matching = [p for p in own if p.name == key]
-            if not matching:
-                hint = nearest(key, [p.name for p in own])
-                raise UsageError(
-                    f"{self.kind.capitalize()} {name!r} has no option {key!r}.{hint} Use {_usage(name, own)}."
-                )
+            if key not in options_of:
+                raise UsageError(f"{subject} has no option {key!r}.{nearest(key, options_of)} Use {_usage(name, own)}.")
             if key in values:
                 raise UsageError(f"{spec!r} gives {key!r} twice.")
-            values[key] = _convert(self.kind, name, matching[0], text)
-        missing = [p for p in own if p.default is p.empty and p.name not in values]
-        if missing:
-            raise UsageError(f"{self.kind.capitalize()} {name!r} needs {missing[0].name!r}, as in {_usage(name, own)}.")
+            values[key] = _convert(subject, options_of[key], text)
+        for p in own:
+            if p.default is p.empty and p.name not in values:
+                raise UsageError(f"{subject} needs {p.name!r}, as in {_usage(name, own)}.")
         return part(*listed, **values)
 
 
@@ -123,15 +120,13 @@ def _usage(name: str, own: list[inspect.Parameter]) -> str:
     return f"{name}:{','.join(shown)}" if shown else name
 
 
-def _convert(kind: str, name: str, parameter: inspect.Parameter, text: str) -> Any:
+def _convert(subject: str, parameter: inspect.Parameter, text: str) -> Any:
     # An annotation is a type or, where a module defers them, the name of one.
     annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation)).split(" | ")[0]
     wanted = {"int": int, "float": float, "str": str}.get(annotation)
     if wanted is None:
-        raise UsageError(f"{kind.capitalize()} {name!r} takes {parameter.name!r} from Python only, not from a spec.")
+        raise UsageError(f"{subject} takes {parameter.name!r} from Python only, not from a spec.")
     try:
         return wanted(text)
     except ValueError:
-        raise UsageError(
-            f"{kind.capitalize()} {name!r} takes {parameter.name} as {wanted.__name__}, not {text!r}."
-        ) from None
+        raise UsageError(f"{subject} takes {parameter.name} as {wanted.__name__}, not {text!r}.") from None

@@ -1,4 +1,4 @@
-"""Doubles for tests: drafters of every degree of skill, and a target that is pipelined without a GPU."""
+"""Doubles for tests: a toy target, and drafters of every degree of skill."""
 
 from __future__ import annotations
 
@@ -8,110 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from branchwise.backends.base import Inflight, PipelinedTarget, Scored
 from branchwise.backends.toy import ToyTarget
-from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget, Drafter
-from branchwise.verify import Verdicts, Verifier
 
-__all__ = ["ContrarianDrafter", "PipelinedDouble", "PipelinedToy", "RandomDrafter", "ToyTarget", "TruthDrafter"]
-
-
-@dataclass(eq=False)
-class ToyInflight:
-    """A pass of the toy that was made ahead, for these sequences as they will be after the verdict."""
-
-    target: PipelinedToy
-    sequences: tuple[SequenceState, ...]
-    batch: TreeBatch
-    scored: Scored
-    passes: int
-    committed: bool = False
-
-    def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
-        same = self.sequences == tuple(sequences) and torch.equal(self.batch.parents, batch.parents)
-        same &= bool((self.batch.tokens[:, 1:] == batch.tokens[:, 1:]).all())  # roots are the verdict's
-        if not (same and self.committed and self.target.passes == self.passes):
-            return None
-        self.target.reuse(sequences, batch)
-        return self.scored
-
-
-class PipelinedToy(ToyTarget, PipelinedTarget):
-    """The toy as a pipelined target: it scores the next trees as soon as the verdict is there, before `commit`."""
-
-    launched = 0
-    used = 0
-
-    @property
-    def pipelined(self) -> bool:
-        return True
-
-    def capture(self, verifier: Verifier) -> Verifier:
-        return verifier
-
-    def commit_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
-        self._verdicts = verdicts
-
-    def launch(self, sequences: Sequence[SequenceState], batch: TreeBatch, after: Verdicts) -> Inflight | None:
-        assert after.tokens is self._verdicts.tokens, "a pass is launched behind another verdict"
-        self.launched += 1
-        logits = torch.zeros(len(batch), batch.nodes, self.vocabulary)
-        hidden = {layer: torch.zeros(logits.shape) for layer in self._needs.hidden_layers}
-        for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
-            _, scored = self._scored[sequence]
-            path = [int(node) for node in after.paths[row] if node >= 0]
-            cached = self._cached[sequence] + scored[path].tolist()
-            tokens = batch.tokens[row].clone()
-            tokens[0] = after.tokens[row]
-            for node in range(len(tree)):
-                along = cached + tokens[tree.topology.path(node)].tolist()
-                logits[row, node] = self.logits(along)
-                for states in hidden.values():
-                    states[row, node] = self.hidden(along)
-        self.passes += 1
-        return ToyInflight(self, tuple(sequences), batch, Scored(logits, hidden), self.passes)
-
-    def reuse(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> None:
-        self.used += 1
-        for row, (sequence, tree) in enumerate(zip(sequences, batch.trees, strict=False)):
-            self._scored[sequence] = (tree, batch.tokens[row])
-
-
-class PipelinedDouble(Drafter):
-    """Lets another drafter's trees be known ahead: a chain of fixed tokens that depends on no text.
-
-    Its `draft` returns the very trees that `draft_next` announced.
-    """
-
-    name = "pipelined"
-
-    def __init__(self, vocabulary: int, *, length: int = 3) -> None:
-        self.vocabulary, self.length = vocabulary, length
-        self.updates = 0
-        self._next: list[DraftTree] | None = None
-
-    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        ahead, self._next = self._next, None
-        if ahead is not None and len(ahead) == len(sequences):
-            return [
-                DraftTree(torch.cat([torch.tensor([sequence.root]), tree.tokens[1:]]), tree.parents)
-                for sequence, tree in zip(sequences, ahead, strict=True)
-            ]
-        return [self._tree(sequence.root, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
-
-    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
-        self.updates += 1
-
-    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        self._next = [self._tree(0, budget) for budget in budgets]
-        return self._next
-
-    def _tree(self, root: int, budget: Budget) -> DraftTree:
-        length = max(min(self.length, budget.depth, budget.nodes - 1), 0)
-        return DraftTree.chain([root, *(number % self.vocabulary for number in range(length))])
+__all__ = ["ContrarianDrafter", "RandomDrafter", "ToyTarget", "TruthDrafter"]
 
 
 class RandomDrafter(Drafter):
@@ -136,21 +38,18 @@ class RandomDrafter(Drafter):
         return DraftTree(torch.tensor(tokens), tuple(parents)).cut(nodes=budget.nodes, depth=budget.depth)
 
 
+@dataclass(eq=False)
 class TruthDrafter(Drafter):
     """Knows what will be written and drafts it, with `decoys` wrong siblings before every true token.
 
     `truth` maps the tokens of a prompt to the continuation that plain decoding writes.
     """
 
+    truth: dict[tuple[int, ...], list[int]]
+    vocabulary: int
+    length: int = 5
+    decoys: int = 0
     name = "truth"
-
-    def __init__(
-        self, truth: dict[tuple[int, ...], list[int]], vocabulary: int, *, length: int = 5, decoys: int = 0
-    ) -> None:
-        self.truth = truth
-        self.vocabulary = vocabulary
-        self.length = length
-        self.decoys = decoys
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]

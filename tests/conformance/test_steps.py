@@ -19,8 +19,9 @@ from branchwise.engine import Engine, FinishReason, Generation, Request
 from branchwise.engine.pipelined import PipelinedStep
 from branchwise.engine.step import Step
 from branchwise.errors import UsageError
-from branchwise.testing import PipelinedDouble, PipelinedToy, RandomDrafter
+from branchwise.testing import RandomDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
+from tests.doubles import PipelinedDouble, PipelinedToy
 
 VOCABULARY = 6
 PROMPTS = [(1, 2, 3, 1, 2), (4,), (5, 0, 5, 0, 5, 0, 5)]

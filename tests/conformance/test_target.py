@@ -196,7 +196,7 @@ def test_a_context_that_memory_cannot_hold_is_shortened_or_refused_with_numbers(
 ) -> None:
     config = LlamaConfig(**(COMMON | {"max_position_embeddings": 1 << 17}))
     model = build(config)
-    monkeypatch.setattr("branchwise.backends.transformers.memory.free_memory", lambda device: 1 << 22)
+    monkeypatch.setattr("branchwise.backends.transformers.probe.free_memory", lambda device: 1 << 22)
     shortened = TransformersTarget(model, slots=2).context
     assert 512 <= shortened < 1 << 17
     with pytest.raises(ModelError, match=rf"GiB are free; ask for a context of at most {shortened}"):

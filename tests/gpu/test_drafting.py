@@ -14,7 +14,7 @@ from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
-from branchwise.draft.model.trim import save_counts
+from branchwise.draft.model.vocabulary import save_counts
 from branchwise.draft.sampler import DeviceSampler, SeededSampler
 from branchwise.engine import Engine, Request
 from branchwise.methods import PRESETS

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from branchwise.backends.base import Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.graphs import PassOutputs, Pool
+from branchwise.cuda.graphs import Pool
 from branchwise.cuda.inputs import PassInputs
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
@@ -117,7 +118,7 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
     other, _ = Pool(target.device).record(lambda: torch.zeros(3, device="cuda") + 1)
     own, here = target._run_packed, torch.cuda.current_stream()
 
-    def breaking(inputs: PassInputs) -> PassOutputs:
+    def breaking(inputs: PassInputs) -> Scored:
         found = own(inputs)
         if torch.cuda.is_current_stream_capturing():
             other.reset()

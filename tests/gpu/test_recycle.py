@@ -17,7 +17,7 @@ from branchwise.cuda.graphs import have_kernels
 from branchwise.draft import build_drafter
 from branchwise.draft.builder import TreePolicy
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.policies.template import Ranks
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.engine import Engine, Request

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from branchwise.errors import UsageError
+from scipy import stats  # type: ignore[import-untyped]
 
 Token = int | str
 Block = tuple[Token, ...]
@@ -101,6 +99,9 @@ class Partition:
         """(cells,): how many of the blocks lie in each cell."""
         return np.bincount(np.array([self.cell_of(block) for block in blocks], dtype=np.int64), minlength=len(self))
 
+    def test(self, blocks: Iterable[Block], context: str) -> BlockTest:
+        return g_test(self.count(blocks), self.probabilities, context)
+
 
 LEAST_REST = 1e-6
 """Stated probabilities are rounded, so that what they leave to other tokens is never known to be nothing."""
@@ -146,7 +147,7 @@ class BlockTest:
         """How often a correct decoder would do as badly."""
         if self.impossible:
             return 0.0
-        return float(_stats().chi2.sf(self.statistic, self.freedom)) if self.freedom else 1.0
+        return float(stats.chi2.sf(self.statistic, self.freedom)) if self.freedom else 1.0
 
     @property
     def says_something(self) -> bool:
@@ -162,7 +163,6 @@ class BlockTest:
         """
         if not self.freedom:
             return 1.0
-        stats = _stats()
         bar = stats.chi2.isf(level, self.freedom)
         low, high = 0.0, 1.0
         while stats.ncx2.sf(bar, self.freedom, high) < POWER:
@@ -209,11 +209,7 @@ def _pool(observed: Floats, probs: Floats, samples: int) -> tuple[Floats, Floats
     observed, probs = observed[order], probs[order]
     total = np.cumsum(probs)
     few = int((probs * samples < EXPECTED).sum())
-    if few:
-        enough = total * samples >= EXPECTED
-        few = max(few, int(np.argmax(enough)) + 1 if enough.any() else len(probs))
-    else:
-        few = 1
+    few = min(max(few, int((total * samples < EXPECTED).sum()) + 1), len(probs)) if few else 1
     return np.append(observed[:few].sum(), observed[few:]), np.append(total[few - 1], probs[few:])
 
 
@@ -289,11 +285,3 @@ class BlockTests:
             ],
             "contexts_without_a_test": [test.context for test in self.contexts if not test.says_something],
         }
-
-
-def _stats() -> Any:
-    """scipy.stats takes long to import, and only the audits need it."""
-    try:
-        return import_module("scipy.stats")
-    except ModuleNotFoundError:
-        raise UsageError("The audits need scipy, which is not here. Install it with: pip install scipy") from None

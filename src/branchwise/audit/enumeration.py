@@ -41,16 +41,15 @@ def outcomes(
     `verify` runs it on the given rows (which may repeat) with the given chance; `most` bounds the rows of one run. A
     subclass as `chance` may leave some decisions out.
     """
-    scripts = [Script.free(rows)]
+    scripts = [Script(torch.arange(rows), torch.ones(rows, dtype=torch.float64), {})]
     while scripts:
         script = scripts.pop()
         if len(script.rows) > most:
             scripts += script.split(most)
             continue
-        batch = script.rows
         follow = (chance or Enumerator)(script)
-        verdicts = verify(batch, follow)
-        yield Outcomes(batch, follow.weights, verdicts)
+        verdicts = verify(script.rows, follow)
+        yield Outcomes(script.rows, follow.weights, verdicts)
         if follow.forks:
             scripts.append(follow.next())
 
@@ -65,11 +64,6 @@ class Script:
     row for a decision that only other rows need, and a smaller batch may not."""
     ways: dict[Key, Tensor]
     """for each row an outcome, or nothing (-1)"""
-
-    @classmethod
-    def free(cls, rows: int) -> Script:
-        """All rows, nothing prescribed."""
-        return cls(torch.arange(rows), torch.ones(rows, dtype=torch.float64), {})
 
     def split(self, most: int) -> list[Script]:
         return [

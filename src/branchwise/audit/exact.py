@@ -4,10 +4,14 @@ A verifier is lossless iff its tokens, continued by the target itself, have the 
 instance that distribution can be computed: all drafts that can be drawn, all decisions that the verifier can take
 (`enumeration`), the tokens it emits, and after them the target's own. A linear programme gives the optimum that no
 verifier can exceed on these drafts.
+
+A step of the lossy rule ends at an accepted node, and the next step begins with the distribution that the rule wants
+after it. So that distribution follows the emitted tokens of a fork, and then the target's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,9 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchwise.audit.enumeration import Enumerator, outcomes
+from branchwise.audit.enumeration import Enumerator, Outcomes, outcomes
 from branchwise.audit.instances import DRAWS, Drafts, ExactProbs, Instance
+from branchwise.core.rows import gather_rows, row_sum
+from branchwise.core.tree import Draw
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import TreeCoroutine, TreePolicy
+from branchwise.draft.policies.paths import Fork
+from branchwise.draft.sampler import DraftSampler
 from branchwise.verify import Verdicts, Verifier
+from branchwise.verify.longest import Longest, after_stop
 
 TOLERANCE = 1e-9
 """how far from the target's distribution the emitted one may be, for rounding"""
@@ -62,32 +73,81 @@ def audit_instance(instance: Instance, verifiers: list[Verifier], case: int = 0)
 
 def emitted(verifier: Verifier, drafts: Drafts, *, lazy: bool = True) -> tuple[float, float]:
     """Total-variation distance from the target's distribution, and block efficiency."""
-    vocabulary, depth = drafts.instance.vocabulary, drafts.instance.depth
-    p, codes = drafts.p, drafts.codes
-    ended = [torch.zeros(vocabulary ** (level + 1), dtype=torch.float64) for level in range(depth + 1)]
+    ended = [torch.zeros(table.size, dtype=torch.float64) for table in drafts.instance.p]
     """by level: the mass of verdicts that emit exactly these tokens, coded like prefixes"""
-
-    def verify(rows: Tensor, chance: Enumerator) -> Verdicts:
-        return verifier(drafts.batch.take(rows), ExactProbs(p[rows], lazy=lazy), chance)
-
-    for found in outcomes(verify, len(drafts.trees)):
-        kept = (found.verdicts.paths >= 0).sum(dim=1) - 1
-        last = found.verdicts.paths.gather(1, kept[:, None])[:, 0]
-        emitted_codes = codes[found.rows, last] * vocabulary + found.verdicts.tokens
-        weights = drafts.weights[found.rows] * found.weights
-        for level in range(depth + 1):
+    for found in _outcomes(verifier, drafts, lazy):
+        kept, _, codes, weights = _emitted_by(found, drafts)
+        for level, mass in enumerate(ended):
             at_level = kept == level
-            ended[level].index_add_(0, emitted_codes[at_level], weights[at_level])
+            mass.index_add_(0, codes[at_level], weights[at_level])
+    efficiency = sum((level + 1) * float(mass.sum()) for level, mass in enumerate(ended))
+    return _distance(ended, drafts.instance), efficiency
 
-    probs = target = torch.ones(1, dtype=torch.float64)
-    probs = torch.zeros(1, dtype=torch.float64)
-    efficiency = 0.0
-    for level in range(depth + 1):
-        rows = torch.from_numpy(drafts.instance.p[level])
+
+def _outcomes(verifier: Verifier, drafts: Drafts, lazy: bool) -> Iterator[Outcomes]:
+    def verify(rows: Tensor, chance: Enumerator) -> Verdicts:
+        return verifier(drafts.batch.take(rows), ExactProbs(drafts.p[rows], lazy=lazy), chance)
+
+    return outcomes(verify, len(drafts.trees))
+
+
+def _emitted_by(found: Outcomes, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For each outcome the accepted levels, the last accepted node, the code of all emitted tokens, and its weight."""
+    kept = (found.verdicts.paths >= 0).sum(dim=1) - 1
+    last = found.verdicts.paths.gather(1, kept[:, None])[:, 0]
+    codes = drafts.codes[found.rows, last] * drafts.instance.vocabulary + found.verdicts.tokens
+    return kept, last, codes, drafts.weights[found.rows] * found.weights
+
+
+def _distance(written: list[Tensor], instance: Instance) -> float:
+    """Total variation between the target's distribution and that of texts which begin with these masses, by level and
+    code, and go on with the target."""
+    target, probs = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for table, begun in zip(instance.p, written, strict=True):
+        rows = torch.from_numpy(table)
         target = (target[:, None] * rows).flatten()
-        probs = (probs[:, None] * rows).flatten() + ended[level]
-        efficiency += (level + 1) * float(ended[level].sum())
-    return 0.5 * float((probs - target).abs().sum()), efficiency
+        probs = (probs[:, None] * rows).flatten() + begun
+    return 0.5 * float((probs - target).abs().sum())
+
+
+class RootedFork(TreePolicy):
+    """A fork of W branches, with the target's distribution at its root or without."""
+
+    draw = Draw.FORK
+
+    def __init__(self, width: int, depth: int, known: Tensor | None) -> None:
+        self.fork = Fork(f"{width}x{depth}")
+        self.known = known
+
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        return self.fork.grow(root, budget, sampler, self.known)
+
+
+def emitted_by_forks(instance: Instance, width: int, *, known: bool = True, lazy: bool = True) -> tuple[float, float]:
+    """The same two numbers for the lossy rule on forks of this many branches; with one branch the distance is 0.
+
+    `known` is how every step but the first of a text begins.
+    """
+    root_probs = torch.from_numpy(instance.p[0][0]) if known else None
+    drafts = Drafts.grown(RootedFork(width, instance.depth, root_probs), instance)
+    probs = [torch.from_numpy(table) for table in instance.p]
+    begun = [torch.zeros_like(table) for table in probs]
+    """by level: the mass of steps that emit exactly these tokens, coded like prefixes, and of the token after them"""
+    efficiency = 0.0
+    for found in _outcomes(Longest(), drafts, lazy):
+        kept, last, codes, weights = _emitted_by(found, drafts)
+        trees = drafts.batch.take(found.rows)
+        stop, drafted = trees.children_of(last, found.verdicts.tokens)
+        tested = (trees.parents == stop[:, None]).any(dim=1)
+        wanted = after_stop(gather_rows(drafts.p[found.rows], stop), trees.q_rows(stop), tested)
+        wanted /= row_sum(wanted)[:, None]
+        for level in range(instance.depth):
+            here = kept == level
+            # What follows a token that was not drafted is the target's distribution: nothing was tested.
+            row = torch.where(drafted[here, None], wanted[here], probs[level + 1][codes[here]])
+            begun[level + 1].index_add_(0, codes[here], row * weights[here, None])
+        efficiency += float((weights * (kept + 1)).sum())
+    return _distance([mass.flatten() for mass in begun], instance), efficiency
 
 
 def lp_optimum(drafts: Drafts) -> float:

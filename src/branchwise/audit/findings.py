@@ -75,10 +75,9 @@ def judge(
     """The finding of an audit.
 
     `proofs` are differences found by other means than the tests, `doubts` reasons why nothing can be decided, `gaps`
-    what was not tested, `notes` further information; `activity` is None if it was not counted. The finding is UNDECIDED
-    if there is a doubt. If no difference was found, it is also UNDECIDED if there is a gap, if the tests could not have
-    found a distance of `limit`, if a p-value is suspicious without being decisive, and if nothing was accepted or
-    nothing rejected, since then the rule was not tested.
+    what was not tested; `activity` is None if it was not counted. A doubt leaves it UNDECIDED. If no difference was
+    found, so does a gap, a p-value that is suspicious without being decisive, tests that could not have found a
+    distance of `limit`, and a rule that was not tested because nothing was accepted or nothing rejected.
     """
     failed = [
         _accuse(test, adjusted)

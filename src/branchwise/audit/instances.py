@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.audit.policies import grown_trees
+from branchwise.audit.policies import Weighed, grown_trees
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rows import gather_rows
 from branchwise.core.tree import DraftTree, Draw
@@ -33,8 +34,7 @@ SIMILARITIES = {"close": 0.3, "medium": 1.0, "far": 2.0}
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """Target distributions p at levels 0..L and draft distributions q at levels 0..L-1, and how many paths are
-    drafted."""
+    """Target distributions p at levels 0..L, draft distributions q at levels 0..L-1, and the number of paths."""
 
     p: tuple[Table, ...]
     q: tuple[Table, ...]
@@ -51,7 +51,7 @@ class Instance:
     def draft_probs(self, prefix: Sequence[int]) -> Tensor:
         """(vocabulary,): the distribution q after the tokens of a prefix."""
         assert len(prefix) < self.depth, "the budget of a tree is as deep as the distributions of the instance"
-        return torch.from_numpy(self.q[len(prefix)][_code(tuple(prefix), self.vocabulary)])
+        return torch.from_numpy(_row(self, prefix))
 
     @classmethod
     def random(cls, vocabulary: int, depth: int, paths: int, sigma: float, seed: Sequence[int]) -> Instance:
@@ -99,40 +99,37 @@ def read_cases(file: Path) -> list[Instance]:
 class Drafts:
     """All trees that a drafter can draw, with their probabilities."""
 
-    kind: str
     instance: Instance
     trees: list[DraftTree]
     weights: Tensor
     """(trees,) float64"""
-    batch: TreeBatch
-    codes: Tensor
-    """(trees, nodes): the prefix of each node as a number"""
 
     @classmethod
     def of(cls, kind: str, instance: Instance) -> Drafts:
-        drawn = list(DRAFTS[kind](instance))
-        trees = [_tree(prefixes, leaves, instance) for _, prefixes, leaves in drawn]
-        batch = TreeBatch(trees)
-        codes = torch.zeros_like(batch.tokens)
-        for row, (_, prefixes, _) in enumerate(drawn):
-            codes[row, : len(prefixes)] = torch.tensor([_code(prefix, instance.vocabulary) for prefix in prefixes])
-        weights = torch.tensor([weight for weight, _, _ in drawn], dtype=torch.float64)
-        return cls(kind, instance, trees, weights, batch, codes)
+        weights, trees = zip(*DRAFTS[kind](instance), strict=True)
+        return cls(instance, list(trees), torch.tensor(weights, dtype=torch.float64))
 
     @classmethod
-    def grown(cls, policy: TreePolicy, instance: Instance, budget: Budget | None = None, kind: str = "grown") -> Drafts:
+    def grown(cls, policy: TreePolicy, instance: Instance, budget: Budget | None = None) -> Drafts:
         """All that a tree policy can draw from the distributions q, as deep as they reach."""
         most = budget or Budget(nodes=1 << 16, depth=instance.depth)
         found = grown_trees(policy, instance.draft_probs, Budget(most.nodes, min(most.depth, instance.depth)))
-        batch = TreeBatch([tree for _, tree in found])
-        codes = torch.zeros_like(batch.tokens)
-        for node in range(1, batch.nodes):  # parents stand before their children
-            above = codes.gather(1, batch.parents[:, node, None].clamp_min(0))[:, 0]
-            codes[:, node] = above * instance.vocabulary + batch.tokens[:, node]
-        weights = torch.tensor([weight for weight, _ in found], dtype=torch.float64)
-        return cls(kind, instance, list(batch.trees), weights, batch, codes)
+        return cls(instance, [tree for _, tree in found], torch.tensor([w for w, _ in found], dtype=torch.float64))
 
-    @property
+    @cached_property
+    def batch(self) -> TreeBatch:
+        return TreeBatch(self.trees)
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """(trees, nodes): the prefix of each node as a number"""
+        tokens, parents = self.batch.tokens, self.batch.parents.clamp_min(0)
+        codes = torch.zeros_like(tokens)
+        for node in range(1, self.batch.nodes):  # parents stand before their children
+            codes[:, node] = codes.gather(1, parents[:, node, None])[:, 0] * self.instance.vocabulary + tokens[:, node]
+        return codes
+
+    @cached_property
     def p(self) -> Tensor:
         """(trees, nodes, vocabulary): the target's distribution after every node."""
         tables = [torch.from_numpy(table) for table in self.instance.p]
@@ -159,23 +156,17 @@ class ExactProbs:
 
 
 Prefix = tuple[int, ...]
-Drawn = tuple[float, list[Prefix], list[Prefix]]
-"""probability, the prefixes of the nodes in level order and draw order, and the ends of the paths, if paths they are"""
 
 
-def _iid_paths(instance: Instance) -> Iterator[Drawn]:
+def _iid_paths(instance: Instance) -> Iterator[Weighed]:
     """K independent paths, merged where they agree."""
-    paths = [
-        (_mass(instance, path), path) for path in itertools.product(range(instance.vocabulary), repeat=instance.depth)
-    ]
-    paths = [(mass, path) for mass, path in paths if mass > 0]
-    for drawn in itertools.product(paths, repeat=instance.paths):
-        leaves = [path for _, path in drawn]
-        prefixes = {path[:level]: None for level in range(instance.depth + 1) for path in leaves}
-        yield math.prod(mass for mass, _ in drawn), list(prefixes), leaves
+    paths = itertools.product(range(instance.vocabulary), repeat=instance.depth)
+    possible = [(mass, path) for path in paths if (mass := _mass(instance, path)) > 0]
+    for drawn in itertools.product(possible, repeat=instance.paths):
+        yield Weighed(math.prod(mass for mass, _ in drawn), _tree([path for _, path in drawn], instance, Draw.PATHS))
 
 
-def _rsd_c(instance: Instance) -> Iterator[Drawn]:
+def _rsd_c(instance: Instance) -> Iterator[Weighed]:
     """Branching K, 1, …, 1: distinct first tokens drawn without replacement, and one path below each."""
     root = instance.q[0][0]
     support = [token for token in range(instance.vocabulary) if root[token] > 0]
@@ -189,7 +180,7 @@ def _rsd_c(instance: Instance) -> Iterator[Drawn]:
             leaves = [(first, *tail) for first, tail in zip(firsts, below, strict=True)]
             weight = mass * math.prod(_mass(instance, leaf, start=1) for leaf in leaves)
             if weight > 0:
-                yield weight, [leaf[:level] for level in range(1, instance.depth + 1) for leaf in leaves], []
+                yield Weighed(weight, _tree(leaves, instance, Draw.WITHOUT_REPLACEMENT))
 
 
 DRAFTS = {"paths": _iid_paths, "rsd-c": _rsd_c}
@@ -197,32 +188,27 @@ DRAWS = {"paths": Draw.PATHS, "rsd-c": Draw.WITHOUT_REPLACEMENT}
 
 
 def _mass(instance: Instance, path: Prefix, start: int = 0) -> float:
-    return math.prod(
-        float(instance.q[level][_code(path[:level], instance.vocabulary), path[level]])
-        for level in range(start, len(path))
-    )
+    return math.prod(float(_row(instance, path[:level])[path[level]]) for level in range(start, len(path)))
 
 
-def _tree(prefixes: list[Prefix], leaves: list[Prefix], instance: Instance) -> DraftTree:
-    if () not in prefixes:
-        prefixes.insert(0, ())
+def _tree(paths: list[Prefix], instance: Instance, draw: Draw) -> DraftTree:
+    """The paths as a tree, its nodes in level order and draw order."""
+    prefixes = list(dict.fromkeys(path[:level] for level in range(instance.depth + 1) for path in paths))
     index = {prefix: node for node, prefix in enumerate(prefixes)}
-    q = [
-        instance.q[len(prefix)][_code(prefix, instance.vocabulary)]
-        for prefix in prefixes
-        if len(prefix) < instance.depth
-    ]
+    q = [_row(instance, prefix) for prefix in prefixes if len(prefix) < instance.depth]
     return DraftTree(
         tokens=torch.tensor([prefix[-1] if prefix else 0 for prefix in prefixes]),
         parents=tuple(index[prefix[:-1]] if prefix else -1 for prefix in prefixes),
-        draw=Draw.PATHS if leaves else Draw.WITHOUT_REPLACEMENT,
+        draw=draw,
         q=torch.from_numpy(np.array(q)),
-        leaves=tuple(index[leaf] for leaf in leaves),
+        leaves=tuple(index[path] for path in paths) if draw is Draw.PATHS else (),
     )
 
 
-def _code(prefix: Prefix, vocabulary: int) -> int:
+def _row(instance: Instance, prefix: Sequence[int]) -> Table:
+    """The distribution q after a prefix."""
     code = 0
     for token in prefix:
-        code = code * vocabulary + token
-    return code
+        code = code * instance.vocabulary + token
+    row: Table = instance.q[len(prefix)][code]
+    return row

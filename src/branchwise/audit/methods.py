@@ -8,15 +8,15 @@ trimmed head is a distribution with zeros, so one token is cut out for it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from branchwise.audit.exact import TOLERANCE, emitted
+from branchwise.audit.exact import TOLERANCE, emitted, emitted_by_forks
 from branchwise.audit.instances import SIMILARITIES, Drafts, Instance
-from branchwise.audit.longest import lossy_distance
 from branchwise.core.tree import Draw
 from branchwise.draft import DRAFTERS, TREES, build_drafter, build_policy
 from branchwise.draft.base import Budget
@@ -120,8 +120,9 @@ class Fixed(TreePolicy):
 
 
 def audit_method(method: Method) -> MethodAudited:
-    if not method.lossless:
-        return _audit_lossy(method)
+    if not method.lossless:  # its steps end at a drafted token, so its distribution is computed differently
+        distances = [emitted_by_forks(instance, FORK[0])[0] for instance in instances(method)]
+        return MethodAudited(method, small(method.tree or "fork-lossy"), max(distances))
     verifier = VERIFIERS.build(method.verify)
     tree, found, count = "", [], 0
     for instance in instances(method):
@@ -133,20 +134,12 @@ def audit_method(method: Method) -> MethodAudited:
     return MethodAudited(method, tree, max(tv for tv, _ in found), efficiency, count)
 
 
-def _audit_lossy(method: Method) -> MethodAudited:
-    """A lossy step ends at a drafted token and the next step continues after it, so its distribution is computed
-    differently."""
-    tree = small(method.tree or "fork-lossy")
-    return MethodAudited(method, tree, max(lossy_distance(instance, FORK[0]) for instance in instances(method)))
-
-
 def instances(method: Method) -> Iterator[Instance]:
     """The same small worlds for every method, always."""
     trimmed = "trim" in split_spec(method.draft)[2]
-    for sigma in SIMILARITIES.values():
-        for seed in SEEDS:
-            instance = Instance.random(VOCABULARY, DEPTH if method.lossless else FORK[1], 2, sigma, (seed,))
-            yield without_last_token(instance) if trimmed else instance
+    for sigma, seed in itertools.product(SIMILARITIES.values(), SEEDS):
+        instance = Instance.random(VOCABULARY, DEPTH if method.lossless else FORK[1], 2, sigma, (seed,))
+        yield without_last_token(instance) if trimmed else instance
 
 
 def without_last_token(instance: Instance) -> Instance:

@@ -1,48 +1,45 @@
 """The audit of a loaded model: blocks that its engine samples against their probabilities under the model.
 
 Blocks are sampled through the production engine, each with its own seed. Their exact probabilities come from the
-model's own forward pass over plain text, which shares no code with the scoring of trees. Greedy texts are compared with
-plain decoding (`greedy`).
+model's own forward pass over plain text, which shares no code with the scoring of trees.
+
+Greedy texts with and without speculation are compared token by token. In float32 they must be equal up to numerical
+ties. In bfloat16 a pass over a tree rounds differently from a pass over one token, so differences in bfloat16 are
+near-ties: they are reported and decide nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
 import torch
 
-from branchwise.audit.blocks import Block, BlockTest, BlockTests, Floats, Partition, g_test
+from branchwise.audit.blocks import Block, BlockTest, BlockTests, Floats, Partition
 from branchwise.audit.findings import INTERRUPTED, Activity, Finding, check_demands, judge, shorten
-from branchwise.audit.greedy import (
-    TIE,
-    Greedy,
-    accusation,
-    dtype_of,
-    first_difference,
-    in_bfloat16,
-    notes_of,
-    own_logits,
-)
+from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sampling import Context, SamplingParams, adjust, warp
 from branchwise.core.sequence import SequenceState
+from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
-from branchwise.engine import Generation, Request
+from branchwise.engine import Engine, Generation, Request
 from branchwise.engine.stats import Stats
 from branchwise.errors import ModelError, UsageError, first_line
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
+from branchwise.verify import VERIFIERS
 
 AHEAD = 64
 """Texts may be this much longer than a block, so that trees grow as deep as in real use; the rest is cut off."""
-
+TIE = 1e-3
+"""logits closer than this are equal within the precision of float32"""
 ROUGH_TIE = 0.05
 """the same for lower precision"""
-
 MOST_ROUNDED = 8
 """texts in one batch on the copy in bfloat16"""
 
@@ -77,6 +74,54 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Where a greedy text first leaves the text of plain decoding."""
+
+    prompt: str
+    position: int
+    """tokens of the answer before it"""
+    plain: str
+    speculative: str
+    gap: float
+    """between the logits of the two tokens in the model's own forward pass"""
+
+    def __str__(self) -> str:
+        return (
+            f"{shorten(self.prompt)}: greedy float32 text leaves plain decoding after {self.position} tokens, "
+            f"{self.speculative!r} in place of {self.plain!r} with logits {self.gap:.3g} apart."
+        )
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy texts with and without speculation."""
+
+    dtype: str
+    prompts: int
+    tokens: int
+    """of plain decoding"""
+    differences: list[Difference]
+
+    @property
+    def decisive(self) -> list[Difference]:
+        """Differences that rounding does not explain; only float32 promises equality."""
+        return [d for d in self.differences if self.dtype == "float32" and not d.gap < TIE]
+
+    def __str__(self) -> str:
+        apart = len(self.differences)
+        if self.dtype == "float32":
+            ties = apart - len(self.decisive)
+            tied = f"; {ties} left it at a numerical tie" if ties else ""
+            equal = f"{self.prompts - apart} of {self.prompts} texts ({self.tokens:,} tokens)"
+            return f"Greedy in float32: {equal} equal plain decoding{tied}."
+        widest = max((difference.gap for difference in self.differences), default=0.0)
+        near = f", at near-ties with logits at most {widest:.2g} apart" if apart else ""
+        return (
+            f"Greedy in {self.dtype}: {apart} of {self.prompts} texts leave plain decoding{near}; this decides nothing."
+        )
+
+
+@dataclass(frozen=True)
 class ModelAudit:
     """What the audit of one drafter and one verifier found."""
 
@@ -89,7 +134,7 @@ class ModelAudit:
     seed: int
     tests: BlockTests
     activity: Activity
-    stats: Stats
+    mean_acceptance_length: float
     greedy: Greedy | None
     near_ties: Greedy | None
     finding: Finding
@@ -112,11 +157,11 @@ class ModelAudit:
             "seed": self.seed,
             "limit": self.plan.limit,
             "blocks": self.tests.as_dict(),
-            "mean_acceptance_length": self.stats.mean_acceptance_length,
+            "mean_acceptance_length": self.mean_acceptance_length,
             "drafted_levels": self.activity.drafted,
             "accepted_levels": self.activity.accepted,
-            "greedy": None if self.greedy is None else self.greedy.as_dict(),
-            "near_ties": None if self.near_ties is None else self.near_ties.as_dict(),
+            "greedy": None if self.greedy is None else asdict(self.greedy),
+            "near_ties": None if self.near_ties is None else asdict(self.near_ties),
         }
 
 
@@ -137,7 +182,7 @@ class ModelAuditor:
         longest, room = max(map(len, self._tokens)), llm.engine.target.context - self.plan.length
         if longest > room:
             raise UsageError(f"A prompt has {longest} tokens and the context leaves room for {room}; shorten it.")
-        self._partitions: list[Partition] = []
+        self._partitions: dict[int, Partition] = {}
         self._plain: dict[str, list[list[int]]] = {}
         self._rounded: LLM | None = None
 
@@ -145,7 +190,7 @@ class ModelAuditor:
         """Test whether this drafter with this verifier keeps the distribution. Ctrl-C ends it with what was sampled."""
         llm = self.llm.with_drafter(draft, tree, verify)
         gathered: list[BlockTest] = []
-        stats = Stats()
+        stats: list[Stats] = []
         greedy = near_ties = None
         doubts: list[str] = []
         notes: list[str] = []
@@ -161,7 +206,11 @@ class ModelAuditor:
         if greedy is not None and greedy.dtype != "float32":
             greedy, near_ties = None, greedy
         tests = BlockTests(tuple(gathered), self.plan.false_alarm)
-        activity = Activity(sum(stats.drafted_per_depth), sum(stats.accepted_per_depth))
+        activity = Activity(
+            drafted=sum(sum(text.drafted_per_depth) for text in stats),
+            accepted=sum(sum(text.accepted_per_depth) for text in stats),
+        )
+        whole = Stats(steps=sum(text.steps for text in stats), accepted_tokens=sum(t.accepted_tokens for t in stats))
         return ModelAudit(
             model=self.llm.name,
             dtype=dtype_of(self.llm),
@@ -172,21 +221,21 @@ class ModelAuditor:
             seed=self.seed,
             tests=tests,
             activity=activity,
-            stats=stats,
+            mean_acceptance_length=whole.mean_acceptance_length,
             greedy=greedy,
             near_ties=near_ties,
             finding=judge(
                 tests,
                 activity=activity,
                 limit=self.plan.limit,
-                proofs=[accusation(difference) for difference in greedy.decisive] if greedy else [],
+                proofs=[str(difference) for difference in greedy.decisive] if greedy else [],
                 doubts=doubts,
-                notes=[*notes_of(greedy, near_ties), *notes],
+                notes=[*(str(texts) for texts in (greedy, near_ties) if texts), *notes],
             ),
             interrupted=bool(doubts),
         )
 
-    def _sample(self, llm: LLM, number: int, what: str, gathered: list[BlockTest], stats: Stats) -> None:
+    def _sample(self, llm: LLM, number: int, what: str, gathered: list[BlockTest], stats: list[Stats]) -> None:
         """Sample the blocks of one prompt and test them; after Ctrl-C those that were ready."""
         partition = self._partition(number)
         generations: list[Generation] = []
@@ -195,12 +244,9 @@ class ModelAuditor:
         finally:
             # In the order of their seeds up to the first that is missing: texts that end early have other tokens.
             ready = list(takewhile(self._ready, generations))
-            for generation in ready:
-                _add(stats, generation.stats)
+            stats += [generation.stats for generation in ready]
             blocks: list[Block] = [tuple(generation.token_ids[: self.plan.length]) for generation in ready]
-            gathered.append(
-                g_test(partition.count(blocks), partition.probabilities, context=shorten(self.prompts[number]))
-            )
+            gathered.append(partition.test(blocks, shorten(self.prompts[number])))
 
     def _run(self, llm: LLM, number: int, what: str, generations: list[Generation]) -> None:
         """Write the texts of one prompt in a batch; the prompt is prefilled once and its cache rows are copied."""
@@ -239,11 +285,11 @@ class ModelAuditor:
         return length >= self.plan.length or bool(length and generation.token_ids[-1] in generation.request.stop_tokens)
 
     def _partition(self, number: int) -> Partition:
-        while len(self._partitions) <= number:
-            probs = OwnProbs(self.llm, self._tokens[len(self._partitions)], self.plan.sampling)
-            what = f"exact distribution: {shorten(self.prompts[len(self._partitions)])}"
+        if number not in self._partitions:
+            probs = OwnProbs(self.llm, self._tokens[number], self.plan.sampling)
+            what = f"exact distribution: {shorten(self.prompts[number])}"
             self._progress(what, 0, 1)
-            self._partitions.append(Partition(probs, length=self.plan.length, samples=self.plan.samples))
+            self._partitions[number] = Partition(probs, length=self.plan.length, samples=self.plan.samples)
             self._progress(what, 1, 1)
         return self._partitions[number]
 
@@ -259,7 +305,7 @@ class ModelAuditor:
             for prompt, tokens, *pair in zip(self.prompts, self._tokens, plain, speculative, strict=True)
             if pair[0] != pair[1]
         ]
-        return Greedy(dtype, len(plain), sum(map(len, plain)), tuple(differences))
+        return Greedy(dtype, len(plain), sum(map(len, plain)), differences)
 
     def _compare_rounded(self, draft: str | Drafter, tree: str | None, verify: str, notes: list[str]) -> Greedy | None:
         """The same in bfloat16. It decides nothing, so a copy that does not fit into memory is only noted."""
@@ -275,6 +321,39 @@ class ModelAuditor:
         completions = llm.generate(self.prompts, max_new_tokens=self.plan.greedy_tokens, raw=self.plan.raw)
         self._progress(what, len(self.prompts), len(self.prompts))
         return [completion.token_ids for completion in completions]
+
+
+def first_difference(llm: LLM, prompt: str, tokens: list[int], plain: list[int], speculative: list[int]) -> Difference:
+    """Where the two continuations of a prompt, which is given with its tokens, part."""
+    position = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(plain, speculative, strict=False))))
+    gap = float("inf")  # one text ends where the other goes on after the same tokens
+    if position < min(len(plain), len(speculative)):
+        logits = own_logits(llm, tokens + plain[:position])
+        gap = abs(float(logits[plain[position]] - logits[speculative[position]]))
+    own, other = (llm.decode(text[position : position + 1]) for text in (plain, speculative))
+    return Difference(prompt, position, own, other, gap)
+
+
+def own_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
+    """(vocabulary,) float32: what follows these tokens."""
+    target = llm.engine.target
+    assert isinstance(target, TransformersTarget), "an LLM runs on a model of transformers"
+    return target.own_logits(torch.tensor([tokens], device=target.device))[0, -1].float()
+
+
+def in_bfloat16(llm: LLM, slots: int) -> LLM:
+    """A copy as if loaded in bfloat16: weights are rounded, position tables are not."""
+    model = copy.deepcopy(llm.model)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    target = llm.engine.target
+    rounded = TransformersTarget(model, slots=slots, context=target.context, max_nodes=target.max_nodes)
+    return LLM(llm.name, model, llm.tokenizer, Engine(rounded, build_drafter("none"), VERIFIERS.build("match")))
+
+
+def dtype_of(llm: LLM) -> str:
+    return str(llm.model.dtype).removeprefix("torch.")
 
 
 class OwnProbs:
@@ -312,18 +391,3 @@ class OwnProbs:
             if not torch.equal(warp(logits, [nearby], context)[0] > 0, kept):
                 return True
         return False
-
-
-def _add(total: Stats, stats: Stats) -> None:
-    """Add the statistics of one text."""
-    total.steps += stats.steps
-    total.drafted_tokens += stats.drafted_tokens
-    total.accepted_tokens += stats.accepted_tokens
-    total.emitted_tokens += stats.emitted_tokens
-    for all_counts, counts in (
-        (total.drafted_per_depth, stats.drafted_per_depth),
-        (total.accepted_per_depth, stats.accepted_per_depth),
-    ):
-        all_counts.extend([0] * (len(counts) - len(all_counts)))
-        for depth, count in enumerate(counts):
-            all_counts[depth] += count

@@ -21,7 +21,7 @@ from torch import Tensor
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy, grow_with
-from branchwise.draft.policies.beam import Beam
+from branchwise.draft.policies.rsd import Beam
 from branchwise.draft.policies.stop import Stopping
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.sparse import Probs, ProbsBatch
@@ -42,34 +42,27 @@ def grown_trees(policy: TreePolicy, rule: Rule, budget: Budget) -> list[Weighed]
     Every run starts from the policy as it stands: what it learns from a tree is forgotten before the next.
     """
     found: dict[tuple[object, ...], Weighed] = {}
-    for weight, tree in (
-        _beams(policy, rule, budget) if isinstance(_inner(policy), Beam) else _all(policy, rule, budget)
-    ):
+    for weight, tree in _weighed(policy, rule, budget):
         same = (*tree.tokens.tolist(), tree.parents, tree.leaves, None if tree.q is None else tree.q.numpy().tobytes())
         before = found[same].weight if same in found else 0.0
         found[same] = Weighed(before + weight, tree)
     return list(found.values())
 
 
-def _all(policy: TreePolicy, rule: Rule, budget: Budget) -> Iterator[Weighed]:
+def _weighed(policy: TreePolicy, rule: Rule, budget: Budget) -> Iterator[Weighed]:
+    beam = policy
+    while isinstance(beam, Stopping):
+        beam = beam.policy
+    if isinstance(beam, Beam):
+        for weight, order in arrivals(rule, beam.width, beam.levels(budget)):
+            yield Weighed(weight, grow(copy.deepcopy(policy), rule, budget, ArrangedSampler(order, rule)))
+        return
     scripts: list[list[int]] = [[]]
     while scripts:
         sampler = ScriptedSampler(scripts.pop())
         tree = grow(copy.deepcopy(policy), rule, budget, sampler)
         scripts += sampler.others
         yield Weighed(sampler.weight, tree)
-
-
-def _beams(policy: TreePolicy, rule: Rule, budget: Budget) -> Iterator[Weighed]:
-    beam = _inner(policy)
-    assert isinstance(beam, Beam)
-    for weight, order in arrivals(rule, beam.width, beam.levels(budget)):
-        yield Weighed(weight, grow(copy.deepcopy(policy), rule, budget, ArrangedSampler(order, rule)))
-
-
-def _inner(policy: TreePolicy) -> TreePolicy:
-    """The policy that a rule may stop, or the policy itself."""
-    return _inner(policy.policy) if isinstance(policy, Stopping) else policy
 
 
 def grow(policy: TreePolicy, rule: Rule, budget: Budget, sampler: DraftSampler) -> DraftTree:
@@ -171,14 +164,13 @@ def arrivals(rule: Rule, width: int, levels: int) -> Iterator[tuple[float, list[
 
     masses: list[dict[Prefix, float]] = [{(): 1.0}]
     for _ in range(levels):
-        masses.append(
-            {
-                (*prefix, token): mass * share
-                for prefix, mass in masses[-1].items()
-                for token, share in enumerate(rule(prefix).tolist())
-                if share > 0
-            }
-        )
+        following = {
+            (*prefix, token): mass * share
+            for prefix, mass in masses[-1].items()
+            for token, share in enumerate(rule(prefix).tolist())
+            if share > 0
+        }
+        masses.append(following)
     return meet(levels, [])
 
 
@@ -204,13 +196,11 @@ class ArrangedSampler(DraftSampler):
         """How long the next sibling of a node takes, times the rate by which the policy divides it."""
         prefix = self._nodes[draw]
         parent, now = prefix[:-1], self._times[prefix]
-        siblings = {other: time for other, time in self._times.items() if len(other) and other[:-1] == parent}
+        siblings = {other[-1]: time for other, time in self._times.items() if other and other[:-1] == parent}
         later = [time for time in siblings.values() if time > now]
         if not later:
             return math.inf
-        rate = 1.0
-        for length, token in enumerate(parent):
-            rate *= float(self._rule(parent[:length])[token])
-        come = {other[-1] for other, time in siblings.items() if time <= now}
+        rate = math.prod(float(self._rule(parent[:length])[token]) for length, token in enumerate(parent))
+        come = {token for token, time in siblings.items() if time <= now}
         rate *= math.fsum(mass for token, mass in enumerate(self._rule(parent).tolist()) if token not in come)
         return (min(later) - now) * rate

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from branchwise.audit.blocks import Block, BlockTest, BlockTests, Partition, g_test
+from branchwise.audit.blocks import Block, BlockTests, Partition
 from branchwise.audit.findings import INTERRUPTED, Activity, Finding, check_demands, judge, shorten
 from branchwise.errors import UsageError
 from branchwise.openai_client import NEUTRAL, Client, Forms
@@ -52,7 +52,14 @@ class Answer:
 
 
 class Server(Client):
-    """A server that completes prompts and reports logprobs."""
+    """A server that completes prompts and reports logprobs, asked in the richest of the given forms it accepts."""
+
+    def __init__(self, url: str, forms: Sequence[dict[str, Any]] = ({},), **options: Any) -> None:
+        super().__init__(url, **options)
+        self.forms = Forms(forms)
+
+    def __call__(self, prompt: str) -> list[Answer]:
+        return self.forms.send(lambda form: self.complete(prompt, **form))
 
     def complete(self, prompt: str, **options: Any) -> list[Answer]:
         """Texts that continue a prompt, with the tokens and logprobs that the server reports."""
@@ -61,16 +68,16 @@ class Server(Client):
             choices = list(answer["choices"])
             prompt_tokens = (answer.get("usage") or {}).get("prompt_tokens")
         except (KeyError, TypeError, AttributeError):
-            choices, prompt_tokens = [], None
+            choices = []
         if not choices:
             raise UsageError(f"The server at {self.url} answered a completion without choices.")
         return [self._read(choice, prompt_tokens) for choice in choices]
 
     def counters(self) -> tuple[int, int] | None:
         """Tokens drafted and accepted since the server started, where it counts them as vLLM does."""
-        counts: dict[str, float] = {}
+        counts: dict[str, float] = defaultdict(float)
         for kind, value in _COUNTER.findall(self.page("/metrics") or ""):
-            counts[kind] = counts.get(kind, 0.0) + float(value)
+            counts[kind] += float(value)
         return (int(counts["draft"]), int(counts["accepted"])) if len(counts) == 2 else None
 
     def _read(self, choice: Any, prompt_tokens: Any) -> Answer:
@@ -78,10 +85,7 @@ class Server(Client):
             text = str(choice["text"])
             logprobs = choice.get("logprobs")
             if logprobs is None:
-                raise UsageError(
-                    f"The server at {self.url} returned no logprobs, by which its tokens are told apart; "
-                    "audit a server that reports them."
-                )
+                raise UsageError(f"The server at {self.url} returned no logprobs; audit a server that reports them.")
             if "content" in logprobs:  # as chat completions report them; llama.cpp does so everywhere
                 entries = logprobs["content"]
                 tokens = [str(entry["token"]) for entry in entries]
@@ -97,21 +101,10 @@ class Server(Client):
         return Answer(tuple(tokens), text, tuple(tops), prompt_tokens if isinstance(prompt_tokens, int) else None)
 
 
-class Asker:
-    """Completions of one server, in the richest form that it accepts."""
-
-    def __init__(self, server: Server, forms: Sequence[dict[str, Any]]) -> None:
-        self.server = server
-        self.forms = Forms(forms)
-
-    def __call__(self, prompt: str) -> list[Answer]:
-        return self.forms.send(lambda form: self.server.complete(prompt, **form))
-
-
 class StatedProbs:
     """What follows a prompt and the first tokens of an answer, as the reference states it."""
 
-    def __init__(self, reference: Asker, prompt: str) -> None:
+    def __init__(self, reference: Server, prompt: str) -> None:
         self.reference = reference
         self.prompt = prompt
         self._prompt_tokens: int | None = None
@@ -136,10 +129,7 @@ class StatedProbs:
         for _ in range(ATTEMPTS):
             answer = self.reference(text)[0]
             if answer.tokens and not (answer.tops and answer.tops[0]):
-                raise UsageError(
-                    f"The reference at {self.reference.server.url} returned no top logprobs, and they are the "
-                    "probabilities to compare with."
-                )
+                raise UsageError(f"The reference at {self.reference.url} returned no top logprobs to compare with.")
             if answer.tokens:
                 return answer
         return None
@@ -178,8 +168,8 @@ class ServerAudit:
             "length": self.length,
             "limit": self.limit,
             "blocks": self.tests.as_dict(),
-            "drafted_tokens": None if self.activity is None else self.activity.drafted,
-            "accepted_tokens": None if self.activity is None else self.activity.accepted,
+            "drafted_tokens": self.activity and self.activity.drafted,
+            "accepted_tokens": self.activity and self.activity.accepted,
         }
 
 
@@ -190,14 +180,6 @@ class Gathered:
     prompt: str
     partition: Partition
     blocks: list[Block] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return shorten(self.prompt)
-
-    @property
-    def test(self) -> BlockTest:
-        return g_test(self.partition.count(self.blocks), self.partition.probabilities, context=self.name)
 
     @property
     def strange(self) -> bool:
@@ -235,31 +217,33 @@ def audit_server(
     check_demands(false_alarm, limit, samples=samples, length=length, threads=threads, n=per_request)
     if timeout <= 0:
         raise UsageError(f"timeout must be above 0 seconds, not {timeout}.")
-    audited = Server(url, model=model, key=key, timeout=timeout, hints=HINTS)
-    stating = Server(reference, model=reference_model, key=reference_key or key, timeout=timeout, hints=HINTS)
-    sampling = {"max_tokens": length, "temperature": 1, "top_p": 1, "logprobs": 1}
-    sampler = Asker(audited, [sampling | extra | many for many in ({"n": per_request}, {}) for extra in (NEUTRAL, {})])
-    one = {"max_tokens": 1, "temperature": 1, "top_p": 1}
-    stater = Asker(stating, [one | extra | {"logprobs": top} for top in TOP_LOGPROBS for extra in (NEUTRAL, {})])
+    asked = {"max_tokens": length, "temperature": 1, "top_p": 1, "logprobs": 1}
+    forms = [asked | extra | many for many in ({"n": per_request}, {}) for extra in (NEUTRAL, {})]
+    audited = Server(url, forms, model=model, key=key, timeout=timeout, hints=HINTS)
+    forms = [asked | extra | {"max_tokens": 1, "logprobs": top} for top in TOP_LOGPROBS for extra in (NEUTRAL, {})]
+    stating = Server(reference, forms, model=reference_model, key=reference_key or key, timeout=timeout, hints=HINTS)
     gathered: list[Gathered] = []
     doubts: list[str] = []
     before = audited.counters()
+    pool = ThreadPoolExecutor(threads)
     try:
-        at_once = len(sampler(prompts[0]))  # what is wrong with the server shows before the work begins
-        with _pool(threads) as pool:
-            probs = [StatedProbs(stater, prompt) for prompt in prompts]
-            jobs = [pool.submit(Partition, row, length=length, samples=samples) for row in probs]
-            for done, _ in enumerate(as_completed(jobs), start=1):
-                progress("probabilities of the reference", done, len(jobs))
-            gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]
-            for entry in gathered:
-                _sample(pool, sampler, entry, samples, at_once, progress)
+        at_once = len(audited(prompts[0]))  # what is wrong with the server shows before the work begins
+        probs = [StatedProbs(stating, prompt) for prompt in prompts]
+        jobs = [pool.submit(Partition, row, length=length, samples=samples) for row in probs]
+        for done, _ in enumerate(as_completed(jobs), start=1):
+            progress("probabilities of the reference", done, len(jobs))
+        gathered += [Gathered(prompt, job.result()) for prompt, job in zip(prompts, jobs, strict=True)]
+        for entry in gathered:
+            _sample(pool, audited, entry, samples, at_once, progress)
     except KeyboardInterrupt:
         doubts.append(INTERRUPTED)
+    finally:  # leaving early does not wait for requests that have not been sent
+        pool.shutdown(wait=False, cancel_futures=True)
     after = audited.counters()
     activity = None if before is None or after is None else Activity(after[0] - before[0], after[1] - before[1])
-    tests = BlockTests(tuple(entry.test for entry in gathered if entry.blocks), false_alarm)
     sampled = [entry for entry in gathered if entry.blocks]
+    tested = (entry.partition.test(entry.blocks, shorten(entry.prompt)) for entry in sampled)
+    tests = BlockTests(tuple(tested), false_alarm)
     if sampled and all(entry.strange for entry in sampled):
         doubts.append(
             "No text starts with a token that the reference names: do both servers serve the same model and spell its "
@@ -271,7 +255,7 @@ def audit_server(
             "Only first tokens were compared, and most servers speculate from the second on; take more samples, or a "
             "reference whose logprobs spell tokens as its texts do."
         )
-    notes = _notes(sampler, stater, sampled, activity)
+    notes = _notes(audited, stating, sampled, activity)
     return ServerAudit(
         url=audited.url,
         model=audited.model,
@@ -286,7 +270,7 @@ def audit_server(
 
 
 def _sample(
-    pool: ThreadPoolExecutor, sampler: Asker, entry: Gathered, samples: int, at_once: int, progress: Progress
+    pool: ThreadPoolExecutor, server: Server, entry: Gathered, samples: int, at_once: int, progress: Progress
 ) -> None:
     """Ask for the texts of one prompt, about `at_once` with each request.
 
@@ -294,28 +278,17 @@ def _sample(
     """
     while len(entry.blocks) < samples:
         requests = math.ceil((samples - len(entry.blocks)) / at_once)
-        jobs = [pool.submit(sampler, entry.prompt) for _ in range(min(requests, ROUND))]
+        jobs = [pool.submit(server, entry.prompt) for _ in range(min(requests, ROUND))]
         for done, _ in enumerate(as_completed(jobs), start=1):
-            progress(f"texts: {entry.name}", min(len(entry.blocks) + done * at_once, samples), samples)
+            progress(f"texts: {shorten(entry.prompt)}", min(len(entry.blocks) + done * at_once, samples), samples)
         entry.blocks += [answer.tokens for job in jobs for answer in job.result()]
 
 
-@contextmanager
-def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads for requests; leaving early does not wait for those that have not been sent."""
-    pool = ThreadPoolExecutor(threads)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _notes(sampler: Asker, stater: Asker, gathered: Sequence[Gathered], activity: Activity | None) -> list[str]:
+def _notes(server: Server, reference: Server, gathered: Sequence[Gathered], activity: Activity | None) -> list[str]:
     notes = []
-    names = (sampler.server.model, stater.server.model)
-    if names[0] != names[1]:
-        notes.append(f"The servers name their models differently: {names[0]} and {names[1]}.")
-    if "top_k" not in sampler.forms.best:
+    if server.model != reference.model:
+        notes.append(f"The servers name their models differently: {server.model} and {reference.model}.")
+    if "top_k" not in server.forms.best:
         notes.append("The server refuses top_k and min_p; if it truncates by default, that shows as a difference.")
     if activity is None:
         notes.append("Whether the server speculated is not known: it shows no spec_decode counters at /metrics.")
@@ -327,8 +300,8 @@ def _notes(sampler: Asker, stater: Asker, gathered: Sequence[Gathered], activity
 
 def _probabilities(pairs: Any) -> dict[str, float]:
     """Tokens to probabilities; tokens of the same string share one entry."""
-    found: dict[str, float] = {}
+    found: dict[str, float] = defaultdict(float)
     for token, logprob in pairs:
         if logprob is not None:
-            found[str(token)] = found.get(str(token), 0.0) + math.exp(min(float(logprob), 0.0))
+            found[str(token)] += math.exp(min(float(logprob), 0.0))
     return found

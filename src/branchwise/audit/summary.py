@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from branchwise.audit.exact import Audited
+from branchwise.audit.exact import TOLERANCE, Audited
 from branchwise.plots import check_plot, pyplot, save
 
 if TYPE_CHECKING:
@@ -43,17 +45,14 @@ class Line:
 
 def lines(rows: Sequence[Row]) -> dict[str, list[Line]]:
     """By similarity, in the order in which they came; within, by drafts, the best verifier first."""
-    found: dict[str, list[Line]] = {}
-    for similarity in dict.fromkeys(row.similarity for row in rows):
-        own = [row.audited for row in rows if row.similarity == similarity]
-        groups = dict.fromkeys((audited.drafts, audited.verifier) for audited in own)
-        found[similarity] = []
-        for drafts, verifier in groups:
-            same = [audited for audited in own if (audited.drafts, audited.verifier) == (drafts, verifier)]
-            efficiency, optimum = mean(a.block_efficiency for a in same), mean(a.lp for a in same)
-            found[similarity].append(Line(drafts, verifier, max(a.tv for a in same), efficiency, optimum))
-        found[similarity].sort(key=lambda line: (line.drafts, -line.block_efficiency))
-    return found
+    groups: dict[tuple[str, str, str], list[Audited]] = defaultdict(list)
+    for row in rows:
+        groups[row.similarity, row.audited.drafts, row.audited.verifier].append(row.audited)
+    found: dict[str, list[Line]] = defaultdict(list)
+    for (similarity, drafts, verifier), same in groups.items():
+        efficiency, optimum = mean(a.block_efficiency for a in same), mean(a.lp for a in same)
+        found[similarity].append(Line(drafts, verifier, max(a.tv for a in same), efficiency, optimum))
+    return {name: sorted(own, key=lambda line: (line.drafts, -line.block_efficiency)) for name, own in found.items()}
 
 
 def summarise(console: Console, rows: Sequence[Row]) -> None:
@@ -65,22 +64,14 @@ def summarise(console: Console, rows: Sequence[Row]) -> None:
         console.print(f"\n{similarity + ', ' if similarity else ''}{count} instances", style="bold")
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("drafts", "verifier", "distance", "block efficiency", "optimum", "share of the optimum"):
-            table.add_column(
-                column, justify="right" if column in ("distance", "block efficiency", "optimum") else "left"
-            )
+            numeric = column in ("distance", "block efficiency", "optimum")
+            table.add_column(column, justify="right" if numeric else "left")
         for line in found:
             filled = round(BAR * line.share)
             bar = "█" * filled + "░" * (BAR - filled)
-            style = None if line.tv < 1e-9 else "red"
-            table.add_row(
-                line.drafts,
-                line.verifier,
-                f"{line.tv:.1e}",
-                f"{line.block_efficiency:.3f}",
-                f"{line.lp:.3f}",
-                f"{bar} {100 * line.share:.1f} %",
-                style=style,
-            )
+            numbers = (f"{line.tv:.1e}", f"{line.block_efficiency:.3f}", f"{line.lp:.3f}")
+            style = None if line.tv < TOLERANCE else "red"
+            table.add_row(line.drafts, line.verifier, *numbers, f"{bar} {100 * line.share:.1f} %", style=style)
         console.print(table)
 
 
@@ -98,20 +89,15 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         height_ratios=heights,
         squeeze=False,
     )
-    panels = [
-        (axes[row, column], similarity, kind, [line for line in own if line.drafts == kind])
-        for row, kind in enumerate(kinds)
-        for column, (similarity, own) in enumerate(found.items())
-    ]
-    for axis, similarity, drafts, found_here in panels:
-        names = [line.verifier for line in found_here][::-1]
-        colours = ["#2a7f62" if line.tv < 1e-9 else "#c03a2b" for line in found_here][::-1]
-        values = [line.block_efficiency for line in found_here][::-1]
-        axis.barh(names, values, color=colours, height=0.7)
-        axis.axvline(found_here[0].lp, color="black", linewidth=1, linestyle="--")
+    for axis, (drafts, similarity) in zip(axes.flat, itertools.product(kinds, found), strict=True):
+        shown = [line for line in found[similarity] if line.drafts == drafts][::-1]
+        colours = ["#2a7f62" if line.tv < TOLERANCE else "#c03a2b" for line in shown]
+        values = [line.block_efficiency for line in shown]
+        axis.barh([line.verifier for line in shown], values, color=colours, height=0.7)
+        axis.axvline(shown[-1].lp, color="black", linewidth=1, linestyle="--")
         for place, value in enumerate(values):
             axis.text(value - 0.02, place, f"{value:.3f}", va="center", ha="right", color="white", fontsize=8)
-        axis.set_xlim(1, found_here[0].lp * 1.01)
+        axis.set_xlim(1, shown[-1].lp * 1.01)
         title = f"{similarity}, {drafts}" if similarity else drafts
         axis.set_title(f"{title}: tokens per step (dashed: the optimum)", fontsize=9, loc="left")
         axis.tick_params(labelsize=8)

@@ -14,11 +14,11 @@ exactly its tokens without the last one. docs/add-a-target.md builds a target st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakMethod
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -29,19 +29,16 @@ from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts, Verifier
 
 CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Needs:
     """What a drafter asks of the passes of its target. Whatever it does not ask for, no pass computes or copies."""
 
-    prefill_logits: int = 0
-    """logits after so many of the last prompt tokens, the root excluded"""
+    prefill_logits: int = 0  # logits after so many of the last prompt tokens, the root excluded
     hidden_layers: tuple[str, ...] = ()
     """names of modules (`TargetInfo.layers`) whose outputs come with every pass, prefill included"""
-    topk: int = 0
-    """so many of the most probable tokens behind every node, computed on the device with the pass"""
+    topk: int = 0  # so many of the most probable tokens behind every node, computed on the device with the pass
     pad_shape: PadShape | None = None
     """the least size of a batch of its trees, so that CUDA graphs see the same shapes at every step"""
 
@@ -50,25 +47,14 @@ class Needs:
 class Execution:
     """How passes run on a device."""
 
-    kernels: bool = False
-    """tree attention by our own Triton kernels"""
-    graphs: bool = False
-    """passes recorded as CUDA graphs"""
-    compile: bool = False
-    """layers compiled before they are recorded"""
+    kernels: bool = False  # tree attention by our own Triton kernels
+    graphs: bool = False  # passes recorded as CUDA graphs
+    compile: bool = False  # layers compiled before they are recorded
 
 
-def weakly(method: Callable[..., T]) -> Callable[..., T]:
+def weakly(method: Any) -> Callable[..., Any]:
     """A method that does not keep its object alive: a target holds most of a device's memory, and goes at once."""
-    reference = WeakMethod(method)
-
-    def call(*given: Any) -> T:
-        found = reference()
-        assert found is not None, "the target is gone"
-        result: T = found(*given)
-        return result
-
-    return call
+    return partial(method.__func__, proxy(method.__self__))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,24 +63,16 @@ class TargetInfo:
 
     name: str
     vocabulary: int
-    context: int
-    """the most tokens that a sequence may hold"""
-    max_nodes: int
-    """the largest tree that one pass may score, root included"""
-    slots: int
-    """sequences that can be open at the same time"""
+    context: int  # the most tokens that a sequence may hold
+    max_nodes: int  # the largest tree that one pass may score, root included
+    slots: int  # sequences that can be open at the same time
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
-    fingerprint: str = ""
-    """the same for every load of this model with this tokenizer, different for another one"""
-    tokenizer: Any = None
-    """the transformers tokenizer, if there is one"""
-    hidden_width: int = 0
-    """numbers of a hidden state"""
-    layers: tuple[str, ...] = ()
-    """modules whose hidden states can be asked for, first layer first"""
-    weight_bytes: int | None = None
-    """bytes of weights that one pass reads"""
+    fingerprint: str = ""  # the same for every load of this model with this tokenizer, different for another one
+    tokenizer: Any = None  # the transformers tokenizer, if there is one
+    hidden_width: int = 0  # numbers of a hidden state
+    layers: tuple[str, ...] = ()  # modules whose hidden states can be asked for, first layer first
+    weight_bytes: int | None = None  # bytes of weights that one pass reads
     execution: Execution = Execution()
     bucket: Callable[[int, int], tuple[int, int]] = lambda batch, nodes: (batch, nodes)
     """the (batch, nodes) for which a pass over so many trees and nodes is really made"""
@@ -107,14 +85,10 @@ class TargetInfo:
 class ScoredNodes(NamedTuple):
     """The nodes of a pass in device memory, padding included."""
 
-    tokens: Tensor
-    """(batch, nodes)"""
-    ancestor_bits: Tensor
-    """(batch, nodes, words): ancestors as bits, itself included; padding has none"""
-    slots: Tensor
-    """(batch,): -1 for a tree without a sequence"""
-    lengths: Tensor
-    """(batch,): committed tokens before the root"""
+    tokens: Tensor  # (batch, nodes)
+    ancestor_bits: Tensor  # (batch, nodes, words): ancestors as bits, itself included; padding has none
+    slots: Tensor  # (batch,): -1 for a tree without a sequence
+    lengths: Tensor  # (batch,): committed tokens before the root
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +102,12 @@ class Scored:
     topk: Tensor | None = None
     """(batch, nodes, 2, k) float32: the k most probable tokens after every node and their probabilities, if asked for:
     the host reads these instead of whole rows"""
-    nodes: ScoredNodes | None = None
-    """the scored nodes, if they are in device memory"""
+    nodes: ScoredNodes | None = None  # the scored nodes, if they are in device memory
+
+    def cut(self, batch: int, nodes: int) -> Scored:
+        """Without the padding of a recorded pass."""
+        hidden = {layer: states[:batch, :nodes] for layer, states in self.hidden.items()}
+        return Scored(self.logits[:batch, :nodes], hidden, None if self.topk is None else self.topk[:batch, :nodes])
 
     @cached_property
     def host_topk(self) -> Tensor | None:
@@ -142,16 +120,21 @@ class Chunk(NamedTuple):
 
     sequence: SequenceState
     tokens: Sequence[int]
-    keep: int = 0
-    """return the logits after so many of the last of them"""
+    keep: int = 0  # return the logits after so many of the last of them
+
+    def pieces(self, size: int) -> Iterator[Chunk]:
+        """The same as chunks of at most so many tokens."""
+        for start in range(0, max(len(self.tokens), 1), size):
+            tokens = self.tokens[start : start + size]
+            left = len(self.tokens) - start - len(tokens)
+            yield Chunk(self.sequence, tokens, min(max(self.keep - left, 0), len(tokens)))
 
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
     """What the prefill of a prompt, or of a chunk of it, found."""
 
-    logits: Tensor
-    """(rows, vocabulary): what follows the last tokens, as many as were asked for"""
+    logits: Tensor  # (rows, vocabulary): what follows the last tokens, as many as were asked for
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
     """layer -> (tokens, width), for the layers that the drafter needs"""
 
@@ -160,8 +143,7 @@ class Prefill:
         """Consecutive chunks as one."""
         if len(parts) == 1:
             return parts[0]
-        layers = parts[0].hidden
-        hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in layers}
+        hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in parts[0].hidden}
         return cls(torch.cat([part.logits for part in parts]), hidden)
 
 
@@ -169,8 +151,7 @@ class Target(ABC):
     """A backend subclasses it, sets `info` and supplies the six verbs."""
 
     info: TargetInfo
-    prefill_chunk = 512
-    """tokens of a prompt that one pass writes at most"""
+    prefill_chunk = 512  # tokens of a prompt that one pass writes at most
 
     @property
     def vocabulary(self) -> int:
@@ -214,7 +195,7 @@ class Target(ABC):
 
     @abstractmethod
     def fork(self, source: SequenceState, sequence: SequenceState) -> Prefill:
-        """Returns what the prefill of the source found."""
+        """What the prefill of the source found."""
 
     @abstractmethod
     def score(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored: ...
@@ -236,19 +217,14 @@ class Target(ABC):
 
     def extend(self, sequence: SequenceState, tokens: Sequence[int], keep: int = 0) -> Prefill:
         """Write further tokens of one sequence, chunk by chunk."""
-        parts = []
-        for start in range(0, max(len(tokens), 1), self.prefill_chunk):
-            chunk = tokens[start : start + self.prefill_chunk]
-            left = len(tokens) - start - len(chunk)
-            parts += self.prefill([Chunk(sequence, chunk, min(max(keep - left, 0), len(chunk)))])
-        return Prefill.joined(parts)
+        chunks = Chunk(sequence, tokens, keep).pieces(self.prefill_chunk)
+        return Prefill.joined([found for chunk in chunks for found in self.prefill([chunk])])
 
 
 class Inflight(Protocol):
     """A forward pass enqueued before the verdict in front of it has reached the host."""
 
-    committed: bool
-    """whether that verdict was committed; the pass counts for nothing before"""
+    committed: bool  # whether that verdict was committed; the pass counts for nothing before
 
     def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
         """What the pass found, if it was made for these sequences and trees and nothing has overwritten it."""

@@ -17,11 +17,8 @@ from branchwise.verify import Verdict
 
 
 class ToyTarget(Target):
-    """A model whose logits are a fixed random function of all tokens before.
-
-    It keeps the books of a KV cache and checks that every commit is what a real cache would hold. Its one layer,
-    "embedding", has hidden states that are a fixed random function of the tokens too.
-    """
+    """A model whose logits are a fixed random function of all tokens before, and so are the hidden states of its one
+    layer, "embedding". It keeps the books of a KV cache and checks that a real cache would hold what is committed."""
 
     def __init__(
         self,
@@ -39,8 +36,7 @@ class ToyTarget(Target):
         self.seed = seed
         self.prefill_chunk = prefill_chunk
         self.passes = 0
-        self.prefills: list[list[int]] = []
-        """tokens of every chunk of every prefill pass"""
+        self.prefills: list[list[int]] = []  # tokens of every chunk of every prefill pass
         info = TargetInfo("toy", vocabulary, context, max_nodes, slots, fingerprint=f"toy-{vocabulary}-{seed}")
         self.info = replace(
             info, hidden_width=vocabulary, layers=("embedding",), bucket=weakly(self.bucket), score=weakly(self.score)

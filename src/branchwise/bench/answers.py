@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 
 @dataclass(frozen=True)
 class NumberIs:
-    """A checker: the answer's number is this one."""
-
     value: Fraction
 
     def __call__(self, text: str) -> bool:
@@ -21,8 +21,6 @@ class NumberIs:
 
 @dataclass(frozen=True)
 class LetterIs:
-    """A checker: the answer's letter is this one."""
-
     letter: str
     options: str
 
@@ -32,8 +30,6 @@ class LetterIs:
 
 @dataclass(frozen=True)
 class Makes24:
-    """A checker: the answer has an expression of these numbers that is 24."""
-
     numbers: tuple[int, ...]
 
     def __call__(self, text: str) -> bool:
@@ -60,11 +56,8 @@ def number_in(text: str) -> Fraction | None:
     text = _FRACTION.sub(r"\1/\2", text.replace("{,}", ",").replace("\\!", "").replace("\\,", ""))
     lines = (line for part in marked(text) for line in part.split("\n"))
     for place in (*lines, text):
-        found = None
-        for found in _NUMBER.finditer(place):  # noqa: B007  only the last is wanted
-            pass
-        if found is not None:
-            return _number_of(found)
+        if numbers := deque(_NUMBER.finditer(place), maxlen=1):
+            return _number_of(numbers[0])
     return None
 
 
@@ -173,6 +166,14 @@ def _joins(neighbour: str, edge: str, signs: str) -> bool:
     return attached or neighbour in tuple("^%@&|√")
 
 
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
 def _is_24(expression: str) -> bool:
     try:
         return _calculated(ast.parse(expression, mode="eval").body) == 24
@@ -184,12 +185,6 @@ def _calculated(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int(value)):
             return Fraction(value)
-        case ast.BinOp(left, ast.Add(), right):
-            return _calculated(left) + _calculated(right)
-        case ast.BinOp(left, ast.Sub(), right):
-            return _calculated(left) - _calculated(right)
-        case ast.BinOp(left, ast.Mult(), right):
-            return _calculated(left) * _calculated(right)
-        case ast.BinOp(left, ast.Div(), right):
-            return _calculated(left) / _calculated(right)
+        case ast.BinOp(left, sign, right) if operation := _OPERATIONS.get(type(sign)):
+            return operation(_calculated(left), _calculated(right))
     raise ValueError("neither a number nor one of the four operations")

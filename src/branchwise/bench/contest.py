@@ -7,9 +7,20 @@ All count by token ids. What a contestant does not report stays None; it is neve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import torch
+
+from branchwise.bench.records import METHOD, PEER, PLAIN
+from branchwise.core.sampling import SamplingParams
+from branchwise.draft.base import Budget
+from branchwise.engine import Engine, Generation, Request
+from branchwise.llm import LLM
+from branchwise.methods import PLAIN as PLAIN_METHOD
+from branchwise.methods import Method
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,6 @@ class Answer:
     ids: list[int]
     finish_reason: str
     seconds: float
-    """wall clock of the whole batch"""
     text: str | None = None
     """None: decode the ids"""
     counted_by: str = "ids"
@@ -57,12 +67,98 @@ class Contestant(Protocol):
     name: str
     kind: str
     """`records.PLAIN`, METHOD or PEER"""
-    comparable: bool
+    comparable: bool = False
     """whether its sampled answers must equal the baseline's, seed for seed; greedy answers always must"""
-    learns: bool
+    learns: bool = False
     """whether what it wrote changes how fast it writes later requests"""
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]: ...
 
     def forget(self) -> None:
         """Drop everything learned from earlier prompts."""
+
+
+class Peer(Contestant):
+    """Another engine."""
+
+    kind = PEER
+    usage: str | None = None
+    """how a spec names what the peer cannot run without; None if it takes options of the registry"""
+
+
+class Ours(Contestant):
+    """One method on a loaded model, by the engine that users run. Contestants share weights and KV cache."""
+
+    def __init__(self, llm: LLM, method: Method, most: Budget | None = None) -> None:
+        """`most` bounds every tree, to compare methods at an equal budget or depth."""
+        self.name = method.name
+        self.kind = PLAIN if method == PLAIN_METHOD else METHOD
+        self.comparable = method.verify == "match"
+        self._llm = llm
+        self._method = method
+        self._most = most
+        self.forget()
+
+    def forget(self) -> None:
+        drafter, verifier = self._method.build()
+        self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most)
+        self.learns = drafter.learns
+
+    def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
+        requests = [
+            Request(
+                prompt=tuple(prompt),
+                sampling=SamplingParams(
+                    temperature=asked.temperature,
+                    top_p=asked.top_p,
+                    top_k=asked.top_k,
+                    seed=seed,
+                    logit_bias=dict.fromkeys(asked.forbidden, float("-inf")),
+                ),
+                max_new_tokens=asked.max_new_tokens,
+                stop_tokens=asked.stop_tokens,
+            )
+            for prompt, seed in zip(prompts, asked.seeds, strict=True)
+        ]
+        engine = self._engine
+        passes = engine.drafter.passes
+        start = synchronized(engine.target.device)
+        generations: list[Generation] = []
+        try:
+            generations += [engine.submit(request) for request in requests]
+            while engine.busy:
+                engine.step()
+        finally:
+            for generation in generations:
+                engine.cancel(generation)
+        seconds = synchronized(engine.target.device) - start
+        drafted = engine.drafter.passes - passes
+        return [self._answer(generation, seconds, drafted) for generation in generations]
+
+    def _answer(self, generation: Generation, seconds: float, draft_passes: int) -> Answer:
+        assert generation.finish_reason is not None
+        generation.check()
+        stats = generation.stats
+        drafted = {} if self.kind == PLAIN else {self._engine.drafter.name: 0} | stats.accepted_by_source
+        return Answer(
+            ids=generation.token_ids,
+            finish_reason=generation.finish_reason.value,
+            seconds=seconds,
+            steps=stats.steps,
+            drafted=stats.drafted_tokens,
+            accepted=stats.accepted_tokens,
+            drafted_per_depth=stats.drafted_per_depth,
+            accepted_per_depth=stats.accepted_per_depth,
+            by_source={"target": stats.emitted_tokens - stats.accepted_tokens} | drafted,
+            target_passes=stats.steps,
+            draft_passes=draft_passes,
+            draft_cost=self._engine.drafter.cost,
+            phases={"prefill": stats.prefill_seconds, **stats.seconds},
+        )
+
+
+def synchronized(device: torch.device) -> float:
+    """The time when a device has finished all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -24,7 +24,6 @@ def spec_bench_lines(records: Sequence[Record]) -> list[str]:
     tokens, but not in which order: `accept_lengths` has every length as often as it occurred, the longest first, which
     is all that Spec-Bench's mean needs. It is empty if the contestant does not report them.
     """
-    _check(records)
     times = {id(record): spent for record, spent in zip(records, shares(records), strict=True)}
     lines = []
     for item in dict.fromkeys(record.item for record in records):
@@ -45,7 +44,7 @@ def spec_bench_lines(records: Sequence[Record]) -> list[str]:
         line = {
             "question_id": int(number) if (number := item.rpartition("/")[2]).isdecimal() else item,
             "category": own[0].category,
-            "model_id": _model_id(own[0]),
+            "model_id": f"{model}-{own[0].contestant}" if (model := own[0].run.get("model")) else own[0].contestant,
             "choices": choices,
         }
         lines.append(json.dumps(line, ensure_ascii=False))
@@ -70,9 +69,8 @@ def vllm_result(records: Sequence[Record]) -> dict[str, Any]:
     A draft of vLLM is a step that had one, so steps without a draft do not lower its acceptance length, and its rates
     per position are shares of all drafts. Its rates are percentages. Records hold no times of single tokens.
     """
-    _check(records)
     first, duration = records[0], sum(shares(records))
-    read, written = (sum(counts) for counts in zip(*((r.prompt_tokens, r.tokens) for r in records), strict=True))
+    read, written = sum(record.prompt_tokens for record in records), sum(record.tokens for record in records)
     result = {
         "date": first.run.get("time"),
         "backend": "branchwise",
@@ -119,11 +117,10 @@ def csv_text(rows: Sequence[Row]) -> str:
     lines = csv.DictWriter(text, CSV, extrasaction="ignore")
     lines.writeheader()
     for row in rows:
-        ratio = row.speed_up
-        interval = (None, None, None) if ratio is None else (ratio.value, ratio.low, ratio.high)
-        speed = zip(("speed_up", "speed_up_low", "speed_up_high"), interval, strict=True)
         depths = " ".join(f"{share:.4f}" for share in row.acceptance_per_depth)
-        lines.writerow(vars(row) | dict(speed) | {"acceptance_per_depth": depths})
+        ratio = row.speed_up
+        speed = {"speed_up": ratio.value, "speed_up_low": ratio.low, "speed_up_high": ratio.high} if ratio else {}
+        lines.writerow(vars(row) | {"acceptance_per_depth": depths} | speed)
     return text.getvalue()
 
 
@@ -132,13 +129,3 @@ CSV = (
     "speed_up", "speed_up_low", "speed_up_high", "mean_acceptance_length", "block_efficiency", "nodes_per_step",
     "draft_passes_per_step", "memory_bound_speed_up", "acceptance_per_depth", "accuracy", "output_length",
 )  # fmt: skip
-
-
-def _model_id(record: Record) -> str:
-    """Spec-Bench names a model and its method in one word."""
-    model = record.run.get("model")
-    return f"{model}-{record.contestant}" if model else record.contestant
-
-
-def _check(records: Sequence[Record]) -> None:
-    assert len({record.contestant for record in records}) == 1, "an export is of one contestant"

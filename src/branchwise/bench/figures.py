@@ -65,9 +65,6 @@ def draw(figure: Figure, theme: Theme) -> bytes:
     return png(figure.height, figure.paint, theme)
 
 
-# ---- speed -------------------------------------------------------------------------------------------------------
-
-
 def speed_up_by_category(rows: Sequence[Row]) -> Figure | Missing:
     title = "Speed-up by category"
     values = {(row.contestant, row.category): row.speed_up for row in rows if row.speed_up is not None}
@@ -89,13 +86,15 @@ def speed_up_by_category(rows: Sequence[Row]) -> Figure | Missing:
 
 def cold_against_warm(records: Sequence[Record]) -> Figure | Missing:
     title = "Cold against warm"
-    states = {state: [record for record in records if record.state == state] for state in STATES}
-    if not all(states.values()):
-        only = "cold" if states["cold"] else "warm"
-        return Missing(title, f"All records are {only}; run the benchmark in the other state too to compare.")
-    rows = {state: [row for row in summarise(own) if row.category == ALL] for state, own in states.items()}
-    values = {(row.contestant, state): row.speed_up for state, found in rows.items() for row in found if row.speed_up}
-    names = [name for name in _names(rows["cold"]) if all((name, state) in values for state in STATES)]
+    if len(states := {record.state for record in records}) == 1:
+        return Missing(title, f"All records are {states.pop()}; run the benchmark in the other state too to compare.")
+    values = {
+        (row.contestant, state): row.speed_up
+        for state in STATES
+        for row in summarise([record for record in records if record.state == state])
+        if row.category == ALL and row.speed_up
+    }
+    names = [name for name, state in values if state == "cold" and (name, "warm") in values]
     if not names:
         return Missing(title, "No contestant has a speed-up in both states.")
     both = {key: ratio for key, ratio in values.items() if key[0] in names}
@@ -109,9 +108,6 @@ def cold_against_warm(records: Sequence[Record]) -> Figure | Missing:
         "Times as fast as plain decoding. Cold: the drafter is fresh for every prompt. Warm: it keeps what it saw.",
         *_dots(both, _names(records), "times as fast as plain decoding", reference=1.0),
     )
-
-
-# ---- speculation -------------------------------------------------------------------------------------------------
 
 
 def acceptance_by_depth(rows: Sequence[Row]) -> Figure | Missing:
@@ -186,37 +182,32 @@ def tokens_by_source(rows: Sequence[Row]) -> Figure | Missing:
         for name, own in counts.items()
         if any(source != TARGET for source in own)
     }
-    reading = "Who proposed the tokens that were emitted; “target” are the model's own."
-    title = "Tokens by source"
     if not parts:
-        return Missing(title, "No contestant says who proposed its tokens.")
-    return _bars("tokens-by-source", title, "has", reading, parts, TARGET, "share of tokens, %")
+        return Missing("Tokens by source", "No contestant says who proposed its tokens.")
+    reading = "Who proposed the tokens that were emitted; “target” are the model's own."
+    return _bars("tokens-by-source", "Tokens by source", "has", reading, parts, TARGET, "share of tokens, %")
 
 
 def time_by_phase(rows: Sequence[Row]) -> Figure | Missing:
     parts = {row.contestant: row.phase_shares for row in rows if row.category == ALL and row.phase_shares}
-    reading = "Wall clock of all requests; “other” is what no phase has booked."
-    title = "Share of time by phase"
     if not parts:
-        return Missing(title, "No contestant says where its time went.")
-    return _bars("time-by-phase", title, "spends", reading, parts, OTHER, "share of time, %")
-
-
-# ---- the rest ----------------------------------------------------------------------------------------------------
+        return Missing("Share of time by phase", "No contestant says where its time went.")
+    reading = "Wall clock of all requests; “other” is what no phase has booked."
+    return _bars("time-by-phase", "Share of time by phase", "spends", reading, parts, OTHER, "share of time, %")
 
 
 def accuracy_by_category(rows: Sequence[Row]) -> Figure | Missing:
     title = "Accuracy by category"
-    known = [row for row in rows if row.accuracy is not None]
+    known = {(row.contestant, row.category): row.accuracy for row in rows if row.accuracy is not None}
     if not known:
         return Missing(title, "No item of these records has a checker.")
-    values = {(row.contestant, row.category): Ratio(100 * (row.accuracy or 0), None, None, 1) for row in known}
+    values = {key: Ratio(100 * accuracy, None, None, 1) for key, accuracy in known.items()}
     return Figure(
         "accuracy",
         title,
-        _sentence(f"{row.contestant} answers {row.accuracy:.1%} right" for row in known if row.category == ALL),
+        _sentence(f"{name} answers {share:.1%} right" for (name, category), share in known.items() if category == ALL),
         "The share of right answers among those that could be checked. Lossless methods answer as plain decoding does.",
-        *_dots(values, _names(rows), "right answers, %", reference=None),
+        *_dots(values, _names(rows), "right answers, %"),
     )
 
 
@@ -248,14 +239,12 @@ def scoring_cost(costs: Sequence[Mapping[str, Any]]) -> Figure | Missing:
 
 # ---- how it is drawn ---------------------------------------------------------------------------------------------
 
-Drawing = tuple[float, Callable[["Axes", Theme], None]]
-"""height and paint of a figure"""
-
 
 def _dots(
-    values: Mapping[tuple[str, str], Ratio], names: Sequence[str], label: str, reference: float | None
-) -> Drawing:
-    """A line for each place (a category, a state), and in it a mark with its interval for each contestant."""
+    values: Mapping[tuple[str, str], Ratio], names: Sequence[str], label: str, reference: float | None = None
+) -> tuple[float, Callable[[Axes, Theme], None]]:
+    """Height and paint: a line for each place (a category, a state), and in it a mark with its interval for each
+    contestant. Without a reference the values are percentages."""
     own = [name for name in names if any(key[0] == name for key in values)]
     places = list(dict.fromkeys(place for _, place in values))
     if len(places) == 2 and ALL in places:
@@ -331,7 +320,7 @@ def _label(axes: Axes, theme: Theme, x: str, y: str) -> None:
 
 def _look(name: str, names: Sequence[str], theme: Theme) -> dict[str, Any]:
     """Colour and mark of a contestant, the same in every figure; the baseline comes first and is grey."""
-    place = list(names).index(name)
+    place = names.index(name)
     colour = theme.neutral if place == 0 else theme.colours[(place - 1) % len(theme.colours)]
     return {"label": _short(name), "color": colour, "marker": MARKS[place % len(MARKS)]}
 

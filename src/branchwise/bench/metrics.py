@@ -8,11 +8,11 @@ the time of its group.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.special import ndtr, stdtrit  # type: ignore[import-untyped]
@@ -30,27 +30,17 @@ FEWEST = 3
 
 # ---- time --------------------------------------------------------------------------------------------------------
 
-
-class Group(NamedTuple):
-    """Requests that ran together, in one state, since cold and warm runs may be read together."""
-
-    contestant: str
-    state: str
-    round: int
-    turn: int
-    name: str
+Group = tuple[str, str, int, int, str]
 
 
 def group_of(record: Record) -> Group:
-    return Group(record.contestant, record.state, record.round, record.turn, record.group)
+    """Identifies requests that ran together, in one state, since cold and warm runs may be read together."""
+    return record.contestant, record.state, record.round, record.turn, record.group
 
 
 def group_sizes(records: Iterable[Record]) -> dict[Group, int]:
     """How many items each group has; an item counts once, even if files of several runs are read together."""
-    items: dict[Group, set[str]] = {}
-    for record in records:
-        items.setdefault(group_of(record), set()).add(record.item)
-    return {group: len(found) for group, found in items.items()}
+    return Counter(group for group, _ in {(group_of(record), record.item) for record in records})
 
 
 def shares(records: Sequence[Record], among: Sequence[Record] | None = None) -> list[float]:
@@ -72,18 +62,17 @@ def phase_shares(records: Sequence[Record], among: Sequence[Record] | None = Non
     """
     among = records if among is None else among
     sizes = group_sizes(among)
-    seen: dict[tuple[Group, float], dict[str, float]] = {}
+    longest: dict[tuple[Group, float], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for record in among:
-        longest = seen.setdefault((group_of(record), record.seconds), {})
+        seen = longest[group_of(record), record.seconds]
         for name, spent in record.phases.items():
-            longest[name] = max(spent, longest.get(name, 0.0))
+            seen[name] = max(spent, seen[name])
     timed = [record for record in records if record.phases]
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for record in timed:
-        for name, longest_spent in seen[group_of(record), record.seconds].items():
+        for name, spent in longest[group_of(record), record.seconds].items():
             alone = name == "prefill" and record.kind != PEER
-            own = record.phases.get(name, 0.0) if alone else longest_spent / sizes[group_of(record)]
-            sums[name] = sums.get(name, 0.0) + own
+            sums[name] += record.phases.get(name, 0.0) if alone else spent / sizes[group_of(record)]
     if not any(sums.values()):
         return None
     sums[OTHER] = max(0.0, sum(shares(timed, among)) - sum(sums.values()))
@@ -117,9 +106,8 @@ def speed_up(
 
     The interval is a bootstrap over items, because prompts differ more than rounds do. Items of one batch share their
     time and are drawn together. Its quantiles are widened for small samples (Hesterberg, What Teachers Should Know
-    About the Bootstrap, 2015: the expanded percentile interval); without that, intervals over a few items would be far
-    too short. With skewed speed-ups, intervals over 8 items still cover 92 %, over 30 items 94 %; the tests simulate
-    it.
+    About the Bootstrap, 2015: the expanded percentile interval). With skewed speed-ups, intervals over 8 items cover
+    92 %, over 30 items 94 %; the tests simulate it.
     """
     among = [*records, *baseline] if among is None else among
     both = {_asked(record) for record in records} & {_asked(record) for record in baseline}
@@ -221,18 +209,13 @@ def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | 
     return _over(sum(passes for passes, _ in longest.values()), sum(steps for _, steps in longest.values()))
 
 
-def memory_bound_speed_up(records: Sequence[Record], draft_cost: float | None = None) -> float | None:
-    """MBSU, the speed-up if time were bytes read: block efficiency / (1 + draft cost · draft passes per step).
-
-    `draft_cost` is the bytes of the draft model over those of the target, by default from the records. It is not needed
-    without a draft model.
-    """
+def memory_bound_speed_up(records: Sequence[Record]) -> float | None:
+    """MBSU, the speed-up if time were bytes read: block efficiency / (1 + draft cost · draft passes per step)."""
     efficiency, passes = block_efficiency(records), draft_passes_per_step(records)
-    if draft_cost is None:
-        draft_cost = next((record.draft_cost for record in records if record.draft_cost is not None), None)
-    if efficiency is None or passes is None or (passes and draft_cost is None):
+    cost = next((record.draft_cost for record in records if record.draft_cost is not None), None)
+    if efficiency is None or passes is None or (passes and cost is None):
         return None
-    return efficiency / (1 + (draft_cost or 0.0) * passes)
+    return efficiency / (1 + (cost or 0.0) * passes)
 
 
 def acceptance_per_depth(records: Sequence[Record]) -> tuple[float, ...]:

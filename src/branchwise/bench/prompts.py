@@ -10,9 +10,8 @@
 The first four are JSON lines; all may be compressed with gzip. The first line decides the form, and every other line
 must have it. A line of plain text is one prompt, so a prompt of several lines needs one of the other forms.
 
-Spec-Bench holds the 80 dialogues of MT-bench as eight categories of ten (writing, roleplay, reasoning, math, coding,
-extraction, stem, humanities). They keep these names: there is no category "mt-bench" here, and a mean over the
-thirteen categories weighs MT-bench more than the six tasks of the paper do.
+Spec-Bench holds the 80 dialogues of MT-bench as eight categories of ten. They keep their names: there is no category
+"mt-bench" here, and a mean over the thirteen categories weighs MT-bench more than the six tasks of the paper do.
 
 The data sets are not part of Branchwise; they are read in place and never copied.
 """
@@ -20,6 +19,7 @@ The data sets are not part of Branchwise; they are read in place and never copie
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from branchwise.bench.answers import NumberIs, number_in
 from branchwise.errors import UnknownName, UsageError
-from branchwise.registry import nearest
+from branchwise.registry import check_known, nearest
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = (*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -79,11 +79,10 @@ FREE, EDITING = (
 
 def own_items(limit: int | None = None) -> list[Item]:
     """At most `limit` of each of the two categories."""
-    sets = {"free writing": FREE[:limit], "editing": EDITING[:limit]}
     return [
         Item(f"own/{category.replace(' ', '-')}-{number}", "own", category, (prompt,))
-        for category, prompts in sets.items()
-        for number, prompt in enumerate(prompts)
+        for category, prompts in (("free writing", FREE), ("editing", EDITING))
+        for number, prompt in enumerate(prompts[:limit])
     ]
 
 
@@ -111,41 +110,34 @@ def load_items(
         for item in _items_of(path, suite) if suite else read_items(path):
             if item.id in found:
                 other = "twice" if found[item.id] == path else f"after {found[item.id]}"
-                raise UsageError(
-                    f"{path} was given {other}, and both have the item {item.id}; give a set once, or rename a file."
-                )
+                raise UsageError(f"{path} was given {other}, and both have {item.id}; give a set once, or rename it.")
             found[item.id] = path
             taken[item.category] += 1
             if (limit is None or taken[item.category] <= limit) and (not categories or item.category in categories):
                 kept.append(item)
         known |= set(taken)
+    names = sorted(known)
     for name in categories:
         if name not in known:
-            raise UnknownName(
-                f"No prompt is of the category {name!r}.{nearest(name, sorted(known))} There are: "
-                f"{', '.join(sorted(known))}."
-            )
+            hint = f"{nearest(name, names)} There are: {', '.join(names)}."
+            raise UnknownName(f"No prompt is of the category {name!r}.{hint}")
     return kept
 
 
 def find_suite(name: str, folder: Path | None = None) -> Path:
     """The file of a set that is known by name, in `folder` or in the folder that BRANCHWISE_DATA names."""
-    if name not in SUITES:
-        raise UnknownName(
-            f"Unknown set of prompts {name!r}.{nearest(name, SUITES)} Known: {', '.join(SUITES)}, stylebench."
-        )
+    check_known("set of prompts", name, SUITES, ", stylebench")
     named = os.environ.get(FOLDER_VARIABLE)
-    folders = [*([folder] if folder else []), *([Path(named).expanduser()] if named else [])]
+    folders = [place for place in (folder, Path(named).expanduser() if named else None) if place]
     if not folders:
         raise UsageError(
             f"The set {name!r} is not part of Branchwise; name the folder that holds {SUITES[name][0]} "
             f"with --data or {FOLDER_VARIABLE}."
         )
-    for place in folders:
-        for file in SUITES[name]:
-            for path in (place / file, place / f"{file}.gz"):
-                if os.path.isfile(path):  # unlike Path.is_file this never raises for a folder without permission
-                    return path
+    for place, file, end in itertools.product(folders, SUITES[name], ("", ".gz")):
+        path = place / f"{file}{end}"
+        if os.path.isfile(path):  # unlike Path.is_file this never raises for a folder without permission
+            return path
     raise UsageError(
         f"The set {name!r} was not found: none of {', '.join(SUITES[name])}, with or without .gz, lies in "
         f"{' or '.join(map(str, folders))}; put it there, or name another folder with --data."
@@ -156,11 +148,8 @@ def _items_of(path: Path, suite: str) -> list[Item]:
     """The items of a set that was found by its file name; the file may turn out to hold something else."""
     items = read_items(path)
     if suite == "mt-bench" and items[0].suite == "spec-bench":
-        items = [
-            replace(item, suite=suite, id=item.id.replace("spec-bench", suite, 1))
-            for item in items
-            if item.category in MT_BENCH
-        ]
+        talks = [item for item in items if item.category in MT_BENCH]
+        items = [replace(item, suite=suite, id=item.id.replace("spec-bench", suite, 1)) for item in talks]
     if not items or items[0].suite != suite:
         raise UsageError(f"{path} has the name of the set {suite!r} but not its form; put the right file there.")
     return items

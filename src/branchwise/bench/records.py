@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 from branchwise.errors import UsageError
@@ -22,7 +21,7 @@ VERSION = 1
 """of the schema; other versions are refused"""
 
 PLAIN, METHOD, PEER = "plain", "method", "peer"
-KINDS = (PLAIN, METHOD, PEER)
+
 STATES = ("cold", "warm")
 
 
@@ -54,15 +53,12 @@ class Record:
     contestant: str
     """the name given on the command line: `plain`, a method, a peer"""
     kind: str
-    """plain, method or peer"""
     suite: str
     category: str
     item: str
     """id of the prompt, unique within a run"""
     turn: int
-    """of a dialogue, from 0"""
     round: int
-    """from 0"""
     group: str
     """shared by the requests of one batch in one round for one contestant"""
     state: str
@@ -127,9 +123,8 @@ class Comparison:
     difference: Difference | None
 
     def line(self) -> str:
-        found = None if self.difference is None else dataclasses.asdict(self.difference)
-        values = {"version": VERSION, "compares": self.key, "equal": self.equal, "difference": found}
-        return json.dumps(values, separators=(",", ":"))
+        found = dataclasses.asdict(self)
+        return json.dumps({"version": VERSION, "compares": found.pop("key"), **found}, separators=(",", ":"))
 
 
 def hash_ids(ids: Iterable[int]) -> str:
@@ -146,9 +141,7 @@ def parse(line: str, where: str) -> Record | Comparison:
     if not isinstance(values, dict) or "version" not in values or not values.keys() & {"contestant", "compares"}:
         raise UsageError(f"{where} is no record of branchwise bench.")
     if values["version"] != VERSION:
-        raise UsageError(
-            f"{where} has records of version {values['version']}, and this Branchwise reads version {VERSION}."
-        )
+        raise UsageError(f"{where} has version {values['version']}, and this Branchwise reads version {VERSION}.")
     try:
         if values.get("difference") is not None:
             values["difference"] = Difference(**values["difference"])
@@ -263,9 +256,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -15,22 +15,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from branchwise.bench import summary
 from branchwise.bench.figures import Figure, Missing, draw, figures
 from branchwise.bench.prompts import PACKAGE_DATA
 from branchwise.bench.records import Record
-from branchwise.bench.summary import (
-    ABSENT,
-    ALL,
-    LEFT,
-    Row,
-    by_contestant,
-    categories,
-    cells,
-    in_order,
-    shown,
-    shown_ratio,
-    summarise,
-)
+from branchwise.bench.summary import ABSENT, ALL, LEFT, Row, shown, shown_ratio
 from branchwise.errors import UsageError
 from branchwise.plots import DARK, LIGHT
 
@@ -60,21 +49,13 @@ def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[s
     for name in ("model", "dtype", "device"):
         values = sorted({str(record.run.get(name)) for record in records})
         if len(values) > 1:
-            raise UsageError(
-                f"These records are of more than one {name} ({', '.join(values)}), which no ratio can join; make a "
-                "report for each."
-            )
-    rows = summarise(records)
+            raise UsageError(f"The records are of more than one {name} ({', '.join(values)}); make a report for each.")
+    rows = summary.summarise(records)
     found = figures(records, rows, costs)
     drawn = [figure for figure in found if isinstance(figure, Figure)]
     images = {(figure.name, theme.name): draw(figure, theme) for figure in drawn for theme in (LIGHT, DARK)}
-    environment = Environment(
-        loader=FileSystemLoader(PACKAGE_DATA),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    layout: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    environment = Environment(loader=FileSystemLoader(PACKAGE_DATA), **layout)
     page = out / "index.html"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -94,21 +75,21 @@ def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[s
 
 def _values_of_page(records: Sequence[Record], rows: Sequence[Row]) -> dict[str, Any]:
     """What the template shows, but for the figures."""
-    overall = in_order(rows, per_category=False)
-    ratios = [(row.speed_up, row.contestant) for row in overall if row.speed_up is not None]
-    ratios.sort(key=lambda pair: -pair[0].value)
+    overall = summary.in_order(rows, per_category=False)
+    ratios = [(row.contestant, row.speed_up) for row in overall if row.speed_up]
+    ratios.sort(key=lambda pair: -pair[1].value)
     counts = (
-        f"{_count(len(records), 'request')} of {_count(len(by_contestant(records)), 'contestant')} on "
+        f"{_count(len(records), 'request')} of {_count(len(overall), 'contestant')} on "
         f"{_count(len({record.item for record in records}), 'prompt')} in "
-        f"{_count(len(categories(records)), 'category', 'categories')}"
+        f"{_count(len(summary.categories(records)), 'category', 'categories')}"
     )
     where = ", ".join(text for name in ("device", "dtype") for text in _values(records, name))
-    single = [row for row in in_order(rows, per_category=True) if row.category != ALL]
+    single = [row for row in summary.in_order(rows, per_category=True) if row.category != ALL]
     names = dict.fromkeys(name for record in records for name in record.run)
     return {
         "models": ", ".join(_values(records, "model")) or "a model",
         "absent": ABSENT,
-        "fastest": [(name, shown_ratio(ratio)) for ratio, name in ratios[:MOST_LINES]],
+        "fastest": [(name, shown_ratio(ratio)) for name, ratio in ratios[:MOST_LINES]],
         "basis": f"{counts}; {where}" if where else counts,
         "mixed": _mixed(records),
         "overall": _rows_table(overall, "Summary over all categories"),
@@ -128,7 +109,7 @@ def _mixed(records: Sequence[Record]) -> list[str]:
 
 
 def _rows_table(rows: Sequence[Row], label: str) -> Table:
-    titles, lines = cells(rows)
+    titles, lines = summary.cells(rows)
     breaks = {number for number in range(1, len(rows)) if rows[number].category != rows[number - 1].category}
     return Table(label, titles, lines, breaks=breaks)
 
@@ -140,10 +121,8 @@ def _equality(rows: Sequence[Row]) -> dict[str, Any]:
     apart = [pair for _, found in compared for pair in found.differences]
     apart.sort(key=lambda pair: (-1.0 if pair[1].gap is None else -pair[1].gap, pair[0]))
     lines = [
-        [key.contestant, key.item, str(key.turn), str(key.round), str(difference.place)]
-        + [ABSENT if token is None else str(token) for token in (difference.token, difference.expected)]
-        + [shown(difference.gap, ".3g")]
-        for key, difference in apart[:MOST_DIFFERENCES]
+        [*map(str, (*key, first.place)), shown(first.token, "d"), shown(first.expected, "d"), shown(first.gap, ".3g")]
+        for key, first in apart[:MOST_DIFFERENCES]
     ]
     label, titles = "Answers compared with the baseline's", ["contestant", "compared", "equal", "max gap"]
     places = ["contestant", "item", "turn", "round", "place", "token", "expected", "gap"]

@@ -2,6 +2,10 @@
 
 If interleaved, all contestants write one item before the next one begins, and the first of them changes from item to
 item, so that a machine that gets slower, or a first call that pays for later ones, affects all alike.
+
+Answers are compared with the baseline's. In float32 greedy answers must be equal, and sampled ones too under `match`
+with the same seeds. In lower precision a pass over a tree rounds differently from a pass over one token; the gap
+between the logits of the two tokens shows such a near-tie.
 """
 
 from __future__ import annotations
@@ -12,15 +16,18 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+import torch
+
 from branchwise.bench.contest import Answer, Asked, Contestant
-from branchwise.bench.equality import compare, to_compare
 from branchwise.bench.prompts import Item
-from branchwise.bench.records import Key, Ledger, Record, hash_ids
+from branchwise.bench.records import PLAIN, Comparison, Difference, Key, Ledger, Record, hash_ids
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
+from branchwise.registry import check_known
 
 ORDERS = ("interleaved", "sequential")
 WARM_UP = 16
@@ -47,8 +54,7 @@ class Rules:
         for name, value in (("max-new-tokens", self.max_new_tokens), ("batch", self.batch), ("repeat", self.rounds)):
             if value < 1:
                 raise UsageError(f"--{name} must be at least 1, not {value}.")
-        if self.order not in ORDERS:
-            raise UsageError(f"Unknown order {self.order!r}. Known: {', '.join(ORDERS)}.")
+        check_known("order", self.order, ORDERS)
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ class Play:
 
     @property
     def keys(self) -> list[Key]:
-        turns = ((item.id, turn) for item in self.items for turn in range(len(item.turns)))
-        return [Key(self.contestant.name, item, turn, self.round) for item, turn in turns]
+        name = self.contestant.name
+        return [Key(name, item.id, turn, self.round) for item in self.items for turn in range(len(item.turns))]
 
 
 def plan(contestants: Sequence[Contestant], items: Sequence[Item], rules: Rules) -> list[Play]:
@@ -124,7 +130,7 @@ class Contest:
     def _warm_up(self) -> None:
         """Untimed first calls, which choose kernels and fill caches, with the shapes and options of the contest."""
         items = self.items[: self.rules.batch]
-        prompts = [self._encode(item, [{"role": "user", "content": item.turns[0]}]) for item in items]
+        prompts = [self.llm.encode(item.turns[0], raw=item.raw) for item in items]
         asked = self._asked(items, 0, 0)
         if self.llm.engine.target.device.type == "cpu":
             asked = dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens))
@@ -137,33 +143,30 @@ class Contest:
         """A group of dialogues, turn by turn; each continues with this contestant's own answers."""
         if self.rules.state == "cold":
             play.contestant.forget()
-        said: dict[str, list[dict[str, str]]] = {item.id: [] for item in play.items}
         for turn in range(max(len(item.turns) for item in play.items)):
             items = [item for item in play.items if turn < len(item.turns)]
-            for item in items:
-                said[item.id].append({"role": "user", "content": item.turns[turn]})
             keys = [Key(play.contestant.name, item.id, turn, play.round) for item in items]
-            known = [self.ledger.get(key) for key in keys]
             # A drafter that learns must see the earlier turns again, even if they are recorded already.
-            if not all(known) or play.contestant.learns:
-                prompts = [self._encode(item, said[item.id]) for item in items]
+            if play.contestant.learns or not all(map(self.ledger.get, keys)):
+                prompts = [self._prompt(item, key) for item, key in zip(items, keys, strict=True)]
                 answers = play.contestant.write(prompts, self._asked(items, turn, play.round))
-                for item, prompt, answer, record in zip(items, prompts, answers, known, strict=True):
-                    if record is None:
+                for item, key, prompt, answer in zip(items, keys, prompts, answers, strict=True):
+                    if self.ledger.get(key) is None:
                         self.ledger.add(self._record(play, item, turn, prompt, answer))
-                known = [self.ledger.get(key) for key in keys]
-            for item, record in zip(items, known, strict=True):
-                assert record is not None
-                said[item.id].append({"role": "assistant", "content": record.text})
 
-    def _encode(self, item: Item, said: list[dict[str, str]]) -> list[int]:
-        if item.raw or len(said) == 1:  # a model without a chat template takes one text, and no conversation
+    def _prompt(self, item: Item, key: Key) -> list[int]:
+        """The token ids that an answer follows: the dialogue so far, with the contestant's own answers."""
+        if key.turn == 0:  # a model without a chat template takes one text, and no conversation
             return self.llm.encode(item.turns[0], raw=item.raw)
-        return self.llm.encode(said)
+        said = []
+        for turn in range(key.turn):
+            before = self.ledger.get(key._replace(turn=turn))
+            assert before is not None
+            said += [{"role": "user", "content": item.turns[turn]}, {"role": "assistant", "content": before.text}]
+        return self.llm.encode([*said, {"role": "user", "content": item.turns[key.turn]}])
 
     def _asked(self, items: Sequence[Item], turn: int, round: int) -> Asked:
-        ends = self.llm.stop_tokens
-        rules = self.rules
+        ends, rules = self.llm.stop_tokens, self.rules
         names = (f"{rules.seed}/{item.id}/{turn}/{round}" for item in items)
         return Asked(
             max_new_tokens=rules.max_new_tokens,
@@ -179,13 +182,10 @@ class Contest:
         ended = answer.finish_reason == "stop" and answer.ids[-1:] and answer.ids[-1] in self.llm.stop_tokens
         text = answer.text if answer.text is not None else self.llm.decode(answer.ids[:-1] if ended else answer.ids)
         last = turn == len(item.turns) - 1
-        counted = {
-            "ids": tuple(answer.ids),
-            "tokens": len(answer.ids) if answer.tokens is None else answer.tokens,
-            "text": text,
-            "drafted_per_depth": tuple(answer.drafted_per_depth),
-            "accepted_per_depth": tuple(answer.accepted_per_depth),
-        }
+        tokens = len(answer.ids) if answer.tokens is None else answer.tokens
+        values: dict[str, Any] = vars(answer) | {"tokens": tokens, "text": text}
+        for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
+            values[name] = tuple(values[name])
         return Record(
             contestant=play.contestant.name,
             kind=play.contestant.kind,
@@ -201,28 +201,43 @@ class Contest:
             ids_hash=hash_ids(answer.ids),
             correct=item.check(text) if item.check is not None and last else None,
             run=self.run,
-            **vars(answer) | counted,
+            **values,
         )
 
     def _compare(self) -> None:
-        """Compare the answers whose baseline is recorded by now."""
-        comparable = {contestant.name for contestant in self.contestants if contestant.comparable}
-        for record, baseline in to_compare(self.ledger.records, comparable, greedy=self.rules.temperature == 0):
-            prompt = self._prompt_of(baseline)
-            assert hash_ids(prompt) == baseline.prompt_hash, "the questions are not those that were answered"
-            self.ledger.add_comparison(compare(record, baseline, prompt, self.llm))
+        """Compare the answers that must equal the baseline's, were not compared yet, and have a baseline by now.
 
-    def _prompt_of(self, record: Record) -> list[int]:
-        """The token ids that an answer followed, from the answers before it."""
-        item = next(item for item in self.items if item.id == record.item)
-        said = []
-        for turn in range(record.turn + 1):
-            said.append({"role": "user", "content": item.turns[turn]})
-            if turn < record.turn:
-                before = self.ledger.get(record.key._replace(turn=turn))
-                assert before is not None
-                said.append({"role": "assistant", "content": before.text})
-        return self._encode(item, said)
+        Greedy answers of all contestants; sampled ones only of contestants that share the baseline's random numbers.
+        Answers in dialogues whose earlier turns differ have other prompts and are not compared.
+        """
+        names = {rival.name for rival in self.contestants if rival.comparable or self.rules.temperature == 0}
+        records = self.ledger.records
+        plain = {record.key[1:]: record for record in records if record.kind == PLAIN}
+        for record in records:
+            baseline = plain.get(record.key[1:])
+            wanted = record.contestant in names and record.kind != PLAIN and record.counted_by == "ids"
+            if wanted and record.equal is None and baseline and record.prompt_hash == baseline.prompt_hash:
+                self.ledger.add_comparison(self._compared(record, baseline))
+
+    def _compared(self, record: Record, baseline: Record) -> Comparison:
+        prompt = self._prompt(next(item for item in self.items if item.id == record.item), baseline.key)
+        assert hash_ids(prompt) == baseline.prompt_hash, "the questions are not those that were answered"
+        if record.ids == baseline.ids:
+            return Comparison(record.key, True, None)
+        return Comparison(record.key, False, first_difference(record.ids, baseline.ids, prompt, self.llm))
+
+
+def first_difference(ids: Sequence[int], expected: Sequence[int], prompt: Sequence[int], llm: LLM) -> Difference:
+    """Where two answers part, and how close the two logits are there: the smaller, the likelier it is rounding."""
+    pairs = enumerate(zip_longest(ids, expected))
+    place, token, wanted = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+    gap = None
+    if token is not None and wanted is not None:
+        context = torch.tensor([[*prompt, *expected[:place]]], device=llm.model.device)
+        with torch.inference_mode():
+            logits = llm.model(input_ids=context).logits[0, -1].float()
+        gap = abs(float(logits[token]) - float(logits[wanted]))
+    return Difference(place, token, wanted, gap)
 
 
 def digest(items: Sequence[Item]) -> str:
@@ -254,7 +269,5 @@ def check_same_run(ledger: Ledger, run: dict[str, Any]) -> None:
                 if isinstance(before, dict) and isinstance(now, dict):
                     name = next(key for key in {**before, **now} if before.get(key) != now.get(key))
                     before, now = before.get(name), now.get(name)
-                raise UsageError(
-                    f"{ledger.path} holds records of another run: its {name} is {before!r}, now it is {now!r}. "
-                    "Choose another --out, or remove the file."
-                )
+                other = f"{ledger.path} holds records of another run: its {name} is {before!r}, now it is {now!r}."
+                raise UsageError(f"{other} Choose another --out, or remove the file.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,9 @@ class Row:
 
 
 OF_OWN_RECORDS = (
-    "mean_acceptance_length", "block_efficiency", "nodes_per_step", "target_passes_per_step", "draft_passes_per_step",
-    "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "output_length", "repeat_rate",
+    "mean_acceptance_length", "block_efficiency", "memory_bound_speed_up", "nodes_per_step", "target_passes_per_step",
+    "draft_passes_per_step", "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "output_length",
+    "repeat_rate",
 )  # fmt: skip
 """the numbers of a row that follow from the contestant's own records alone, as functions of `metrics`"""
 
@@ -71,24 +72,21 @@ def categories(records: Iterable[Record]) -> list[str]:
     return list(dict.fromkeys(record.category for record in records))
 
 
-def summarise(records: Sequence[Record], draft_costs: Mapping[str, float] | None = None) -> list[Row]:
-    """For each contestant a row over all categories, then one for each; `draft_costs` by contestant are for MBSU."""
-    costs = draft_costs or {}
+def summarise(records: Sequence[Record]) -> list[Row]:
+    """For each contestant a row over all categories, then one for each."""
     baseline = [record for record in records if record.kind == PLAIN]
     rows = []
-    for name, own in by_contestant(records).items():
+    for own in by_contestant(records).values():
         among = own if own[0].kind == PLAIN else [*own, *baseline]
-        rows.append(_row(ALL, own, baseline, among, costs.get(name)))
+        rows.append(_row(ALL, own, baseline, among))
         for category in categories(records):
             mine, base = ([record for record in side if record.category == category] for side in (own, baseline))
             if mine:
-                rows.append(_row(category, mine, base, among, costs.get(name)))
+                rows.append(_row(category, mine, base, among))
     return rows
 
 
-def _row(
-    category: str, own: list[Record], baseline: list[Record], among: Sequence[Record], draft_cost: float | None
-) -> Row:
+def _row(category: str, own: list[Record], baseline: list[Record], among: Sequence[Record]) -> Row:
     states = {record.state for record in own}
     return Row(
         contestant=own[0].contestant,
@@ -101,7 +99,6 @@ def _row(
         seconds=sum(metrics.shares(own, among)),
         tokens_per_second=metrics.tokens_per_second(own, among),
         speed_up=None if own[0].kind == PLAIN else metrics.speed_up(own, baseline, among),
-        memory_bound_speed_up=metrics.memory_bound_speed_up(own, draft_cost),
         phase_shares=metrics.phase_shares(own, among),
         **{name: getattr(metrics, name)(own) for name in OF_OWN_RECORDS},
     )
@@ -139,10 +136,6 @@ def _shown_depths(shares: Sequence[float]) -> str:
     return " ".join(f"{100 * share:.0f}" for share in shares[:MOST_DEPTHS]) or ABSENT
 
 
-def _shown_equality(row: Row) -> str:
-    return ABSENT if row.equality is None else f"{row.equality.equal}/{row.equality.compared}"
-
-
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "contestant": lambda row: row.contestant,
     "category": lambda row: row.category,
@@ -154,7 +147,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "drafts/step": lambda row: shown(row.draft_passes_per_step, ".1f"),
     "MBSU": lambda row: shown(row.memory_bound_speed_up),
     "by depth": lambda row: _shown_depths(row.acceptance_per_depth),
-    "equal": _shown_equality,
+    "equal": lambda row: f"{row.equality.equal}/{row.equality.compared}" if row.equality else ABSENT,
     "max gap": lambda row: shown(row.equality.max_gap if row.equality else None, ".3g"),
     "accuracy": lambda row: shown(row.accuracy, ".1%"),
     "length": lambda row: shown(row.output_length, ".1f"),
@@ -195,15 +188,15 @@ def table(rows: Sequence[Row], per_category: bool = False, width: int = 120) -> 
 
     wanted = in_order(rows, per_category)
     titles, lines = cells(wanted)
+    columns = dict(zip(titles, zip(*lines, strict=True), strict=True))
     for title in EXPENDABLE:
-        needed = sum(2 + max(map(len, column)) for column in zip(titles, *lines, strict=True))
-        if needed - 2 > width and title in titles:
-            place = titles.index(title)
-            titles, *lines = ([*line[:place], *line[place + 1 :]] for line in (titles, *lines))
+        needed = sum(2 + max(map(len, (title, *texts))) for title, texts in columns.items())
+        if needed - 2 > width:
+            columns.pop(title, None)
     found = Table(box=None, header_style="bold", pad_edge=False)
-    for title in titles:
+    for title in columns:
         found.add_column(title, justify="left" if title in LEFT else "right", no_wrap=True)
-    ends = {place for place, (row, later) in enumerate(pairwise(wanted)) if row.category != later.category}
-    for place, line in enumerate(lines):
-        found.add_row(*map(Text, line), end_section=place in ends)
+    ends = [row.category != later.category for row, later in pairwise(wanted)]
+    for *line, end in zip(*columns.values(), [*ends, False], strict=True):
+        found.add_row(*map(Text, line), end_section=end)
     return found

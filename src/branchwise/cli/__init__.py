@@ -10,29 +10,37 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from branchwise.cli.console import errors_in_one_sentence
-from branchwise.cli.options import PLAIN_HELP
 from branchwise.errors import UsageError
+
+PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+"""settings of every parser: help as plain text, because importing rich takes longer than everything else in help"""
 
 COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
-    "chat": ("chat:chat", "Talk with a model."),
+    "chat": ("generate:chat", "Talk with a model."),
     "demo": ("demo:demo", "Show plain and speculative decoding side by side: same tokens, measured speed."),
-    "models": ("models:models", "List the model aliases and the models in the cache."),
+    "models": ("methods:models", "List the model aliases and the models in the cache."),
     "methods": ("methods:methods", "List the methods: paper, drafter, tree, verifier, lossless or lossy."),
     "bench": ("bench:bench", "Measure methods and peers against plain decoding."),
     "report": ("bench:report", "Make one HTML page with figures from the records of a benchmark."),
     "audit": ("audit:app", "Prove that speculation keeps the distribution of the target."),
     "tune": ("tune:tune", "Measure what a pass over n nodes costs on this machine."),
-    "tree": ("tree:app", "Find the shape that drafts should have."),
+    "tree": ("train:tree", "Find the shape that drafts should have."),
     "train": ("train:train", "Train what helps a drafter, in minutes and on a CPU."),
     "calibrate": ("train:calibrate", "Count which tokens a target writes, for drafters that need it."),
     "index": ("index:app", "Index texts for drafting by retrieval."),
 }
 """name: (file of this folder and the function or group in it, the line that `branchwise --help` shows)"""
+
+
+def group(help: str) -> typer.Typer:
+    """A command with commands of its own, such as `branchwise audit`."""
+    return typer.Typer(help=help, no_args_is_help=True, **PLAIN_HELP)
 
 
 class LazyGroup(TyperGroup):
@@ -71,11 +79,8 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def common_options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-    plugin: Annotated[
-        list[Path] | None,
-        typer.Option(help="Python file that registers drafters or verifiers of your own; may be repeated."),
-    ] = None,
+    version: Annotated[bool, Option("--version", help="Print the version.", is_eager=True)] = False,
+    plugin: Annotated[list[Path] | None, Option(help="Python file with parts of your own; may be repeated.")] = None,
 ) -> None:
     for file in plugin or []:
         _run_plugin(file)

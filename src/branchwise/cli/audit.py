@@ -6,32 +6,17 @@ The exit code is the finding: 0 LOSSLESS, 1 NOT LOSSLESS, 3 UNDECIDED; 2 is a mi
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from branchwise.cli import findings
+from branchwise.cli import findings, group
 from branchwise.cli.console import console
-from branchwise.cli.options import (
-    AsJson,
-    Device,
-    Draft,
-    DraftModel,
-    Index,
-    MethodName,
-    Model,
-    PromptFile,
-    Threads,
-    TopK,
-    TopP,
-    Tree,
-    TrustRemoteCode,
-    group,
-)
+from branchwise.cli.options import AsJson, Drafting, Loading, PromptFile, Sampling, at_least, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 from branchwise.registry import split_specs
 
@@ -55,35 +40,50 @@ PROMPTS = (
 )
 """default prompts: after some of them the model is nearly certain of the next token, after others it is not"""
 
-Limit = Annotated[int | None, typer.Option(help="Use only the first prompts.", show_default="all")]
-Samples = Annotated[int, typer.Option(help="Blocks to sample for each prompt.")]
-Length = Annotated[int, typer.Option(help="Tokens of a block.")]
-FalseAlarm = Annotated[
-    float, typer.Option(help="Probability that a correct decoder is found NOT LOSSLESS, over all tests of an audit.")
-]
-Detect = Annotated[float, typer.Option(help="LOSSLESS needs tests that would detect this distance.")]
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of tokens to sample, and what their tests must be able to say."""
+
+    prompts: PromptFile = None
+    limit: Annotated[int | None, Option(help="Use only the first prompts.", show_default="all")] = None
+    samples: Annotated[int, Option(help="Blocks to sample for each prompt.")] = 1000
+    length: Annotated[int, Option(help="Tokens of a block.")] = 3
+    false_alarm: Annotated[float, Option(help="Probability to find a correct decoder NOT LOSSLESS in any test.")] = 1e-3
+    detect: Annotated[float, Option(help="LOSSLESS needs tests that would detect this distance.")] = 0.1
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How servers are asked."""
+
+    model: Annotated[str | None, Option(help="Name of the model on the server.", show_default="the first")] = None
+    reference_model: Annotated[str | None, Option(help="Its name on the reference.", show_default="the first")] = None
+    per_request: Annotated[int, Option("--n", help="Texts to ask for in one request.")] = 16
+    threads: Annotated[int, Option(help="Requests to send at the same time.")] = 8
+    timeout: Annotated[float, Option(help="Seconds to wait for an answer.")] = 60.0
+    key: Annotated[str | None, Option("--api-key", help="Key of the servers.", show_default="OPENAI_API_KEY")] = None
+    reference_key: Annotated[str | None, Option("--reference-api-key", help="Key of the reference, if another.")] = None
+
+
+FLOAT32 = Loading(dtype="float32")
+"""the precision that promises equal texts"""
+SAMPLED = Sampling(temperature=1.0)
 
 
 @app.command()
 def verifiers(
     cases: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} to audit instead of random distributions.'
-        ),
+        Path | None, Option(help='JSON file {"cases": [{"V", "L", "K", "p", "q"}, …]} in place of random cases.')
     ] = None,
-    instances: Annotated[int, typer.Option(help="Random instances for each of close, medium and far.")] = 6,
-    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 3,
-    depth: Annotated[int, typer.Option(help="Tokens of a drafted path.")] = 2,
-    paths: Annotated[int, typer.Option(help="Drafted paths.")] = 2,
-    verify: Annotated[
-        str | None, typer.Option(help="Only these verifiers, separated by commas.", show_default="every verifier")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random instances.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the table as a PNG file.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line for each audited case.")
-    ] = False,
+    instances: Annotated[int, Option(help="Random instances for each of close, medium and far.")] = 6,
+    vocab: Annotated[int, Option(help="Tokens of the vocabulary.")] = 3,
+    depth: Annotated[int, Option(help="Tokens of a drafted path.")] = 2,
+    paths: Annotated[int, Option(help="Drafted paths.")] = 2,
+    verify: Annotated[str | None, Option(help="Only these, separated by commas.", show_default="every one")] = None,
+    seed: Annotated[int, Option(help="Seed of the random instances.")] = 0,
+    plot: Annotated[Path | None, Option(help="Draw the table as a PNG file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each audited case.")] = False,
 ) -> None:
     """Prove verifiers exact by enumeration, without sampling.
 
@@ -112,14 +112,8 @@ def verifiers(
     if cases is not None:
         worlds = [("", instance) for instance in read_cases(cases)]
     else:
-        for name, value, least in (
-            ("instances", instances, 1),
-            ("vocab", vocab, 2),
-            ("depth", depth, 1),
-            ("paths", paths, 1),
-        ):
-            if value < least:
-                raise UsageError(f"{name} must be at least {least}, not {value}.")
+        at_least(1, instances=instances, depth=depth, paths=paths)
+        at_least(2, vocab=vocab)
         if (drafts := vocab ** (depth * paths)) > MOST_DRAFTS:
             raise UsageError(
                 f"{vocab} tokens, {depth} levels and {paths} paths make {drafts:,} drafts, more than can be enumerated "
@@ -136,9 +130,8 @@ def verifiers(
             for audited in audit_instance(instance, rules, number):
                 rows.append(Row(similarity, audited))
                 if as_json:
-                    print(
-                        json.dumps(audited.as_dict() | ({"similarity": similarity} if similarity else {})), flush=True
-                    )
+                    kind = {"similarity": similarity} if similarity else {}
+                    print(json.dumps(audited.as_dict() | kind), flush=True)
             progress("instances", number + 1, len(worlds))
     if plot is not None:
         draw(rows, plot)
@@ -154,9 +147,7 @@ def verifiers(
 
 @app.command()
 def methods(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Presets or draft/tree/verify specs.", show_default="every preset")
-    ] = None,
+    names: Annotated[list[str] | None, Argument(help="Names or draft/tree/verify.", show_default="all presets")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove methods exact by enumeration: tree policy and verifier together.
@@ -167,8 +158,7 @@ def methods(
 
     branchwise audit methods cascade rsd-s
     """
-    from branchwise.audit.instances import SIMILARITIES
-    from branchwise.audit.methods import SEEDS, VOCABULARY, audit_method
+    from branchwise.audit.methods import audit_method
     from branchwise.methods import PRESETS, find_any
 
     chosen = [find_any(name) for name in names or PRESETS]
@@ -177,94 +167,54 @@ def methods(
         for number, method in enumerate(chosen):
             progress(method.name, number, len(chosen))
             audits.append(audit_method(method))
-        progress("methods", len(chosen), len(chosen))
-    broken = [audit.method.name for audit in audits if not audit.kept]
-    if as_json:
-        word = "NOT LOSSLESS" if broken else "LOSSLESS"
-        findings.print_json_object("methods", word, [audit.as_dict() for audit in audits])
-    else:
-        worlds = f"{len(SIMILARITIES) * len(SEEDS)} random distributions over {VOCABULARY} tokens"
-        findings.print_methods(audits, broken, worlds)
-    raise typer.Exit(1 if broken else 0)
+    raise typer.Exit(findings.print_methods(audits, as_json))
 
 
 @app.command()
+@grouped
 def model(
-    model: Model = DEFAULT_MODEL,
-    method: MethodName = None,
-    draft_model: DraftModel = None,
-    index: Index = None,
-    draft: Draft = None,
-    tree: Tree = None,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            help="Verifier to audit; several, separated by commas, are audited one after the other.",
-            show_default="match",
-        ),
-    ] = None,
-    prompts: PromptFile = None,
-    limit: Limit = None,
-    samples: Samples = 1000,
-    length: Length = 3,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Must be above 0.")] = 1.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    greedy_tokens: Annotated[int, typer.Option(help="Tokens of each greedy text to compare.")] = 48,
-    near_ties: Annotated[
-        bool, typer.Option(help="Compare greedy texts in bfloat16 too, on a copy of the model.")
-    ] = True,
-    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
-    false_alarm: FalseAlarm = 1e-3,
-    detect: Detect = 0.1,
-    seed: Annotated[int | None, typer.Option(help="The same seed repeats an audit.", show_default="random")] = None,
-    batch: Annotated[int, typer.Option(help="Texts that are written together.")] = 16,
-    dtype: Annotated[str, typer.Option(help="float32, which promises equal texts, bfloat16 or float16.")] = "float32",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    loading: Loading = FLOAT32,
+    drafting: Drafting,
+    blocks: Blocks,
+    sampling: Sampling = SAMPLED,
+    greedy_tokens: Annotated[int, Option(help="Tokens of each greedy text to compare.")] = 48,
+    near_ties: Annotated[bool, Option(help="Compare greedy texts in bfloat16 too, on a copy of the model.")] = True,
+    raw: Annotated[bool, Option("--raw", help="Take prompts as they are, without the chat template.")] = False,
+    seed: Annotated[int | None, Option(help="The same seed repeats an audit.", show_default="random")] = None,
+    batch: Annotated[int, Option(help="Texts that are written together.")] = 16,
     as_json: AsJson = False,
 ) -> None:
     """Audit a drafter and a verifier on a real model.
 
-    Sampled blocks of tokens are compared with their exact probabilities, greedy texts with plain decoding.
+    Sampled blocks of tokens are compared with their exact probabilities, greedy texts with plain decoding. Verifiers
+    are audited one after the other if --verify names several, separated by commas.
 
     branchwise audit model --model smollm2 --draft ngram --verify match --samples 2000
     """
-    texts = read_prompts(prompts, limit)
+    texts = read_prompts(blocks.prompts, blocks.limit)
     from branchwise.audit.model import ModelAudit, ModelAuditor, Plan
     from branchwise.core.sampling import SamplingParams
-    from branchwise.llm import load
-    from branchwise.methods import choose_method
 
     plan = Plan(
-        samples=samples,
-        length=length,
-        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
+        samples=blocks.samples,
+        length=blocks.length,
+        sampling=SamplingParams(**vars(sampling)),
         greedy_tokens=greedy_tokens,
         near_ties=near_ties,
-        false_alarm=false_alarm,
-        limit=detect,
+        false_alarm=blocks.false_alarm,
+        limit=blocks.detect,
         seed=seed,
         raw=raw,
     )
-    if batch < 1:
-        raise UsageError(f"batch must be at least 1, not {batch}.")
-    wanted = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model, index=index)
-    rules = [wanted.verify] if method else split_names(wanted.verify)
+    at_least(1, batch=batch)
+    wanted = drafting.choose()
+    rules = [wanted.verify] if drafting.method else split_names(wanted.verify)
     for rule in rules:  # refuse a wrong pairing before a model is loaded
         audited = replace(wanted, verify=rule)
         audited.build()
         audited.warn_if_lossy()
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        max_batch=batch + 1,
-        trust_remote_code=trust_remote_code,
-    )
+    llm = loading.load(draft="none", max_batch=batch + 1)
     audits: list[ModelAudit] = []
     with showing() as progress:
         auditor = ModelAuditor(llm, texts, plan, progress)
@@ -272,48 +222,22 @@ def model(
             audits.append(auditor.audit(wanted.draft, wanted.tree, rule))
             if audits[-1].interrupted:
                 break
-    found = [audit.finding for audit in audits]
-    if as_json:
-        findings.print_json("model", found, [audit.as_dict() for audit in audits])
-    else:
-        shown = console()
-        for audit in audits:
-            shape = f", tree {audit.tree}" if audit.tree else ""
-            title = (
-                f"{audit.model}, {audit.dtype}, drafter {audit.draft}{shape}, verifier {audit.verify}: "
-                f"{samples:,} blocks of {length} tokens for each prompt, seed {audit.seed}"
-            )
-            findings.print_tests(shown, title, audit.tests)
-            findings.print_differences(shown, audit.greedy, audit.near_ties)
-            findings.print_finding(shown, audit.finding)
-    raise typer.Exit(findings.exit_code(found))
+    titles = [
+        f"{audit.model}, {audit.dtype}, drafter {audit.draft}{f', tree {audit.tree}' if audit.tree else ''}, verifier "
+        f"{audit.verify}: {blocks.samples:,} blocks of {blocks.length} tokens for each prompt, seed {audit.seed}"
+        for audit in audits
+    ]
+    raise typer.Exit(findings.print_audits("model", audits, titles, as_json))
 
 
 @app.command()
+@grouped
 def server(
-    url: Annotated[str, typer.Argument(help="The server to audit, such as http://127.0.0.1:8000.")],
-    reference: Annotated[
-        str, typer.Option(help="Server of the same model without speculation; its logprobs are the truth.")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model on the server.", show_default="the first listed")
-    ] = None,
-    reference_model: Annotated[
-        str | None, typer.Option(help="Name of the model on the reference.", show_default="the first listed")
-    ] = None,
-    prompts: PromptFile = None,
-    limit: Limit = None,
-    samples: Samples = 1000,
-    length: Length = 3,
-    per_request: Annotated[int, typer.Option("--n", help="Texts to ask for in one request.")] = 16,
-    threads: Annotated[int, typer.Option(help="Requests to send at the same time.")] = 8,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 60.0,
-    api_key: Annotated[str | None, typer.Option(help="Key of the servers.", show_default="OPENAI_API_KEY")] = None,
-    reference_api_key: Annotated[
-        str | None, typer.Option(help="Key of the reference.", show_default="the same")
-    ] = None,
-    false_alarm: FalseAlarm = 1e-3,
-    detect: Detect = 0.1,
+    url: Annotated[str, Argument(help="The server to audit, such as http://127.0.0.1:8000.")],
+    reference: Annotated[str, Option(help="Server of the same model without speculation; its logprobs are the truth.")],
+    *,
+    asking: Asking,
+    blocks: Blocks,
     as_json: AsJson = False,
 ) -> None:
     """Audit any OpenAI-compatible server.
@@ -322,7 +246,7 @@ def server(
 
     branchwise audit server http://127.0.0.1:8000 --reference http://127.0.0.1:8001
     """
-    texts = read_prompts(prompts, limit)
+    texts = read_prompts(blocks.prompts, blocks.limit)
     from branchwise.audit.server import audit_server
 
     with showing() as progress:
@@ -330,30 +254,18 @@ def server(
             url,
             reference,
             texts,
-            samples,
-            length=length,
-            model=model,
-            reference_model=reference_model,
-            key=api_key,
-            reference_key=reference_api_key,
-            per_request=per_request,
-            threads=threads,
-            timeout=timeout,
-            false_alarm=false_alarm,
-            limit=detect,
+            blocks.samples,
+            **vars(asking),
+            length=blocks.length,
+            false_alarm=blocks.false_alarm,
+            limit=blocks.detect,
             progress=progress,
         )
-    if as_json:
-        findings.print_json("server", [audit.finding], [audit.as_dict()])
-    else:
-        shown = console()
-        title = (
-            f"{audit.model} at {audit.url} against {audit.reference_model} at {audit.reference}: "
-            f"{samples:,} blocks of {length} tokens for each prompt"
-        )
-        findings.print_tests(shown, title, audit.tests)
-        findings.print_finding(shown, audit.finding)
-    raise typer.Exit(findings.exit_code([audit.finding]))
+    title = (
+        f"{audit.model} at {audit.url} against {audit.reference_model} at {audit.reference}: "
+        f"{blocks.samples:,} blocks of {blocks.length} tokens for each prompt"
+    )
+    raise typer.Exit(findings.print_audits("server", [audit], [title], as_json))
 
 
 def split_names(verify: str) -> list[str]:
@@ -366,8 +278,7 @@ def split_names(verify: str) -> list[str]:
 
 def read_prompts(file: Path | None, limit: int | None = None) -> list[str]:
     """The prompts of a file, or `PROMPTS`."""
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be at least 1, not {limit}.")
+    at_least(1, limit=limit)
     if file is None:
         return list(PROMPTS[:limit])
     from branchwise.bench.prompts import read_items

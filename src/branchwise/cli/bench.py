@@ -3,128 +3,108 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from branchwise.cli.console import console, print_notice
-from branchwise.cli.options import (
-    AsJson,
-    Compile,
-    Device,
-    DraftModel,
-    Dtype,
-    Index,
-    Model,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TrustRemoteCode,
-    Warmup,
-)
+from branchwise.cli.options import AsJson, DraftModel, Index, Loading, Sampling, at_least, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
-from branchwise.registry import split_specs
+from branchwise.registry import check_known, split_specs
 
 if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
     from branchwise.bench.prompts import Item
     from branchwise.bench.records import Record
-    from branchwise.llm import LLM
 
 STYLEBENCH = "stylebench"
 
 
-def bench(
+@dataclass(frozen=True)
+class Questions:
+    """The prompts of a benchmark."""
+
     prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="File of prompts: Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated."),
-    ] = None,
+        list[Path] | None, Option(help="Prompts as in Spec-Bench, MT-bench, HumanEval, GSM8K or text; may be repeated.")
+    ] = None
     suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Set of prompts in --data: spec-bench, mt-bench, humaneval or gsm8k; or stylebench, which needs no "
-            "--data; may be repeated."
-        ),
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None,
+        list[str] | None, Option(help="spec-bench, mt-bench, humaneval, gsm8k in --data, stylebench; may be repeated.")
+    ] = None
+    data: Annotated[Path | None, Option(help="Folder of the sets.", show_default="$BRANCHWISE_DATA")] = None
+    category: Annotated[list[str] | None, Option(help="Only this; may be repeated.", show_default="all")] = None
+    limit: Annotated[int | None, Option(help="Only the first prompts of each category.", show_default="all")] = None
+    problems: Annotated[int, Option(help="Problems for each task of stylebench.")] = 10
+
+    def items(self, seed: int) -> list[Item]:
+        from branchwise.bench.prompts import find_suite, load_items, own_items
+        from branchwise.bench.styles import STYLES, style_items
+
+        at_least(1, limit=self.limit, problems=self.problems)
+        files, suites = self.prompts or [], self.suite or []
+        if not files and not suites and not self.category:
+            return own_items(self.limit)
+        items: list[Item] = []
+        known = [name for name in suites if name != STYLEBENCH]
+        if files or known:
+            items += load_items(files, known, self.data, self.limit, self.category or [])
+        elif self.category:
+            raise UsageError("--category chooses among prompts of --prompts or --suite; name one of the two.")
+        if len(known) < len(suites):
+            try:
+                gsm8k = find_suite("gsm8k", self.data)
+            except UsageError:
+                gsm8k = None
+                print_notice("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
+            items += style_items(list(STYLES), self.problems, seed, gsm8k)
+        return items
+
+    def as_dict(self) -> dict[str, Any]:
+        """What records say about them."""
+        return {
+            "prompts": [path.name for path in self.prompts or []],
+            "suite": self.suite or [],
+            "category": self.category or [],
+            "limit": self.limit,
+            "problems": self.problems if STYLEBENCH in (self.suite or []) else None,
+        }
+
+
+@grouped
+def bench(
+    *,
+    questions: Questions,
     methods: Annotated[
-        str,
-        typer.Option(
-            help="Methods by name or as draft/tree/verify, separated by commas, or all; see `branchwise methods`."
-        ),
+        str, Option(help="By name or as draft/tree/verify, separated by commas, or all; see `branchwise methods`.")
     ] = "ngram",
     draft_model: DraftModel = None,
     index: Index = None,
     peers: Annotated[
-        str,
-        typer.Option(
-            help="Other decoders, separated by commas: transformers, transformers-lookup, transformers-assisted:MODEL, "
-            "llama.cpp, openai:URL."
-        ),
+        str, Option(help="transformers, transformers-lookup, transformers-assisted:MODEL, llama.cpp, openai:URL.")
     ] = "",
-    model: Model = DEFAULT_MODEL,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
-    full_length: Annotated[
-        bool, typer.Option("--full-length", help="Forbid the end of text, so that all answers have the same length.")
-    ] = False,
-    batch: Annotated[int, typer.Option(help="Prompts that run together.")] = 1,
+    loading: Loading,
+    sampling: Sampling,
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
+    full_length: Annotated[bool, Option("--full-length", help="Forbid the end of text, for equal lengths.")] = False,
+    batch: Annotated[int, Option(help="Prompts that run together.")] = 1,
     context: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a prompt and its answer at most; every method with a draft model needs a cache of this "
-            "size.",
-            show_default="the model's own",
-        ),
+        int | None, Option(help="Tokens of prompt and answer at most, also of drafts.", show_default="the model's")
     ] = None,
-    category: Annotated[
-        list[str] | None,
-        typer.Option(help="Only prompts of this category of a set or file; may be repeated.", show_default="all"),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Use only the first prompts of each category.", show_default="all")
-    ] = None,
-    problems: Annotated[int, typer.Option(help="Problems for each task of stylebench.")] = 10,
-    repeat: Annotated[int, typer.Option(help="Rounds over all prompts.")] = 1,
-    order: Annotated[
-        str, typer.Option(help="interleaved: all contestants on a prompt before the next prompt; or sequential.")
-    ] = "interleaved",
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            help="Drafted nodes of a tree at most, the root not counted, for every method alike; a larger tree is cut "
-            "by its own rule."
-        ),
-    ] = None,
-    length: Annotated[int | None, typer.Option(help="Levels of a tree at most, for every method alike.")] = None,
-    state: Annotated[
-        str, typer.Option(help="cold: a new drafter for every prompt; warm: a drafter that goes on learning.")
-    ] = "cold",
-    seed: Annotated[int, typer.Option(help="Seed of sampling, the same for every contestant.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    compile: Compile = False,
-    warmup: Warmup = True,
-    trust_remote_code: TrustRemoteCode = False,
-    out: Annotated[Path, typer.Option(help="File of records, one JSON line per request.")] = Path("bench.jsonl"),
-    categories: Annotated[bool, typer.Option("--categories", help="Show a row for every category.")] = False,
-    spec_bench_out: Annotated[
-        Path | None, typer.Option(help="Folder for Spec-Bench's own JSON lines, one file per contestant.")
-    ] = None,
-    vllm_out: Annotated[
-        Path | None, typer.Option(help="Folder for results with the keys of `vllm bench serve --save-result`.")
-    ] = None,
-    csv_out: Annotated[
-        Path | None, typer.Option(help="CSV file for the whole summary, a row per contestant and category.")
-    ] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git repository.")] = None,
+    repeat: Annotated[int, Option(help="Rounds over all prompts.")] = 1,
+    order: Annotated[str, Option(help="interleaved (prompt by prompt) or sequential.")] = "interleaved",
+    budget: Annotated[int | None, Option(help="Drafted nodes at most; larger trees are cut by their own rule.")] = None,
+    length: Annotated[int | None, Option(help="Levels of a tree at most, for every method alike.")] = None,
+    state: Annotated[str, Option(help="cold: a new drafter for every prompt; warm: it goes on learning.")] = "cold",
+    seed: Annotated[int, Option(help="Seed of sampling, the same for every contestant.")] = 0,
+    out: Annotated[Path, Option(help="File of records, one JSON line per request.")] = Path("bench.jsonl"),
+    categories: Annotated[bool, Option("--categories", help="Show a row for every category.")] = False,
+    spec_bench_out: Annotated[Path | None, Option(help="Folder for Spec-Bench's JSON lines by contestant.")] = None,
+    vllm_out: Annotated[Path | None, Option(help="Folder for results like `vllm bench serve --save-result`.")] = None,
+    csv_out: Annotated[Path | None, Option(help="CSV file for the summary by contestant and category.")] = None,
+    commit: Annotated[str | None, Option(help="Commit to record if there is no git repository.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure methods and peers against plain decoding.
@@ -134,72 +114,61 @@ def bench(
 
     branchwise bench --suite spec-bench --data DIR --limit 2 --methods ngram --peers transformers --out run.jsonl
     """
+    from branchwise.bench.contest import Ours
+    from branchwise.bench.peers import PEERS, build_peer
     from branchwise.bench.records import STATES, Ledger
     from branchwise.bench.run import Contest, Rules, digest, fitting
     from branchwise.core.sampling import SamplingParams
     from branchwise.draft.base import Budget
     from branchwise.methods import PLAIN, PRESETS, find_methods
-    from branchwise.provenance import without_folder
+    from branchwise.provenance import provenance, without_folder
 
-    SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-    rules = Rules(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        full_length=full_length,
-        batch=batch,
-        rounds=repeat,
-        order=order,
-        state=state,
-    )
-    if state not in STATES:
-        raise UsageError(f"Unknown state {state!r}. Known: {', '.join(STATES)}.")
-    for name, value in (("budget", budget), ("length", length), ("limit", limit), ("problems", problems)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1, not {value}.")
-    if not split_specs(methods) and not split_specs(peers):
-        raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
-    specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
-    chosen = find_methods(specs, draft_model, index)
-    for method in chosen:
-        method.build()  # a pair that does not fit is refused before a model is loaded
-    if len({PLAIN.name, *(method.name for method in chosen)}) != len(chosen) + (PLAIN not in chosen):
-        raise UsageError("A method is named twice in --methods.")
-    check_peers(split_specs(peers))
-    for method in chosen:
-        method.warn_if_lossy()
-    items = find_items(prompts or [], suite or [], data, limit, problems, seed, category or [])
-    arguments = {
-        "prompts": [path.name for path in prompts or []],
-        "suite": suite or [],
-        "methods": [method.name for method in chosen],
-        "draft_model": None if draft_model is None else without_folder(draft_model),
-        "index": None if index is None else without_folder(index),
-        "peers": split_specs(peers),
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
+    SamplingParams(**vars(sampling))
+    shared: dict[str, Any] = {
+        **vars(sampling),
         "max_new_tokens": max_new_tokens,
         "full_length": full_length,
         "batch": batch,
-        "context": context,
-        "category": category or [],
-        "limit": limit,
-        "problems": problems if STYLEBENCH in (suite or []) else None,
-        "repeat": repeat,
         "order": order,
-        "budget": budget,
-        "length": length,
         "state": state,
     }
+    rules = Rules(**shared, seed=seed, rounds=repeat)
+    check_known("state", state, STATES)
+    at_least(1, budget=budget, length=length)
+    others = split_specs(peers)
+    specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
+    if not specs and not others:
+        raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
+    chosen = find_methods(specs, draft_model, index)
+    for method in chosen:
+        method.build()  # a pair that does not fit is refused before a model is loaded
+    entered = list(dict.fromkeys([PLAIN, *chosen]))
+    if len({method.name for method in entered}) < len(chosen) + (PLAIN not in chosen):
+        raise UsageError("A method is named twice in --methods.")
+    for spec in others:
+        PEERS.find(spec.partition(":")[0].strip())
+    if len(set(others)) < len(others):
+        raise UsageError("A peer is named twice in --peers.")
+    for method in chosen:
+        method.warn_if_lossy()
+    items = questions.items(seed)
+    arguments = {
+        **questions.as_dict(),
+        "methods": [method.name for method in chosen],
+        "draft_model": None if draft_model is None else without_folder(draft_model),
+        "index": None if index is None else without_folder(index),
+        "peers": others,
+        **shared,
+        "context": context,
+        "repeat": repeat,
+        "budget": budget,
+        "length": length,
+    }
+    most = None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9)
     with Ledger(out) as ledger:
-        llm, contestants = enter(
-            model, chosen, split_specs(peers), batch, context, dtype, device, threads, compile, warmup,
-            trust_remote_code,
-            None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9),
-        )  # fmt: skip
+        llm = loading.load(draft="none", context=context, max_batch=batch)
+        contestants: list[Contestant] = [Ours(llm, method, most) for method in entered]
+        contestants += [build_peer(spec, llm, threads=loading.threads) for spec in others]
         kept = fitting(items, llm, max_new_tokens)
         if len(kept) < len(items):
             print_notice(
@@ -208,7 +177,13 @@ def bench(
             )
         if not kept:
             raise UsageError("No prompt fits into the context; choose a smaller --max-new-tokens or other prompts.")
-        run = {**about(llm, model, arguments, seed, commit), "questions": digest(kept)}
+        run = {
+            **provenance(llm.model.device, arguments, commit),
+            "model": without_folder(loading.model),
+            "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "seed": seed,
+            "questions": digest(kept),
+        }
         contest = Contest(llm, contestants, kept, rules, ledger, run)
         if ledger.records:
             print_notice(f"{out} holds {len(ledger.records)} records of this run; going on with what is missing.")
@@ -230,11 +205,9 @@ def bench(
 
 
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Files of records that `branchwise bench` wrote.")],
-    out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = Path("report"),
-    costs: Annotated[
-        Path | None, typer.Option(help="Output of `branchwise tune --json`, for a figure of the cost of a pass.")
-    ] = None,
+    records: Annotated[list[Path], Argument(help="Files of records that `branchwise bench` wrote.")],
+    out: Annotated[Path, Option(help="Folder for the page and its figures.")] = Path("report"),
+    costs: Annotated[Path | None, Option(help="Output of `branchwise tune --json`, drawn as a figure.")] = None,
 ) -> None:
     """Make one HTML page with figures from the records of a benchmark.
 
@@ -246,17 +219,14 @@ def report(
     found = [record for path in records for record in read(path)]
     if not found:
         raise UsageError("There are no records in these files yet.")
-    print(write_report(found, out, read_costs(costs)))
-
-
-def check_peers(specs: list[str]) -> None:
-    """Refuse an unknown peer before a model is loaded."""
-    from branchwise.bench.peers import PEERS
-
-    for spec in specs:
-        PEERS.find(spec.partition(":")[0].strip())
-    if len(set(specs)) < len(specs):
-        raise UsageError("A peer is named twice in --peers.")
+    points = None
+    if costs is not None:
+        try:
+            read_points = json.loads(costs.read_text())["points"]
+            points = [{"nodes": int(point["nodes"]), "seconds": float(point["seconds"])} for point in read_points]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(f"{costs} is not what `branchwise tune --json` prints.") from None
+    print(write_report(found, out, points))
 
 
 def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
@@ -267,98 +237,22 @@ def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
     return [record for record in exact if record.equal is False and record.contestant not in lossy]
 
 
-def find_items(
-    files: list[Path],
-    suites: list[str],
-    folder: Path | None,
-    limit: int | None,
-    problems: int,
-    seed: int,
-    categories: list[str],
-) -> list[Item]:
-    from branchwise.bench.prompts import find_suite, load_items, own_items
-    from branchwise.bench.styles import STYLES, style_items
-
-    items: list[Item] = []
-    known = [name for name in suites if name != STYLEBENCH]
-    if files or known:
-        items += load_items(files, known, folder, limit, categories)
-    elif categories:
-        raise UsageError("--category chooses among prompts of --prompts or --suite; name one of the two.")
-    if STYLEBENCH in suites:
-        try:
-            gsm8k = find_suite("gsm8k", folder)
-        except UsageError:
-            gsm8k = None
-            print_notice("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
-        items += style_items(list(STYLES), problems, seed, gsm8k)
-    if not files and not suites:
-        items = own_items(limit)
-    return items
-
-
-def enter(
-    model: str,
-    methods: list[Any],
-    peers: list[str],
-    batch: int,
-    context: int | None,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    compile: bool,
-    warmup: bool,
-    trust_remote_code: bool,
-    most: Any,
-) -> tuple[LLM, list[Contestant]]:
-    """The model and all contestants, plain decoding first."""
-    from branchwise.bench.ours import Ours
-    from branchwise.bench.peers import build_peer
-    from branchwise.llm import load
-    from branchwise.methods import PLAIN
-
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        compile=compile,
-        warmup=warmup,
-        context=context,
-        max_batch=batch,
-        trust_remote_code=trust_remote_code,
-    )
-    ours: list[Contestant] = [Ours(llm, method, most) for method in dict.fromkeys([PLAIN, *methods])]
-    return llm, [*ours, *(build_peer(spec, llm, threads=threads) for spec in peers)]
-
-
-def about(llm: LLM, model: str, arguments: dict[str, Any], seed: int, commit: str | None) -> dict[str, Any]:
-    from branchwise.provenance import provenance, without_folder
-
-    found = provenance(llm.model.device, arguments, commit)
-    return {**found, "model": without_folder(model), "dtype": str(llm.model.dtype).removeprefix("torch."), "seed": seed}
-
-
-def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None = None) -> None:
+def write_exports(records: list[Record], spec_bench: Path | None, vllm: Path | None, csv: Path | None) -> None:
     from branchwise.bench.export import csv_text, spec_bench_lines, vllm_result
     from branchwise.bench.summary import by_contestant, summarise
 
+    files: dict[Path, str] = {}
     if csv is not None:
-        csv.parent.mkdir(parents=True, exist_ok=True)
-        csv.write_text(csv_text(summarise(records)), encoding="utf-8", newline="")
-    for folder, suffix in ((spec_bench, "jsonl"), (vllm, "json")):
-        if folder is None:
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, own in by_contestant(records).items():
-            safe = "".join(c if c.isalnum() or c in "-._" else "_" for c in name)
-            if suffix == "jsonl":
-                (folder / f"{safe}.jsonl").write_text(
-                    "".join(f"{line}\n" for line in spec_bench_lines(own)), encoding="utf-8"
-                )
-            else:
-                (folder / f"{safe}.json").write_text(json.dumps(vllm_result(own), indent=1) + "\n", encoding="utf-8")
+        files[csv] = csv_text(summarise(records))
+    for name, own in by_contestant(records).items():
+        safe = "".join(c if c.isalnum() or c in "-._" else "_" for c in name)
+        if spec_bench is not None:
+            files[spec_bench / f"{safe}.jsonl"] = "".join(f"{line}\n" for line in spec_bench_lines(own))
+        if vllm is not None:
+            files[vllm / f"{safe}.json"] = json.dumps(vllm_result(own), indent=1) + "\n"
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
 
 
 def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> None:
@@ -371,13 +265,3 @@ def show(records: list[Record], out: Path, categories: bool, as_json: bool) -> N
     shown = console(width=120)
     shown.print(summary.table(rows, per_category=categories, width=shown.width))
     shown.print(f"{len(records)} records in {out}; branchwise report {out} draws them.", style="dim")
-
-
-def read_costs(path: Path | None) -> list[dict[str, Any]] | None:
-    if path is None:
-        return None
-    try:
-        points = json.loads(path.read_text())["points"]
-        return [{"nodes": int(point["nodes"]), "seconds": float(point["seconds"])} for point in points]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is not what `branchwise tune --json` prints.") from None

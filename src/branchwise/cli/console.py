@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from branchwise.errors import BranchwiseError, LossyWarning, ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from branchwise.engine import Piece
     from branchwise.llm import LLM, Completion, Options
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def errors_in_one_sentence() -> Iterator[None]:
-    """Print a user's mistake as one sentence and exit with code 2; exit with code 130 after Ctrl-C."""
-    warnings.showwarning = _lossy_in_one_sentence(warnings.showwarning)
+    """Print a mistake of the user, or a `LossyWarning`, as one sentence; exit with code 2, or 130 after Ctrl-C."""
+    show = warnings.showwarning
+
+    def show_without_code(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, LossyWarning):
+            print_notice(str(message))
+        else:
+            show(message, category, *place, **more)
+
+    warnings.showwarning = show_without_code
     try:
         yield
     except BranchwiseError as error:
@@ -28,18 +37,6 @@ def errors_in_one_sentence() -> Iterator[None]:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-def _lossy_in_one_sentence(show: Callable[..., None]) -> Callable[..., None]:
-    """Print a `LossyWarning` without the line of code that raised it; leave other warnings to `show`."""
-
-    def shown(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, LossyWarning):
-            print_notice(str(message))
-        else:
-            show(message, category, *place, **more)
-
-    return shown
 
 
 def print_notice(sentence: str) -> None:
@@ -55,6 +52,14 @@ def console(width: int = 160) -> Console:
     if not made.is_terminal:
         made.width = width
     return made
+
+
+def bare_table(*columns: str, left: Collection[str] = ()) -> Table:
+    """A table without lines; all columns stand on the right, as numbers do, but for those on the `left`."""
+    from rich.table import Column, Table
+
+    made = (Column(name, justify="left" if name in left else "right", no_wrap=True) for name in columns)
+    return Table(*made, box=None, header_style="bold", pad_edge=False)
 
 
 def write_answer(

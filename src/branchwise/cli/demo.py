@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from branchwise.bench.prompts import FREE
 from branchwise.cli.console import console, refuse_incomplete, write_answer
-from branchwise.cli.options import Device, Dtype, MaxNewTokens, Model, Threads
+from branchwise.cli.options import Loading, MaxNewTokens, grouped
 from branchwise.errors import BranchwiseError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 
 if TYPE_CHECKING:
@@ -34,12 +33,9 @@ SECONDS = 40
 """no round begins later than this, so that the demo also ends soon on a slow machine"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trial:
-    """The answers to one prompt, a pair for every round; the rounds differ only in their times.
-
-    Every round has a new drafter, because a drafter that learns would remember the answer of the round before.
-    """
+    """The answers to one prompt, a pair for every round, each with a new drafter: one that learns would remember."""
 
     name: str
     prompt: str
@@ -47,15 +43,12 @@ class Trial:
     drafted: list[Completion]
 
 
+@grouped
 def demo(
-    model: Model = DEFAULT_MODEL,
-    method: Annotated[
-        str, typer.Option(help="Method that drafts without a model; see `branchwise methods`.")
-    ] = "ngram",
+    *,
+    loading: Loading,
+    method: Annotated[str, Option(help="Method that drafts without a model; see `branchwise methods`.")] = "ngram",
     max_new_tokens: MaxNewTokens = 128,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
 ) -> None:
     """Show plain and speculative decoding side by side: same tokens, measured speed.
 
@@ -65,12 +58,11 @@ def demo(
     """
     import torch
 
-    from branchwise.llm import load
     from branchwise.methods import choose_method
 
     chosen = choose_method(method)
     chosen.build()  # refuse what cannot draft before a model is loaded
-    llm = load(model, draft="none", dtype=dtype, device=device, threads=threads, max_batch=1)
+    llm = loading.load(draft="none", max_batch=1)
     shown = console()
     precision = str(llm.model.dtype).removeprefix("torch.")
     place = f"{torch.get_num_threads()} CPU threads" if llm.model.device.type == "cpu" else str(llm.model.device)
@@ -78,17 +70,13 @@ def demo(
     started = time.monotonic()
     for warm in (llm, llm.with_method(chosen)):
         warm.generate(COPY, max_new_tokens=8)  # the first passes are slower: libraries choose their kernels
-    trials = [
-        _show(shown, llm, chosen, name, prompt, max_new_tokens)
-        for name, prompt in (("copy", COPY), ("free writing", FREE[0]))
-    ]
+    prompts = {"copy": COPY, "free writing": FREE[0]}
+    trials = [_show(shown, llm, chosen, name, prompt, max_new_tokens) for name, prompt in prompts.items()]
     rounds = 1
     with showing() as progress:
         while rounds < ROUNDS and time.monotonic() - started < SECONDS:
-            for number, trial in enumerate(trials):
-                progress(
-                    f"measuring again: {trial.name}", (rounds - 1) * len(trials) + number, (ROUNDS - 1) * len(trials)
-                )
+            for trial in trials:
+                progress(f"measuring again: {trial.name}", rounds - 1, ROUNDS - 1)
                 trial.plain.append(llm.generate(trial.prompt, max_new_tokens=max_new_tokens))
                 trial.drafted.append(llm.with_method(chosen).generate(trial.prompt, max_new_tokens=max_new_tokens))
             rounds += 1
@@ -104,37 +92,31 @@ def demo(
 def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_new_tokens: int) -> Trial:
     """Print both answers to a prompt as they are written, and whether they are equal."""
     shown.print(f"\n{prompt}", style="dim")
-    shown.print(f"\n{name}, plain decoding", style="bold")
-    plain = write_answer(shown, llm, prompt, {"max_new_tokens": max_new_tokens}, show_draft=False)
-    refuse_incomplete(plain)
-    shown.print(f"\n{name}, speculative (green: drafted and accepted)", style="bold")
-    drafted = write_answer(shown, llm.with_method(method), prompt, {"max_new_tokens": max_new_tokens}, show_draft=True)
-    refuse_incomplete(drafted)
+    answers = []
+    writers = {"plain decoding": llm, "speculative (green: drafted and accepted)": llm.with_method(method)}
+    for title, writer in writers.items():
+        shown.print(f"\n{name}, {title}", style="bold")
+        answers.append(write_answer(shown, writer, prompt, {"max_new_tokens": max_new_tokens}, writer is not llm))
+        refuse_incomplete(answers[-1])
+    plain, drafted = answers
     shown.print(f"\n{_comparison(llm, prompt, plain, drafted)}", style="green")
     return Trial(name, prompt, [plain], [drafted])
 
 
 def _comparison(llm: LLM, prompt: str, plain: Completion, drafted: Completion) -> str:
-    """Whether two answers are equal: a promise in float32, and in other types true except for near-ties.
-
-    A pass over a tree rounds differently from a pass over one token, so that two tokens with nearly equal logits can
-    change places.
-    """
+    """Whether two answers are equal: promised in float32; in other types rounding may decide near-ties otherwise."""
     import torch
 
-    pairs = list(zip(plain.token_ids, drafted.token_ids, strict=False))
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None and len(plain.token_ids) == len(drafted.token_ids):
-        return f"All {len(pairs)} tokens are equal."
-    if place is None or llm.model.dtype == torch.float32:
+    from branchwise.bench.run import first_difference
+
+    if plain.token_ids == drafted.token_ids:
+        return f"All {len(plain.token_ids)} tokens are equal."
+    found = first_difference(drafted.token_ids, plain.token_ids, llm.encode(prompt), llm)
+    if found.token is None or found.expected is None or llm.model.dtype == torch.float32:
         raise BranchwiseError("The tokens differ. This is a bug in Branchwise; please report it.")
-    tokens = llm.encode(prompt) + plain.token_ids[:place]
-    with torch.inference_mode():
-        logits = llm.model(input_ids=torch.tensor([tokens], device=llm.model.device)).logits[0, -1].float()
-    a, b = pairs[place]
     return (
-        f"The first {place} tokens are equal, then {llm.decode([a])!r} against {llm.decode([b])!r}: "
-        f"a near-tie with a logit gap of {abs(logits[a] - logits[b]).item():.3f}, which rounding decides."
+        f"The first {found.place} tokens are equal, then {llm.decode([found.expected])!r} against "
+        f"{llm.decode([found.token])!r}: a near-tie with a logit gap of {found.gap:.3f}, which rounding decides."
     )
 
 

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from branchwise.cli.console import console
+from branchwise.cli.console import bare_table, console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from branchwise.audit.blocks import BlockTests
-    from branchwise.audit.findings import Finding
-    from branchwise.audit.greedy import Greedy
     from branchwise.audit.methods import MethodAudited
+    from branchwise.audit.model import Greedy, ModelAudit
+    from branchwise.audit.server import ServerAudit
 
 
-def exit_code(findings: list[Finding]) -> int:
-    """The worst code: 1 if a difference is proven, else 3 if a test could not decide, else 0."""
-    codes = {finding.exit_code for finding in findings}
-    return next((code for code in (1, 3) if code in codes), 0)
+def print_audits(kind: str, audits: Sequence[ModelAudit | ServerAudit], titles: Sequence[str], as_json: bool) -> int:
+    """The worst exit code: 1 if a difference is proven, else 3 if a test could not decide, else 0."""
+    from branchwise.audit.model import ModelAudit
+
+    worst = min((audit.finding for audit in audits), key=lambda finding: (1, 3, 0).index(finding.exit_code))
+    if as_json:
+        print_json(kind, worst.word.value, [audit.as_dict() for audit in audits])
+    else:
+        shown = console()
+        for audit, title in zip(audits, titles, strict=True):
+            print_tests(shown, title, audit.tests)
+            if isinstance(audit, ModelAudit):
+                print_differences(shown, audit.greedy, audit.near_ties)
+            shown.print()
+            style = {0: "bold green", 1: "bold red", 3: "bold yellow"}[audit.finding.exit_code]
+            shown.print(audit.finding.word.value, style=style)
+            for sentence in audit.finding.evidence:
+                shown.print(f"  {sentence}")
+    return worst.exit_code
 
 
-def print_json(audit: str, findings: list[Finding], results: list[dict[str, Any]]) -> None:
-    worst = next(finding for finding in findings if finding.exit_code == exit_code(findings))
-    print_json_object(audit, worst.word.value, results)
-
-
-def print_json_object(audit: str, finding: str, results: list[dict[str, Any]]) -> None:
+def print_json(kind: str, finding: str, results: list[dict[str, Any]]) -> None:
     from branchwise import __version__
 
-    print(json.dumps({"audit": audit, "branchwise": __version__, "finding": finding, "audits": results}))
+    print(json.dumps({"audit": kind, "branchwise": __version__, "finding": finding, "audits": results}))
 
 
 def print_exact(shown: Console, broken: list[str], evidence: str) -> None:
@@ -44,14 +55,19 @@ def print_exact(shown: Console, broken: list[str], evidence: str) -> None:
         shown.print(f"  {evidence}")
 
 
-def print_methods(audits: list[MethodAudited], broken: list[str], worlds: str) -> None:
-    from rich.table import Table
+def print_methods(audits: Sequence[MethodAudited], as_json: bool) -> int:
+    """The exit code: 1 if a method changes the distribution that is not called lossy, else 0."""
+    from branchwise.audit.instances import SIMILARITIES
+    from branchwise.audit.methods import SEEDS, VOCABULARY
 
+    broken = [audit.method.name for audit in audits if not audit.kept]
+    if as_json:
+        word = "NOT LOSSLESS" if broken else "LOSSLESS"
+        print_json("methods", word, [audit.as_dict() for audit in audits])
+        return bool(broken)
     shown = console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("method", "enumerated tree", "verifier", "drafts", "tokens/step", "distance", "verdict"):
-        numeric = column in ("drafts", "tokens/step", "distance")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    columns = ("method", "enumerated tree", "verifier", "drafts", "tokens/step", "distance", "verdict")
+    table = bare_table(*columns, left=("method", "enumerated tree", "verifier", "verdict"))
     for audit in audits:
         table.add_row(
             audit.method.name,
@@ -64,6 +80,7 @@ def print_methods(audits: list[MethodAudited], broken: list[str], worlds: str) -
         )
     shown.print(table)
     lossless = [audit.tv for audit in audits if audit.method.lossless]
+    worlds = f"{len(SIMILARITIES) * len(SEEDS)} random distributions over {VOCABULARY} tokens"
     evidence = f"Every outcome of {len(lossless)} methods on {worlds} was followed; the largest distance is "
     print_exact(shown, broken, f"{evidence}{max(lossless):.1e}." if lossless else "")
     for audit in audits:
@@ -72,15 +89,13 @@ def print_methods(audits: list[MethodAudited], broken: list[str], worlds: str) -
                 f"  {audit.method.name} is lossy: on the same distributions and {audit.tree} its distance is up to "
                 f"{audit.tv:.3f}; for {audit.method.tree} it is not known."
             )
+    return bool(broken)
 
 
 def print_tests(shown: Console, title: str, tests: BlockTests) -> None:
-    from rich.table import Table
-
     shown.print(f"\n{title}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("context", "blocks", "cells", "G", "p (Holm)", "distance", "by chance", "detectable"):
-        table.add_column(column, justify="left" if column == "context" else "right", no_wrap=True)
+    columns = ("context", "blocks", "cells", "G", "p (Holm)", "distance", "by chance", "detectable")
+    table = bare_table(*columns, left=["context"])
     for test, adjusted in zip(tests.family, tests.adjusted, strict=True):
         table.add_row(
             test.context,
@@ -101,17 +116,9 @@ def print_tests(shown: Console, title: str, tests: BlockTests) -> None:
 def print_differences(shown: Console, *comparisons: Greedy | None) -> None:
     from branchwise.audit.findings import shorten
 
-    for comparison in comparisons:
-        for difference in comparison.differences if comparison else ():
+    for comparison in filter(None, comparisons):
+        for difference in comparison.differences:
             shown.print(
-                f"{comparison.dtype if comparison else ''} greedy, {shorten(difference.prompt)}: after "
-                f"{difference.position} tokens {difference.speculative!r} in place of {difference.plain!r}, "
-                f"logits {difference.gap:.3g} apart"
+                f"{comparison.dtype} greedy, {shorten(difference.prompt)}: after {difference.position} tokens "
+                f"{difference.speculative!r} in place of {difference.plain!r}, logits {difference.gap:.3g} apart"
             )
-
-
-def print_finding(shown: Console, finding: Finding) -> None:
-    shown.print()
-    shown.print(finding.word.value, style={0: "bold green", 1: "bold red", 3: "bold yellow"}[finding.exit_code])
-    for sentence in finding.evidence:
-        shown.print(f"  {sentence}")

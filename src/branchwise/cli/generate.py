@@ -1,74 +1,40 @@
-"""`branchwise generate`: write the answer to a prompt."""
+"""`branchwise generate` and `branchwise chat`: the answer to a prompt, and a conversation, line by line."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from branchwise.cli.console import console, refuse_incomplete, summarise, write_answer
-from branchwise.cli.options import (
-    Compile,
-    Device,
-    Draft,
-    DraftModel,
-    Dtype,
-    Index,
-    MaxNewTokens,
-    MethodName,
-    Model,
-    Seed,
-    ShowDraft,
-    State,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    Tree,
-    TrustRemoteCode,
-    Verify,
-    Warmup,
-)
+from branchwise.cli.console import console, print_notice, refuse_incomplete, summarise, write_answer
+from branchwise.cli.options import Drafting, Loading, MaxNewTokens, Sampling, Seed, ShowDraft, State, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from branchwise.engine import Piece
     from branchwise.llm import LLM, Completion, Options
-    from branchwise.methods import Method
 
 
+@grouped
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
-    model: Model = DEFAULT_MODEL,
-    method: MethodName = None,
-    draft_model: DraftModel = None,
-    index: Index = None,
-    draft: Draft = None,
-    tree: Tree = None,
-    verify: Verify = None,
+    prompt: Annotated[str | None, Argument(help="The prompt; - or nothing reads standard input.")] = None,
+    file: Annotated[Path | None, Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    *,
+    loading: Loading,
+    drafting: Drafting,
     state: State = None,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
+    sampling: Sampling,
     seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
-    ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    compile: Compile = False,
-    warmup: Warmup = True,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
+    stop: Annotated[list[str] | None, Option(help="Text that ends the answer; may be repeated.")] = None,
+    raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
     show_draft: ShowDraft = False,
 ) -> None:
     """Write the answer to a prompt.
@@ -76,12 +42,9 @@ def generate(
     branchwise generate "Write a haiku about rivers." --show-draft
     """
     text = _read_prompt(prompt, file, raw)
-    options = checked_options(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, raw=raw
-    )
-    chosen = checked_method(method, draft_model, index, draft, tree, verify)
-    llm = load_llm(model, chosen, state, dtype, device, threads, compile, warmup, trust_remote_code)
-    with saving_state(llm):
+    options = _checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw)
+    llm = loading.load(method=drafting.choose(), state=state, max_batch=1)
+    with _saving_state(llm):
         if as_json:
             completion = llm.generate(text, **options)
             print(json.dumps(_as_dict(completion)))
@@ -90,72 +53,59 @@ def generate(
             summarise(write_answer(console(), llm, text, options, show_draft), show_draft)
 
 
-def checked_options(**given: Any) -> Options:
+@grouped
+def chat(
+    *,
+    loading: Loading,
+    drafting: Drafting,
+    state: State = None,
+    max_new_tokens: MaxNewTokens = 512,
+    sampling: Sampling,
+    seed: Seed = None,
+    system: Annotated[str | None, Option(help="Instructions that come before the conversation.")] = None,
+    show_draft: ShowDraft = False,
+) -> None:
+    """Talk with a model.
+
+    Ctrl-C stops an answer, Ctrl-D ends the conversation; /reset starts over, /exit ends.
+
+    branchwise chat --system "Answer in one sentence." --show-draft
+    """
+    options = _checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed)
+    chosen = drafting.choose()
+    llm = loading.load(method=chosen, state=state, max_batch=1)
+    if not llm.tokenizer.chat_template:
+        raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
+    shown = console()
+    start = [{"role": "system", "content": system}] if system else []
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # gives input() arrow keys and a history; not on every system
+            import readline  # noqa: F401
+        shown.print(f"{llm.name}, drafting with {chosen.name}. /reset starts over, /exit ends.", style="dim")
+    with _saving_state(llm):
+        _talk(shown, llm, start, options, show_draft)
+
+
+def _checked_options(sampling: Sampling, **given: Any) -> Options:
     """Options for `LLM.generate`, checked before a model is loaded."""
     from branchwise.core.sampling import SamplingParams
     from branchwise.engine import Request
 
-    SamplingParams(temperature=given["temperature"], top_k=given["top_k"], top_p=given["top_p"])
-    Request((0,), max_new_tokens=given["max_new_tokens"])
+    Request((0,), SamplingParams(**vars(sampling)), given["max_new_tokens"])
+    given |= vars(sampling)
     options: Options = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
     return options
 
 
-def checked_method(
-    method: str | None,
-    draft_model: str | None,
-    index: str | None,
-    draft: str | None,
-    tree: str | None,
-    verify: str | None,
-) -> Method:
-    """The method that the options name, built once so that a wrong pairing is refused before a model is loaded."""
-    from branchwise.methods import choose_method
-
-    chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model, index=index)
-    chosen.build()
-    return chosen
+def _saving_state(llm: LLM) -> contextlib.ExitStack:
+    """Saves what the drafter learned if --state names a file, also after an error or Ctrl-C."""
+    leaving = contextlib.ExitStack()
+    if llm.state is not None:
+        leaving.callback(llm.save_state)
+    return leaving
 
 
-def load_llm(
-    model: str,
-    method: Method,
-    state: str | None,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    compile: bool,
-    warmup: bool,
-    trust_remote_code: bool,
-) -> LLM:
-    """A model that writes one text at a time."""
-    from branchwise.llm import load
-
-    return load(
-        model,
-        method=method,
-        state=state,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        compile=compile,
-        warmup=warmup,
-        max_batch=1,
-        trust_remote_code=trust_remote_code,
-    )
-
-
-@contextlib.contextmanager
-def saving_state(llm: LLM) -> Iterator[None]:
-    """Save what the drafter learned if --state names a file, also after an error or Ctrl-C."""
-    try:
-        yield
-    finally:
-        if llm.state is not None:
-            llm.save_state()
-
-
-def checked_text(text: str) -> str:
+def _checked_text(text: str) -> str:
     """Refuse lone surrogates, which stand for bytes of the shell that are not UTF-8: no tokenizer takes them."""
     try:
         text.encode()
@@ -165,27 +115,24 @@ def checked_text(text: str) -> str:
 
 
 def _read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
-    text = _find_prompt(prompt, file)
-    text = text if raw else text.removesuffix("\n")  # the newline that ends a file is no part of a message
-    if not text.strip():
-        raise UsageError("The prompt is empty; there is nothing to continue.")
-    return checked_text(text)
-
-
-def _find_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
             raise UsageError("Give the prompt as an argument or with --file, not both.")
         try:
-            return file.read_text(encoding="utf-8-sig")
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
             raise UsageError(f"The prompt file {file} cannot be read: {reason}.") from None
-    if prompt is not None and prompt != "-":
-        return prompt
-    if prompt is None and sys.stdin.isatty():
+    elif prompt is not None and prompt != "-":
+        text = prompt
+    elif prompt is None and sys.stdin.isatty():
         raise UsageError('There is no prompt; try: branchwise generate "Write a haiku about rivers."')
-    return sys.stdin.read()
+    else:
+        text = sys.stdin.read()
+    text = text if raw else text.removesuffix("\n")  # the newline that ends a file is no part of a message
+    if not text.strip():
+        raise UsageError("The prompt is empty; there is nothing to continue.")
+    return _checked_text(text)
 
 
 def _as_dict(completion: Completion) -> dict[str, Any]:
@@ -197,3 +144,33 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
         "error": completion.error,
         "stats": completion.stats.as_dict(),
     }
+
+
+def _talk(shown: Console, llm: LLM, start: list[dict[str, str]], options: Options, show_draft: bool) -> None:
+    """Answer each line of standard input until it ends or the user leaves."""
+    messages = list(start)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if line in ("/exit", "/quit"):
+            break
+        if line == "/reset":
+            messages = list(start)
+            shown.print("A new conversation.", style="dim")
+        elif line.startswith("/") and " " not in line:
+            shown.print("The commands are /reset and /exit.", style="dim")
+        elif line:
+            printed: list[Piece] = []
+            before = len(messages)
+            try:
+                messages.append({"role": "user", "content": _checked_text(line)})
+                summarise(write_answer(shown, llm, messages, options, show_draft, printed), show_draft)
+            except UsageError as error:
+                messages = messages[:before]
+                print_notice(f"{error} /reset starts over.")
+                continue
+            except KeyboardInterrupt:
+                shown.print()
+            messages.append({"role": "assistant", "content": "".join(piece.text for piece in printed)})

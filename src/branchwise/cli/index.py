@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from branchwise.cli.options import AsJson, Model, TrustRemoteCode, group
+from branchwise.cli import group
+from branchwise.cli.options import AsJson, Model, TrustRemoteCode
 from branchwise.models import DEFAULT_MODEL
 from branchwise.progress import showing
 
@@ -18,20 +19,17 @@ if TYPE_CHECKING:
 app = group("Index texts for drafting by retrieval.")
 
 Files = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Text, code, JSON lines with a field text or prompt, or folders of such files.", show_default=False
-    ),
+    list[Path], Argument(help="Text, code, JSON lines with text or prompt, or folders of these.", show_default=False)
 ]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The index.", show_default=False)]
+Folder = Annotated[Path, Argument(metavar="DIR", help="The index.", show_default=False)]
 
 
 @app.command()
 def build(
     files: Files,
-    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    out: Annotated[Path, Option(help="The folder to write.", show_default=False)],
     model: Model = DEFAULT_MODEL,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing index.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace an existing index.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -56,8 +54,7 @@ def add(
     folder: Folder,
     files: Files,
     model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Model with the same tokenizer.", show_default="the model it was built for"),
+        str | None, Option("--model", "-m", help="Model with its tokenizer.", show_default="the one it was built for")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -79,7 +76,7 @@ def add(
 @app.command()
 def info(
     folder: Folder,
-    check: Annotated[bool, typer.Option("--check", help="Read all files and compare their checksums.")] = False,
+    check: Annotated[bool, Option("--check", help="Read all files and compare their checksums.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what an index holds.

@@ -1,11 +1,12 @@
-"""`branchwise methods`: the published methods by name."""
+"""`branchwise methods` and `branchwise models`: the names that --method and --model take."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument
 
 from branchwise.cli.console import console
 from branchwise.cli.options import AsJson
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Describe this method alone.", show_default="all methods")] = None,
+    name: Annotated[str | None, Argument(help="Describe this method alone.", show_default="all methods")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the methods: paper, drafter, tree, verifier, lossless or lossy.
@@ -29,35 +30,24 @@ def methods(
 
     chosen = list(PRESETS.values()) if name is None else [find_any(name)]
     if as_json:
-        print(json.dumps({"methods": [as_dict(method) for method in chosen]}))
+        print(json.dumps({"methods": [_as_dict(method) for method in chosen]}))
     elif name is None:
         _print_table(chosen)
     else:
         _print_one(chosen[0])
 
 
-def as_dict(method: Method) -> dict[str, Any]:
-    return {
-        "name": method.name,
-        "about": method.about,
-        "paper": method.paper,
-        "draft": method.draft,
-        "tree": method.tree,
-        "verify": method.verify,
-        "lossless": method.lossless,
-        "needs_draft_model": method.needs_draft_model,
-        "needs_index": method.needs_index,
-        "command": method.command,
-    }
+def _as_dict(method: Method) -> dict[str, Any]:
+    needs = {"needs_draft_model": method.needs_draft_model, "needs_index": method.needs_index}
+    return {**asdict(method), "lossless": method.lossless, **needs, "command": method.command}
 
 
 def _print_table(methods: list[Method]) -> None:
     from rich.table import Table
 
     shown = console()
-    table = Table(
-        "method", "drafter", "tree", "verifier", "distribution", "paper", box=None, header_style="bold", pad_edge=False
-    )
+    columns = ("method", "drafter", "tree", "verifier", "distribution", "paper")
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for column in table.columns[:5]:
         column.no_wrap = True
     for method in methods:
@@ -86,3 +76,34 @@ def _print_one(method: Method) -> None:
     for title, text in parts.items():
         if text:
             print(f"  {title:9} {text}")
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the model aliases and the models in the cache.
+
+    A model is an alias, a hub id (org/name), a folder with safetensors, or a GGUF file. The cache is
+    ~/.cache/branchwise, or the folder that BRANCHWISE_CACHE names.
+    """
+    from branchwise.models import ALIASES, cache_dir, cached
+
+    here = cached()
+    if as_json:
+        entries = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in here]
+        known = [{"name": a.name, "description": a.description} for a in ALIASES.values()]
+        print(json.dumps({"aliases": known, "cached": entries, "cache": str(cache_dir())}))
+        return
+    from rich.table import Table
+
+    shown = console()
+    table = Table("alias", "model", box=None, header_style="bold")
+    for alias in ALIASES.values():
+        table.add_row(alias.name, alias.description)
+    shown.print(table)
+    shown.print("\nAlso: a hub id (org/name), a folder with safetensors, a GGUF file.\n", style="dim")
+    if here:
+        table = Table("in the cache", "size", "place", box=None, header_style="bold")
+        for entry in here:
+            table.add_row(entry.name, f"{entry.bytes / 1e6:,.0f} MB", str(entry.path))
+        shown.print(table)
+    else:
+        shown.print(f"The cache {cache_dir()} is empty; the first use of an alias fills it.", style="dim")

@@ -1,95 +1,137 @@
-"""Options that several commands share, so that they mean and read the same in every command."""
+"""Options that several commands share, so that they mean and read the same in every command.
+
+A command that loads, drafts or samples takes the whole group of options as one parameter: `@grouped` makes the fields
+of every parameter that is a dataclass options of the command.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
-PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
-"""settings of every parser: help as plain text, because importing rich takes longer than everything else in help"""
+from branchwise.errors import BranchwiseError, UsageError
+from branchwise.models import DEFAULT_MODEL
 
+if TYPE_CHECKING:
+    from branchwise.llm import LLM
+    from branchwise.methods import Method
 
-def group(help: str) -> typer.Typer:
-    """A command with commands of its own, such as `branchwise audit`."""
-    return typer.Typer(help=help, no_args_is_help=True, **PLAIN_HELP)
-
-
-# The model and the hardware
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
-]
-Dtype = Annotated[
-    str, typer.Option(help="auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float16.")
-]
-Device = Annotated[str, typer.Option(help="auto (a GPU if one is found), cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
-Compile = Annotated[
-    bool,
-    typer.Option("--compile", help="On a GPU, fuse the kernels of a pass: faster, after seconds for each new size."),
-]
-Warmup = Annotated[
-    bool,
-    typer.Option(
-        "--warmup/--no-warmup",
-        help="Compile and record at load what a request needs; without it, loading is faster and the first request "
-        "is slower.",
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python code of a model's repository.")
-]
-
-# The method
-MethodName = Annotated[
-    str | None,
-    typer.Option(
-        "--method", help="Method by name, or as draft/tree/verify; see `branchwise methods`.", show_default="default"
-    ),
-]
+# Single options
+Model = Annotated[str, Option("--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run the Python code of a model's repository.")]
 DraftModel = Annotated[
-    str | None,
-    typer.Option(help="Model that drafts, named as for --model; options may follow: ID,temperature=0.8,top-k=20."),
+    str | None, Option(help="Model that drafts, named as for --model; options may follow: ID,temperature=0.8,top-k=20.")
 ]
-Index = Annotated[str | None, typer.Option(help="Folder of an index to retrieve from; see `branchwise index build`.")]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Drafter: ngram (repeats of the text so far), none (plain decoding) or another; see `branchwise methods`.",
-        show_default="the method's",
-    ),
-]
-Tree = Annotated[str | None, typer.Option(help="Shape of the draft, such as chain:8.", show_default="the drafter's")]
-Verify = Annotated[
-    str | None,
-    typer.Option(
-        help="Rule that accepts drafted tokens; every rule that changes the distribution has lossy in its name.",
-        show_default="match",
-    ),
-]
-State = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Start with what the drafter learned before, and save there what it learns now."),
-]
-
-# The text
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Write at most this many tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="Randomness of sampling; 0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0 means all.")]
-TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that together have this probability.")]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="The same seed writes the same text, with or without drafting.", show_default="random"),
-]
-ShowDraft = Annotated[bool, typer.Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
-
-# Prompts and results
+Index = Annotated[str | None, Option(help="Folder of an index to retrieve from; see `branchwise index build`.")]
+State = Annotated[str | None, Option(metavar="FILE", help="What the drafter learned: read first, saved at the end.")]
+MaxNewTokens = Annotated[int, Option("--max-new-tokens", "-n", help="Write at most this many tokens.")]
+Seed = Annotated[int | None, Option(help="A seed writes the same text with any drafter.", show_default="random")]
+ShowDraft = Annotated[bool, Option("--show-draft", help="Colour the tokens that were drafted and accepted.")]
 PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        help='Text with one prompt a line, or JSON lines with "prompt", "turns" or "question"; may end in .gz.',
-        show_default="prompts of Branchwise",
-    ),
+    Path | None, Option(help='Lines, or JSON lines ("prompt", "turns"), or .gz.', show_default="prompts of Branchwise")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
+
+
+# Groups of options
+@dataclass(frozen=True)
+class Loading:
+    """The model and the hardware."""
+
+    model: Model = DEFAULT_MODEL
+    dtype: Annotated[str, Option(help="auto (bfloat16 if the hardware has it), float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, Option(help="auto (a GPU if one is found), cpu or cuda.")] = "auto"
+    threads: Annotated[int | None, Option(help="CPU threads.", show_default="all cores")] = None
+    compile: Annotated[bool, Option("--compile", help="Fuse GPU kernels: faster, after seconds per new size.")] = False
+    warmup: Annotated[bool, Option(help="Prepare at load what requests need; else the first is slower.")] = True
+    trust_remote_code: TrustRemoteCode = False
+
+    def load(self, **settings: Any) -> LLM:
+        from branchwise.llm import load
+
+        return load(**vars(self), **settings)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The method."""
+
+    method: Annotated[
+        str | None, Option(help="By name, or as draft/tree/verify; see `branchwise methods`.", show_default="default")
+    ] = None
+    draft_model: DraftModel = None
+    index: Index = None
+    draft: Annotated[str | None, Option(help="Drafter, such as ngram or none.", show_default="the method's")] = None
+    tree: Annotated[str | None, Option(help="Shape of drafts, such as chain:8.", show_default="the drafter's")] = None
+    verify: Annotated[str | None, Option(help="Rule of acceptance; lossy rules say so.", show_default="match")] = None
+
+    def choose(self) -> Method:
+        from branchwise.methods import choose_method
+
+        return choose_method(**vars(self))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: Annotated[float, Option("--temperature", "-t", help="Randomness; 0 is greedy.")] = 0.0
+    top_p: Annotated[float, Option(help="Sample from the most probable tokens of this total probability.")] = 1.0
+    top_k: Annotated[int, Option(help="Sample from the k most probable tokens; 0 means all.")] = 0
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each field of dataclass parameters, whose defaults are those of its options."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if not is_dataclass(parameter.annotation):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        group: Any = parameter.annotation
+        groups[parameter.name] = group
+        types = get_type_hints(group, include_extras=True)
+        values = vars(group() if parameter.default is parameter.empty else parameter.default)
+        parameters += [parameter.replace(name=name, default=values[name], annotation=types[name]) for name in values]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    return run
+
+
+# Checks before anything is loaded
+def at_least(least: int, **options: int | None) -> None:
+    """Refuse options that are smaller."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+
+
+def drafter_spec(draft: str | None, draft_model: str | None) -> str:
+    """The spec of the drafter that --draft or --draft-model names."""
+    if (draft is None) == (draft_model is None):
+        raise UsageError("Name what drafts, with --draft-model ID or with --draft SPEC; one of the two.")
+    return draft if draft is not None else f"model:{draft_model}"
+
+
+def check_out(out: Path, read: Callable[[Path], object], kind: str) -> None:
+    """Refuse a file that cannot be written, or that holds something else than `read` accepts."""
+    folder = out.absolute().parent
+    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"The {kind} cannot be written to {out}; name a file in a folder that exists and is writable.")
+    if out.exists():
+        try:
+            read(out)
+        except BranchwiseError:
+            raise UsageError(f"{out} exists and is no {kind}; name another file, or remove it.") from None

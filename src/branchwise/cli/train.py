@@ -1,62 +1,75 @@
-"""`branchwise train` and `branchwise calibrate`: what drafters learn from texts that the target writes."""
+"""`branchwise train`, `calibrate` and `tree`: what helps drafters, learned from texts that the target writes."""
 
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from branchwise.cli.options import AsJson, Device, Dtype, Model, Threads, TrustRemoteCode, group
-from branchwise.errors import ModelError, PairingError, UsageError
-from branchwise.models import DEFAULT_MODEL
-from branchwise.progress import showing
+from branchwise.cli import group
+from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
+from branchwise.errors import PairingError, UsageError
+from branchwise.progress import Progress, showing
 from branchwise.registry import split_spec
 
 if TYPE_CHECKING:
-    from branchwise.draft.tree_drafter import TreeDrafter
-    from branchwise.train.stop import Fan, Lesson
+    from branchwise.bench.prompts import Item
+    from branchwise.llm import LLM
+    from branchwise.train.stop import Lesson
+    from branchwise.tune.sequoia import Acceptance, Shape, Shapes, Size
 
 train = group("Train what helps a drafter, in minutes and on a CPU.")
 calibrate = group("Count which tokens a target writes, for drafters that need it.")
+tree = group("Find the shape that drafts should have.")
 
 BATCH = 4
 """texts that are written together"""
+LEVELS = 4
+"""depth of the drafts that are timed"""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the target writes to learn from."""
+
+    prompts: Annotated[
+        list[Path] | None, Option(help="As for `branchwise bench`; repeatable.", show_default="prompts of Branchwise")
+    ] = None
+    temperature: Annotated[float, Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0
+    seed: Annotated[int, Option(help="The same seed finds the same.")] = 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "seed": self.seed}
+
+    def items(self) -> list[Item]:
+        """Where to begin; wrong values are refused."""
+        from branchwise.bench.prompts import load_items, own_items
+        from branchwise.core.sampling import SamplingParams
+
+        SamplingParams(temperature=self.temperature)
+        return load_items(self.prompts) if self.prompts else own_items()
 
 
 @train.command()
+@grouped
 def stop(
-    model: Model = DEFAULT_MODEL,
-    draft_model: Annotated[
-        str | None, typer.Option(help="The draft model that the stop is for; short for --draft model:ID.")
-    ] = None,
-    draft: Annotated[str | None, typer.Option(help="The drafter that the stop is for, as a spec.")] = None,
+    *,
+    loading: Loading,
+    draft_model: Annotated[str | None, Option(help="Model that the stop is for; short for --draft model:ID.")] = None,
+    draft: Annotated[str | None, Option(help="The drafter that the stop is for, as a spec.")] = None,
     kind: Annotated[
-        str,
-        typer.Option(
-            help="hard: predict from entropy and the ten largest probabilities whether both models agree; "
-            "soft: predict from hidden states of the draft model how much is accepted."
-        ),
+        str, Option(help="hard: predict agreement from entropy and probabilities; soft: acceptance from hidden states.")
     ] = "hard",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="File of prompts, as for `branchwise bench`.", show_default="prompts of Branchwise"),
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Drafted nodes to train and to test on.")] = 4000,
-    epochs: Annotated[int, typer.Option(help="Rounds over the samples; the best round is kept.")] = 10,
-    threshold: Annotated[
-        float, typer.Option(help="A tree ends where no node scores above it; --tree can name another.")
-    ] = 0.4,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same file.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: TrustRemoteCode = False,
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("stop.safetensors"),
+    texts: Texts,
+    samples: Annotated[int, Option(help="Drafted nodes to train and to test on.")] = 4000,
+    epochs: Annotated[int, Option(help="Rounds over the samples; the best round is kept.")] = 10,
+    threshold: Annotated[float, Option(help="A tree ends where no node scores above it.")] = 0.4,
+    out: Annotated[Path, Option(help="The file to write.")] = Path("stop.safetensors"),
     as_json: AsJson = False,
 ) -> None:
     """Learn where a tree should end.
@@ -66,91 +79,60 @@ def stop(
 
     branchwise train stop --model Qwen/Qwen2.5-1.5B-Instruct --draft-model Qwen/Qwen2.5-0.5B-Instruct
     """
-    spec = _spec(draft, draft_model)
-    _check(kind, samples, epochs, threshold, out)
-    from branchwise.bench.prompts import load_items, own_items
-    from branchwise.core.sampling import SamplingParams
-    from branchwise.draft.policies.stop import Scorer, write_scorer
-    from branchwise.llm import load
+    spec = drafter_spec(draft, draft_model)
+    from branchwise.draft.policies.stop import KINDS, Scorer, read_scorer, write_scorer
+
+    if kind not in KINDS:
+        raise UsageError(f"Unknown kind {kind!r}; a stop is {' or '.join(KINDS)}.")
+    at_least(1, samples=samples, epochs=epochs)
+    if not 0 < threshold < 1:
+        raise UsageError(f"--threshold must be between 0 and 1, not {threshold}.")
+    check_out(out, read_scorer, "stop")
+    from branchwise.draft import DRAFTERS
     from branchwise.train.stop import Fan, collect, fit
 
-    SamplingParams(temperature=temperature)
-    items = own_items() if prompts is None else load_items([prompts])
+    items = texts.items()
     if len(items) < 2:
         raise UsageError("One prompt cannot be learned from and tested with; give at least two.")
     fan = Fan(kind)
-    drafter = _drafter(spec, fan)
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        max_batch=BATCH,
-        trust_remote_code=trust_remote_code,
-    )
+    _check_drafter(spec, "has no distributions that a stop could look at; name a draft model.", lookup=False)
+    drafter = DRAFTERS.build(spec, tree=fan)
+    llm = loading.load(draft="none", max_batch=BATCH)
+    target, prompts = llm.engine.target, [tuple(llm.encode(item.turns[0], raw=item.raw)) for item in items]
     with showing() as progress:
         found = collect(
-            llm.engine.target,
+            target,
             drafter,
             fan,
-            [tuple(llm.encode(item.turns[0], raw=item.raw)) for item in items],
+            prompts,
             samples=samples,
-            temperature=temperature,
-            seed=seed,
+            **texts.sampling,
             stop_tokens=llm.stop_tokens,
             progress=progress,
         )
-        network, lesson = fit(kind, found, threshold=threshold, epochs=epochs, seed=seed, progress=progress)
-    notes = {"model": llm.name, "temperature": temperature, "seed": seed, **asdict(lesson)}
+        network, lesson = fit(kind, found, threshold=threshold, epochs=epochs, seed=texts.seed, progress=progress)
+    notes = {"model": llm.name, **texts.sampling, **asdict(lesson)}
     write_scorer(Scorer(kind, network, threshold, spec, notes), out)
     if as_json:
         print(json.dumps({"file": str(out), "kind": kind, "draft": spec, "threshold": threshold, **asdict(lesson)}))
     else:
-        _print(lesson, kind, threshold, out)
+        _print_lesson(lesson, kind, threshold, out)
 
 
-def _spec(draft: str | None, draft_model: str | None) -> str:
-    if (draft is None) == (draft_model is None):
-        raise UsageError("Name the drafter that the stop is for, with --draft-model ID or with --draft SPEC.")
-    return draft if draft is not None else f"model:{draft_model}"
-
-
-def _check(kind: str, samples: int, epochs: int, threshold: float, out: Path) -> None:
-    """Refuse wrong values before anything is loaded."""
-    from branchwise.draft.policies.stop import KINDS, read_scorer
-
-    if kind not in KINDS:
-        raise UsageError(f"Unknown kind {kind!r}; a stop is {' or '.join(KINDS)}.")
-    for name, value in (("samples", samples), ("epochs", epochs)):
-        if value < 1:
-            raise UsageError(f"--{name} must be at least 1, not {value}.")
-    if not 0 < threshold < 1:
-        raise UsageError(f"--threshold must be between 0 and 1, not {threshold}.")
-    folder = out.absolute().parent
-    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"The stop cannot be written to {out}; name a file in a folder that is there and writable.")
-    if out.exists():
-        try:
-            read_scorer(out)
-        except ModelError:
-            raise UsageError(f"{out} is there and is no stop; name another file, or remove it.") from None
-
-
-def _drafter(spec: str, fan: Fan) -> TreeDrafter:
+def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:
+    """Refuse a drafter without distributions to draw from; `lookup`: those that are looked up will do."""
     from branchwise.draft import DRAFTERS
     from branchwise.draft.lookup.base import LookupDrafter
     from branchwise.draft.tree_drafter import TreeDrafter
 
     name, _, _ = split_spec(spec)
     part = DRAFTERS.find(name)
-    if not (isinstance(part, type) and issubclass(part, TreeDrafter)) or issubclass(part, LookupDrafter):
-        raise PairingError(f"Drafter {name!r} has no distributions that a stop could look at; name a draft model.")
-    drafter: TreeDrafter = DRAFTERS.build(spec, tree=fan)
-    return drafter
+    draws = isinstance(part, type) and issubclass(part, TreeDrafter) and (lookup or not issubclass(part, LookupDrafter))
+    if not draws:
+        raise PairingError(f"Drafter {name!r} {refusal}")
 
 
-def _print(lesson: Lesson, kind: str, threshold: float, out: Path) -> None:
+def _print_lesson(lesson: Lesson, kind: str, threshold: float, out: Path) -> None:
     meaning = "agreement on the best token" if kind == "hard" else "acceptance of a drawn token"
     print(
         f"{lesson.samples} nodes to learn from, {lesson.held_out} of other texts to test with. "
@@ -169,21 +151,12 @@ def _print(lesson: Lesson, kind: str, threshold: float, out: Path) -> None:
 
 
 @calibrate.command()
+@grouped
 def vocab(
-    model: Model = DEFAULT_MODEL,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File of prompts like those of later use, as for `branchwise bench`; may be repeated.",
-            show_default="prompts of Branchwise",
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens to write and count.")] = 20_000,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of the texts.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same counts.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
+    *,
+    loading: Loading,
+    texts: Texts,
+    tokens: Annotated[int, Option(help="How many tokens to write and count.")] = 20_000,
     as_json: AsJson = False,
 ) -> None:
     """Count the tokens that a target writes.
@@ -193,24 +166,19 @@ def vocab(
 
     branchwise calibrate vocab --model smollm2 --prompts questions.jsonl
     """
-    if tokens < 1:
-        raise UsageError(f"--tokens must be at least 1, not {tokens}.")
-    from branchwise.bench.prompts import load_items, own_items
-    from branchwise.core.sampling import SamplingParams
-    from branchwise.draft.model.trim import save_counts
-    from branchwise.llm import load
+    at_least(1, tokens=tokens)
+    from branchwise.draft.model.vocabulary import save_counts
     from branchwise.train import vocab as counting
 
-    SamplingParams(temperature=temperature)
-    items = own_items() if not prompts else load_items(prompts)
-    llm = load(model, draft="ngram", dtype=dtype, device=device, threads=threads, max_batch=counting.BATCH)
+    items = texts.items()
+    llm = loading.load(draft="ngram", max_batch=counting.BATCH)
     with showing() as progress:
-        counts = counting.count_tokens(llm, items, tokens=tokens, temperature=temperature, seed=seed, progress=progress)
+        counts = counting.count_tokens(llm, items, tokens=tokens, **texts.sampling, progress=progress)
     counted = int(counts.sum())
     if not counted:
         raise UsageError("Nothing was counted, so nothing was kept.")
-    about = {"model": llm.name, "tokens": str(counted), "temperature": str(temperature), "seed": str(seed)}
-    path = save_counts(llm.engine.target.info, counts, about)
+    about = {"model": llm.name, "tokens": counted, **texts.sampling}
+    path = save_counts(llm.engine.target.info, counts, {name: str(value) for name, value in about.items()})
     seen = int((counts > 0).sum())
     shares = counting.coverage(counts)
     if as_json:
@@ -219,3 +187,94 @@ def vocab(
     print(f"{counted:,} tokens counted, {seen:,} different ones of {len(counts):,}.")
     print("; ".join(f"the {size:,} most frequent are {share:.1%} of the text" for size, share in shares.items()) + ".")
     print(f"Kept in {path}. Use it with --draft model:ID,trim=N")
+
+
+@tree.command()
+@grouped
+def optimise(
+    *,
+    loading: Loading,
+    draft_model: DraftModel = None,
+    draft: Annotated[str | None, Option(help="Drafter that samples in place of a model, such as disturbed:1.")] = None,
+    nodes: Annotated[int, Option(help="The most nodes below the root.")] = 24,
+    depth: Annotated[int, Option(help="The most levels below the root.")] = 8,
+    width: Annotated[int, Option(help="The most children of a node.")] = 8,
+    fill: Annotated[bool, Option("--fill", help="Use all nodes whatever they cost, and time nothing.")] = False,
+    texts: Texts,
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", help="Tokens to write for each prompt.")] = 64,
+    out: Annotated[Path | None, Option(help="File for the template.", show_default="standard output")] = None,
+) -> None:
+    """Find the best shape for a pair of models.
+
+    The shape is written as a template for --tree template:FILE.json. The command counts on real texts how often the
+    first, second, … child of a node is accepted, times passes of both models, and computes the shape and size with the
+    least time per token (Sequoia, arXiv 2402.12374).
+
+    branchwise tree optimise --model TARGET --draft-model DRAFT --out tree.json
+    """
+    at_least(1, nodes=nodes, depth=depth, width=width, max_new_tokens=max_new_tokens)
+    source = drafter_spec(draft, draft_model)
+    from branchwise.draft import build_drafter
+    from branchwise.draft.policies.template import as_json, read_template, write_template
+    from branchwise.tune.sequoia import Shapes, measure_acceptance
+
+    _check_drafter(source, "draws from no distribution, so no shape suits it best; use --draft-model.", lookup=True)
+    if out is not None:
+        if out.suffix != ".json":
+            raise UsageError(f"A template is a JSON file, such as {out.stem or 'tree'}.json, not {out}.")
+        check_out(out, read_template, "template")
+    items = texts.items()
+    build_drafter(source, f"rsd-c:{width}")
+    llm = loading.load(draft="none", max_batch=1)
+    most = llm.engine.most.nodes - 1
+    if max(nodes, width) > most:
+        raise UsageError(f"A tree has at most {most} nodes below the root; ask for fewer nodes or a smaller width.")
+    # Two levels where they fit: after an accepted token a draft is more often right than at the root.
+    drafter = build_drafter(source, f"rsd-c:{width},{width}" if width + width**2 <= most else f"rsd-c:{width}")
+    prompts = [llm.encode(item.turns[0], raw=item.raw) for item in items]
+    with showing() as progress:
+        acceptance = measure_acceptance(
+            llm, drafter, prompts, width=width, max_new_tokens=max_new_tokens, **texts.sampling, progress=progress
+        )
+        shapes = Shapes(acceptance.rates, nodes, depth)
+        size = None if fill else _timed(llm, source, prompts, shapes, progress)
+    best = shapes.best(nodes, depth) if size is None else shapes.best(size.nodes, size.depth)
+    note = (
+        f"{llm.name} drafted for by {source} at temperature {texts.temperature:g}: {best.worth:.2f} tokens a step "
+        f"expected, from rates of acceptance {', '.join(f'{rate:.3f}' for rate in acceptance.rates)}"
+    )
+    if out is None:
+        print(as_json(best.parents, note))
+        return
+    write_template(out, best.parents, note)
+    _print_shape(best, acceptance, size, out)
+
+
+def _timed(llm: LLM, source: str, prompts: Sequence[Sequence[int]], shapes: Shapes, progress: Progress) -> Size:
+    """The size with the least time per token, from passes that are timed on this machine."""
+    from branchwise.tune import measure, measure_drafter
+    from branchwise.tune.passes import SIZES
+    from branchwise.tune.sequoia import best_size
+
+    target, most = llm.engine.target, shapes.nodes + 1
+    sizes = sorted({most, *(size for size in SIZES if size < most)})
+    context = max(1, min(512, target.context - most))
+    costs = measure(target, model=llm.name, context=context, nodes=sizes, progress=progress)
+    chain = ",".join("1" * LEVELS)
+    step = measure_drafter(llm, source, prompts[:3], tree=f"rsd-c:{chain}", progress=progress)
+    return best_size(shapes, costs.seconds, step.seconds / LEVELS)
+
+
+def _print_shape(shape: Shape, acceptance: Acceptance, size: Size | None, out: Path) -> None:
+    from branchwise.core.topology import topology
+
+    levels = [len(level) for level in topology(shape.parents).levels[1:]]
+    print("accepted where the children before were rejected:")
+    for turn, (rate, tried) in enumerate(zip(acceptance.rates, acceptance.tried, strict=True), start=1):
+        print(f"  child {turn}: {rate:.3f} of {tried}")
+    print(f"{sum(levels)} nodes, {len(levels)} deep ({', '.join(map(str, levels))}): {shape.worth:.2f} tokens a step.")
+    if size is not None:
+        print(f"{1e3 * size.seconds:.2f} ms a token expected, {1e3 * size.plain:.2f} without a draft.")
+        if size.seconds >= size.plain:
+            print("This draft makes nothing faster here; a cheaper one may.")
+    print(f"Use it with --tree template:{out}")

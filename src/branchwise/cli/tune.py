@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from branchwise.bench.prompts import EDITING, FREE
-from branchwise.cli.console import console
-from branchwise.cli.options import AsJson, Compile, Device, DraftModel, Dtype, Index, Model, Threads, TrustRemoteCode
+from branchwise.cli.console import bare_table, console
+from branchwise.cli.options import AsJson, DraftModel, Index, Loading, at_least, grouped
 from branchwise.errors import UsageError
-from branchwise.models import DEFAULT_MODEL
 from branchwise.plots import check_plot, pyplot, save
 from branchwise.progress import showing
 from branchwise.registry import split_specs
@@ -28,33 +27,21 @@ PROMPTS = (EDITING[0], EDITING[2], FREE[0])
 """prompts that drafters are timed on: two whose answers repeat them, and one of free writing"""
 
 
+@grouped
 def tune(
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    compile: Compile = False,
-    batch: Annotated[int, typer.Option(help="Sequences in a pass.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens before the tree.")] = 512,
-    nodes: Annotated[
-        str | None,
-        typer.Option(help="Sizes to measure first, separated by commas.", show_default="1 to 128, as far as they fit"),
-    ] = None,
-    repeat: Annotated[int, typer.Option(help="Timed passes for each size.")] = 9,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(help="Drafter to time; may be repeated, or several separated by commas.", show_default="ngram"),
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(help="Method whose drafter and tree to time; may be repeated; see `branchwise methods`."),
-    ] = None,
+    *,
+    loading: Loading,
+    batch: Annotated[int, Option(help="Sequences in a pass.")] = 1,
+    context: Annotated[int, Option(help="Tokens before the tree.")] = 512,
+    nodes: Annotated[str | None, Option(help="Sizes to begin with, such as 1,2,4.", show_default="1 to 128")] = None,
+    repeat: Annotated[int, Option(help="Timed passes for each size.")] = 9,
+    draft: Annotated[list[str] | None, Option(help="Drafters to time; may be repeated.", show_default="ngram")] = None,
+    method: Annotated[list[str] | None, Option(help="Methods to time; may be repeated.")] = None,
     draft_model: DraftModel = None,
     index: Index = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the costs as a PNG file.")] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    plot: Annotated[Path | None, Option(help="Draw the costs as a PNG file.")] = None,
 ) -> None:
     """Measure what a pass over n nodes costs on this machine.
 
@@ -64,14 +51,12 @@ def tune(
 
     branchwise tune --model smollm2 --batch 4 --context 1024
     """
-    sizes = _sizes(nodes)
+    sizes = None if nodes is None else _sizes(nodes)
     wanted = [name for given in method or [] for name in split_specs(given)]
     drafts = [name for given in draft or ([] if wanted else ["ngram"]) for name in split_specs(given)]
-    if batch < 1:
-        raise UsageError(f"batch must be at least 1, not {batch}.")
+    at_least(1, batch=batch)
     if plot is not None:
         check_plot(plot)
-    from branchwise.llm import load
     from branchwise.methods import Method, find_methods
     from branchwise.tune import measure, measure_drafter
 
@@ -79,20 +64,11 @@ def tune(
     for found in timed:  # refuse an unknown name, and warn of a lossy method, before a model is loaded
         found.build()
         found.warn_if_lossy()
-    llm = load(
-        model,
-        draft="none",
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        compile=compile,
-        max_batch=batch,
-        trust_remote_code=trust_remote_code,
-    )
-    prompts = [llm.encode(prompt) for prompt in PROMPTS]
+    llm = loading.load(draft="none", max_batch=batch)
+    target, prompts = llm.engine.target, [llm.encode(prompt) for prompt in PROMPTS]
     with showing() as progress:
         costs = measure(
-            llm.engine.target,
+            target,
             model=llm.name,
             batch=batch,
             context=context,
@@ -102,9 +78,9 @@ def tune(
             progress=progress,
         )
         drafting = [
-            (
-                found.name,
+            replace(
                 measure_drafter(llm, found.draft, prompts, tree=found.tree, verify=found.verify, progress=progress),
+                drafter=found.name,
             )
             for found in timed
         ]
@@ -116,33 +92,26 @@ def tune(
         _print(costs, drafting)
 
 
-def _sizes(nodes: str | None) -> list[int] | None:
-    if nodes is None:
-        return None
-    try:
-        sizes = [int(part) for part in nodes.split(",") if part.strip()]
-    except ValueError:
-        sizes = []
-    if not sizes:
+def _sizes(nodes: str) -> list[int]:
+    sizes = [part.strip() for part in nodes.split(",") if part.strip()]
+    if not sizes or not all(size.isdecimal() for size in sizes):
         raise UsageError(f"nodes are sizes separated by commas, such as 1,2,4,8, not {nodes!r}.")
-    return sizes
+    return [int(size) for size in sizes]
 
 
-def _as_dict(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> dict[str, Any]:
+def _as_dict(costs: Costs, drafting: Sequence[DraftCost]) -> dict[str, Any]:
     return {
         "key": asdict(costs.key),
         "measured": costs.measured,
         "remembered": costs.remembered,
         "points": [{**asdict(point), "ratio": costs.ratio(point.nodes)} for point in costs.points],
         "cliffs": [{**asdict(cliff), "stay_at": cliff.stay_at} for cliff in costs.cliffs],
-        "drafters": [{**asdict(cost), "drafter": name} for name, cost in drafting],
+        "drafters": [asdict(cost) for cost in drafting],
     }
 
 
-def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
-    from rich.table import Table
-
-    from branchwise.tune.curve import CLIFF
+def _print(costs: Costs, drafting: Sequence[DraftCost]) -> None:
+    from branchwise.tune.passes import CLIFF
 
     shown = console()
     shown.print(_title(costs))
@@ -150,10 +119,7 @@ def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
     shown.print(f"measured {costs.measured}{again}\n", style="dim")
     cliffs = {cliff.nodes for cliff in costs.cliffs}
     dearest = max(point.seconds for point in costs.points)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("nodes", "ms", "half between", "times one node"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = bare_table("nodes", "ms", "half between", "times one node", "", left=[""])
     for point in costs.points:
         table.add_row(
             str(point.nodes),
@@ -169,9 +135,9 @@ def _print(costs: Costs, drafting: Sequence[tuple[str, DraftCost]]) -> None:
         shown.print(f"{cliff.nodes} nodes cost {cliff.times:.2f} times {cliff.stay_at}: stay at {cliff.stay_at}.")
     if not costs.cliffs:
         shown.print(f"No cliff: no size was found that clearly costs {CLIFF:.0%} more than the one before.")
-    for name, cost in drafting:
+    for cost in drafting:
         shown.print(
-            f"{name} drafts in {1e3 * cost.seconds:.3f} ms a step, {cost.drafted:.1f} nodes on average "
+            f"{cost.drafter} drafts in {1e3 * cost.seconds:.3f} ms a step, {cost.drafted:.1f} nodes on average "
             f"({cost.seconds / costs.seconds(1):.1%} of a pass over one node)."
         )
 
@@ -185,23 +151,16 @@ def _title(costs: Costs) -> str:
 def _draw(costs: Costs, file: Path) -> None:
     plt = pyplot()
     sizes = [point.nodes for point in costs.points]
+    ms = [(1e3 * point.low, 1e3 * point.seconds, 1e3 * point.high) for point in costs.points]
+    low, middle, high = zip(*ms, strict=True)
     figure, axis = plt.subplots(figsize=(7, 4))
-    axis.fill_between(
-        sizes,
-        [1e3 * point.low for point in costs.points],
-        [1e3 * point.high for point in costs.points],
-        color="#2a7f62",
-        alpha=0.2,
-        linewidth=0,
-    )
-    axis.plot(sizes, [1e3 * point.seconds for point in costs.points], "o-", color="#2a7f62", markersize=3)
+    axis.fill_between(sizes, low, high, color="#2a7f62", alpha=0.2, linewidth=0)
+    axis.plot(sizes, middle, "o-", color="#2a7f62", markersize=3)
     for cliff in costs.cliffs:
         axis.axvline(cliff.nodes - 0.5, color="#c03a2b", linewidth=1, linestyle="--")
         note = f" {cliff.nodes}: × {cliff.times:.2f}"
         axis.text(cliff.nodes - 0.5, 0.02, note, color="#c03a2b", fontsize=8, transform=axis.get_xaxis_transform())
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("nodes")
-    axis.set_ylabel("milliseconds a pass")
+    axis.set(ylim=(0, None), xlabel="nodes", ylabel="milliseconds a pass")
     axis.set_title(_title(costs), fontsize=8, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     save(figure, file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -13,15 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from branchwise.core.rows import gather_rows, words_for
+from branchwise.core.rows import gather_rows, unpack_bits, words_for
 from branchwise.core.topology import Topology
 from branchwise.core.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class PadShape:
-    """The least size of what a batch of trees holds: with the same room, the shapes of a batch are the same at every
-    step."""
+    """The least sizes in a batch of trees, so that its tensors have the same shapes at every step."""
 
     nodes: int = 0
     inner: int = 0
@@ -32,19 +31,14 @@ class PadShape:
     """of one level"""
     forks: int = 0
 
-    @lru_cache(maxsize=256)  # noqa: B019, rooms are few and small
-    def holding(self, nodes: int) -> PadShape:
-        """The same for so many nodes."""
-        return replace(self, nodes=nodes)
-
     @classmethod
     def for_paths(cls, count: int, length: int) -> PadShape:
-        """Whatever of `count` paths of `length` tokens agrees."""
+        """For `count` paths of `length` tokens, wherever they part."""
         return cls(count * length + 1, count * (length - 1) + 1, children=count, width=count, forks=count - 1)
 
 
 class TreeLayout(NamedTuple):
-    """How the nodes of a batch of trees lie, padded to one size: all that does not depend on tokens, on the host."""
+    """What follows from the shapes of a batch of trees alone, padded to one size; on the host."""
 
     depths: NDArray[np.int64]
     """(batch, nodes): levels below the root"""
@@ -56,7 +50,7 @@ class TreeLayout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def lay_out(shapes: tuple[Topology, ...], nodes: int) -> TreeLayout:
-    """Where trees keep their shapes from step to step, this is the same at every step."""
+    """The layout of trees of these shapes; cached, since trees often keep their shapes from step to step."""
     depths = np.zeros((len(shapes), nodes), dtype=np.int64)
     parents = np.full((len(shapes), nodes), -1, dtype=np.int64)
     ancestor_bits = np.zeros((len(shapes), nodes, words_for(nodes)), dtype=np.int32)
@@ -65,6 +59,21 @@ def lay_out(shapes: tuple[Topology, ...], nodes: int) -> TreeLayout:
         parents[row, : len(shape)] = shape.parents
         ancestor_bits[row, : len(shape), : shape.bits.shape[1]] = shape.bits
     return TreeLayout(depths, parents, ancestor_bits)
+
+
+class Table(cached_property[Tensor]):
+    """A tensor over the trees of a batch, copied to its device when it is first read; `array` makes it on the host."""
+
+    def __init__(self, array: Callable[[TreeBatch], NDArray[Any]]) -> None:
+        super().__init__(self._read)
+        self.array = array
+
+    def _read(self, batch: TreeBatch) -> Tensor:
+        if batch.source is not None:
+            source, rows = batch.source
+            return self.__get__(source)[rows]
+        assert self.attrname is not None
+        return batch.host(self.attrname).to(batch.device, copy=True)
 
 
 class TreeBatch:
@@ -89,16 +98,14 @@ class TreeBatch:
         self.depth = max(tree.depth for tree in trees)
         self._roots = roots
         self._host: dict[str, Tensor] = {}
-        self._source: tuple[TreeBatch, Tensor] | None = None
+        self.source: tuple[TreeBatch, Tensor] | None = None
+        """the batch that this one was taken from, and which rows of it"""
 
     def __len__(self) -> int:
-        return len(self.trees) if self._source is None else len(self._source[1])
-
-    # Nodes. On the host they are arrays; on the device they are there when somebody asks.
+        return len(self.trees) if self.source is None else len(self.source[1])
 
     @cached_property
     def layout(self) -> TreeLayout:
-        """How the nodes lie, on the host."""
         return lay_out(tuple(tree.topology for tree in self.trees), self.nodes)
 
     @cached_property
@@ -112,24 +119,6 @@ class TreeBatch:
         if self._roots is not None:
             tokens[:, 0] = self._roots
         return tokens
-
-    @cached_property
-    def depths(self) -> Tensor:
-        """(batch, nodes) int64, levels below the root"""
-        return torch.from_numpy(self.layout.depths).to(self.device, copy=True)
-
-    @cached_property
-    def parents(self) -> Tensor:
-        """(batch, nodes) int64; -1 for roots and padding"""
-        return torch.from_numpy(self.layout.parents).to(self.device, copy=True)
-
-    @cached_property
-    def ancestor_bits(self) -> Tensor:
-        """(batch, nodes, words) int32: the ancestors of every node as bits"""
-        if self._source is not None:
-            source, rows = self._source
-            return source.ancestor_bits[rows]
-        return torch.from_numpy(self.layout.ancestor_bits).to(self.device, copy=True)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -156,51 +145,45 @@ class TreeBatch:
         hits = (self.parents == nodes[:, None]) & (self.tokens == tokens[:, None])
         return hits.int().argmax(dim=1), hits.any(dim=1)
 
-    # What verifiers look up, made when one asks for it. All are int64 and padded with -1.
+    def paths_to(self, nodes: Tensor) -> Tensor:
+        """(batch, nodes): for each tree the nodes from the root to nodes[b], padded with -1."""
+        every = torch.arange(self.nodes, device=self.device).expand(len(self), -1)
+        above = unpack_bits(gather_rows(self.ancestor_bits, nodes), self.nodes)
+        return torch.full_like(every, -1).scatter_reduce(1, self.depths, torch.where(above, every, -1), "amax")
 
-    @cached_property
-    def lengths(self) -> Tensor:
-        """(batch,): how deep each tree is."""
-        return self._table("lengths")
+    depths = Table(lambda batch: batch.layout.depths)
+    """(batch, nodes): levels below the root"""
+    parents = Table(lambda batch: batch.layout.parents)
+    """(batch, nodes): -1 for roots and padding"""
+    ancestor_bits = Table(lambda batch: batch.layout.ancestor_bits)
+    """(batch, nodes, words) int32: the ancestors of every node as bits"""
 
-    @cached_property
-    def paths(self) -> Tensor:
-        """(batch, paths, depth + 1): the nodes of every drawn path, root first, in draw order."""
-        return self._table("paths")
+    # What only some verifiers read. All are int64 and padded with -1.
 
-    @cached_property
-    def children(self) -> Tensor:
-        """(batch, nodes, most children): the children of every node in draw order."""
-        return self._table("children")
-
-    @cached_property
-    def levels(self) -> Tensor:
-        """(batch, depth + 1, widest level): the nodes of every level."""
-        return self._table("levels")
-
-    @cached_property
-    def postorder(self) -> Tensor:
-        """(batch, nodes): every node behind its children, which come in draw order."""
-        return self._table("postorder")
-
-    @cached_property
-    def forks(self) -> Tensor:
-        """(batch, most forks): the nodes with more than one child, where drawn paths part."""
-        return self._table("forks")
-
-    @cached_property
-    def trusted(self) -> Tensor:
-        """(batch,): 1 for forks whose first level is the target's own, 0 for all other trees."""
-        return self._table("trusted")
+    lengths = Table(lambda batch: padded([tree.depth for tree in batch.trees]))
+    """(batch,): how deep each tree is"""
+    paths = Table(lambda batch: padded([tree.paths for tree in batch.trees]))
+    """(batch, paths, depth + 1): the nodes of every drawn path, root first, in draw order"""
+    children = Table(
+        lambda batch: padded([tree.children for tree in batch.trees], (batch.nodes, batch.pad_shape.children))
+    )
+    """(batch, nodes, most children): the children of every node in draw order"""
+    levels = Table(lambda batch: padded([tree.topology.levels for tree in batch.trees], (0, batch.pad_shape.width)))
+    """(batch, depth + 1, widest level): the nodes of every level"""
+    postorder = Table(lambda batch: padded([tree.postorder for tree in batch.trees], (batch.nodes,)))
+    """(batch, nodes): every node behind its children, which come in draw order"""
+    forks = Table(lambda batch: padded([tree.topology.forks for tree in batch.trees], (batch.pad_shape.forks,)))
+    """(batch, most forks): the nodes with more than one child, where drawn paths part"""
+    trusted = Table(lambda batch: padded([int(tree.trusted) for tree in batch.trees]))
+    """(batch,): 1 for forks whose first level is the target's own, 0 for all other trees"""
 
     def host(self, name: str) -> Tensor:
         """A table as it is on the host; tokens that were drafted on a device stay there."""
-        assert self._source is None, "a batch of trees that was taken from another has no tables of its own"
-        if name == "tokens" and self.host_tokens is None:
-            return self.tokens
+        assert self.source is None, "a batch of trees that was taken from another has no tables of its own"
+        if name == "tokens":
+            return self.tokens if self.host_tokens is None else torch.from_numpy(self.host_tokens)
         if name not in self._host:  # a recorded verdict asks for shapes and for numbers
-            array = self.host_tokens if name == "tokens" else getattr(self.layout, name, None)
-            self._host[name] = torch.from_numpy(self._array(name) if array is None else array)
+            self._host[name] = torch.from_numpy(ARRAYS[name](self))
         return self._host[name]
 
     @cached_property
@@ -216,8 +199,8 @@ class TreeBatch:
     @cached_property
     def q(self) -> Tensor | None:
         """(batch, rows, vocabulary): what the children of every node were drawn from; None where nothing was drawn."""
-        if self._source is not None:
-            source, rows = self._source
+        if self.source is not None:
+            source, rows = self.source
             return None if source.q is None else source.q[rows]
         drawn = [tree.q for tree in self.trees if tree.q is not None]
         if not drawn:
@@ -235,47 +218,19 @@ class TreeBatch:
         return gather_rows(self.q, nodes.clamp(0, self.q.shape[1] - 1))
 
     def take(self, rows: Tensor) -> TreeBatch:
-        """The batch of trees of the given trees, which may repeat; nothing is looked up again on the host."""
+        """The batch of the given trees, which may repeat; nothing is looked up again on the host."""
         taken: TreeBatch = copy.copy(self)
-        for name in ("q", "ancestor_bits", *LOOKED_UP):
+        for name in ("q", *ARRAYS):
             taken.__dict__.pop(name, None)
-        taken.tokens, taken.parents, taken.depths = self.tokens[rows], self.parents[rows], self.depths[rows]
-        taken._source = (self, rows)
+        taken.tokens = self.tokens[rows]
+        taken.source = (self, rows)
         return taken
 
-    def _table(self, name: str) -> Tensor:
-        if self._source is not None:
-            source, rows = self._source
-            table: Tensor = getattr(source, name)[rows]
-            return table
-        return self.host(name).to(self.device)
 
-    def _array(self, name: str) -> NDArray[np.int64]:
-        shape = self.pad_shape
-        least = {
-            "children": (self.nodes, shape.children),
-            "levels": (0, shape.width),
-            "postorder": (self.nodes,),
-            "forks": (shape.forks,),
-        }
-        return padded([LOOKED_UP[name](tree) for tree in self.trees], least.get(name, ()))
-
-
-NODES: tuple[str, ...] = ("tokens", "parents", "depths", "ancestor_bits")
-"""what a batch of trees knows of every node"""
-
-LOOKED_UP: dict[str, Callable[[DraftTree], Any]] = {
-    "lengths": lambda tree: tree.depth,
-    "paths": lambda tree: tree.paths,
-    "children": lambda tree: tree.children,
-    "levels": lambda tree: tree.topology.levels,
-    "postorder": lambda tree: tree.postorder,
-    "forks": lambda tree: tree.topology.forks,
-    "trusted": lambda tree: int(tree.trusted),
-}
-"""the tables of a batch of trees, from each of its trees"""
-
-TABLES = (*NODES, *LOOKED_UP)
+ARRAYS = {name: part.array for name, part in vars(TreeBatch).items() if isinstance(part, Table)}
+LOOKED_UP = tuple(name for name in ARRAYS if name not in TreeLayout._fields)
+"""tables that depend on more than the layout"""
+TABLES = ("tokens", *ARRAYS)
 """all that a verifier may read of a batch"""
 
 

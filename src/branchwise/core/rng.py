@@ -1,8 +1,7 @@
 """The source of every random decision: counter-based, so that a draw depends on its key alone.
 
-A verifier never touches a random generator; it asks a `Chance`, which answers for the whole batch. In production the
-answers are hashes of (seed, position, purpose): batch size, budget and device do not change them. The audit passes an
-enumerator instead and follows every outcome of the same code.
+A verifier asks a `Chance`, which answers for the whole batch. In production the answers are hashes of (seed, position,
+purpose): batch size, budget and device do not change them. The audit passes an enumerator instead.
 
 A categorical draw is an exponential race. `race` is the race over tensors, on any device, and `race_sparse` the same
 race over a few tokens in Python integers; `draft/recycle/paths_kernel.py` has it in Triton.
@@ -35,25 +34,19 @@ class Chance(Protocol):
         same distribution. Therefore `match` equals plain decoding seed for seed; it is exact because the noise of a
         position is used once: when the walk leaves the tree, the token that it drew is emitted.
         """
-        ...
 
     def first(self, odds: Tensor, draw: int) -> Tensor:
         """(batch,) int64: toss n coins with these odds (batch, n) in order; index of the first success, n if all fail.
 
         The coins are numbered draw, draw + 1, …: tossing them in several calls changes nothing.
         """
-        ...
 
     def hopes(self, bounds: Tensor, draw: int) -> Tensor:
-        """(batch, n) bool: which of n coins could succeed at odds up to these bounds.
-
-        Called before `first` for the same coins, it saves computing the odds of coins that fail in any case.
-        """
-        ...
+        """(batch, n) bool: which of n coins could succeed at odds up to these bounds; asked before `first`, it saves
+        computing the odds of coins that fail in any case."""
 
     def pick(self, probs: Tensor, draw: int = 0) -> Tensor:
         """(batch,) int64: one token from each distribution (batch, vocabulary), which need not be normalised."""
-        ...
 
 
 class SeededChance:
@@ -62,9 +55,9 @@ class SeededChance:
     def __init__(self, seeds: Tensor, roots: Tensor, role: str = "verify", device: torch.device | None = None) -> None:
         """`seeds` (batch,) int64, and `roots` (batch,) int64, the position of each root in its sequence.
 
-        Every step emits at least one token, so no two steps of a sequence have the same root position: it is the
-        key of the step. `role` separates a drafter's noise from a verifier's: a draft made with the noise that judges
-        it would not be an independent draw. Both tensors are copied to the `device` when they are first used on it.
+        Every step emits at least one token, so the root position is the key of the step. `role` separates a drafter's
+        noise from a verifier's, from which a draft must be independent. Both tensors are copied to the `device` when
+        they are first used on it.
         """
         self.host = seeds, roots
         self.role = role
@@ -134,12 +127,8 @@ def race(probs: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
 
     Every token arrives after an exponential time divided by its mass, and the first to arrive wins: token i with
     probability probs[i] / total. Noise belongs to tokens, so rounding in the distribution changes the winner only in a
-    photo finish. (One uniform against the running sum would be cheaper, but then the interval of a rare token is as
-    narrow as the rounding of all tokens before it: a pass over a tree would draw other rare tokens than a pass over one
-    node.)
-
-    To save noise for the whole vocabulary, blocks of tokens race first, each with the mass of its tokens, and then the
-    tokens of the winning block.
+    photo finish. (One uniform against the running sum would be cheaper, but the interval of a rare token is as narrow
+    as the rounding of all tokens before it.) To save noise, blocks of tokens race first, then those of the winner.
 
     If several draws share a distribution, `rows` (draws,) is the index of the distribution for each key (draws,).
     """
@@ -156,10 +145,7 @@ def race(probs: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
 
 def race_on(probs: Tensor, keys: Tensor, k: int) -> Tensor:
     """(batch, k) int64: k tokens of each distribution (batch, vocabulary) without replacement, each by a race of the
-    tokens that are left.
-
-    If a distribution has fewer tokens, the rest of its row is -1.
-    """
+    tokens that are left; -1 if none is."""
     left = probs.clone()
     drawn = []
     for turn in range(k):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,17 @@ Processor = Callable[[Sequence[int], Tensor], Tensor]
 
 COLDEST = 1e-30
 """a lower temperature gives the same distribution in float32, and would overflow the logits on the way"""
+
+
+LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0, "at least 0"),
+    "top_k": (lambda value: value >= 0, "at least 0 (0 keeps all tokens)"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "between 0 and 1"),
+    "repetition_penalty": (lambda value: value > 0, "above 0"),
+    "presence_penalty": (math.isfinite, "a finite number"),
+    "frequency_penalty": (math.isfinite, "a finite number"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,28 +60,11 @@ class SamplingParams:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            if not isinstance(getattr(self, name), int | float):
-                raise UsageError(f"{name} must be a number, not {getattr(self, name)!r}.")
-        checks = [
-            ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0"),
-            ("presence_penalty", self.presence_penalty, True, "a finite number"),
-            ("frequency_penalty", self.frequency_penalty, True, "a finite number"),
-        ]
-        for name, value, inside, rule in checks:
-            if not (inside and math.isfinite(value)):
+        for name, (allowed, rule) in LIMITS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float):
+                raise UsageError(f"{name} must be a number, not {value!r}.")
+            if not (allowed(value) and math.isfinite(value)):
                 raise UsageError(f"{name} must be {rule}, not {value}.")
         if any(token < 0 or math.isnan(bias) or bias == math.inf for token, bias in self.logit_bias.items()):
             raise UsageError("logit_bias maps token ids to finite numbers (or -inf to forbid a token).")
@@ -108,11 +102,23 @@ class History(NamedTuple):
     """(batch, n, vocabulary) float32: how often each token is in the output, the row's own path included"""
 
 
+COLUMNS = {
+    "greedy": torch.bool,
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "repetition_penalty": torch.float32,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+}
+"""parameters that a device reads from tensors"""
+
+
 class Warp:
     """From the logits of a batch to its distributions; row b of every call follows sampling[b].
 
-    What the parameters say goes to the device once, when it is first needed, so that further distributions can be asked
-    for without waiting for the host.
+    Parameters are copied to the device once, when they are first needed.
     """
 
     def __init__(self, sampling: Sequence[SamplingParams], vocabulary: int, device: torch.device | str) -> None:
@@ -124,10 +130,10 @@ class Warp:
 
         self._device = device
         self._vocabulary = vocabulary
+        self._columns: dict[str, Tensor] = {}
         self._some_certain = any(params.greedy for params in sampling)
         self._plain = all(params.temperature == 1 for params in sampling)
-        self._ks = [params.top_k if params.top_k < vocabulary else 0 for params in sampling]
-        self._largest_k = max(self._ks)
+        self._largest_k = max((params.top_k for params in sampling if params.top_k < vocabulary), default=0)
         self._cuts_p = min(float(params.top_p) for params in sampling) < 1
         self._cuts_min_p = max(float(params.min_p) for params in sampling) > 0
 
@@ -149,9 +155,10 @@ class Warp:
         """Take the parameters of another warp of the same structure, in the tensors that are on the device already."""
         if self.sampling == other.sampling:
             return
-        for name in ("_certain", "_temperature", "_k", "_all_k", "_p", "_min_p", "_bias"):
-            if isinstance(mine := self.__dict__.get(name), Tensor):
-                mine.copy_(Warp.__dict__[name].func(other), non_blocking=True)
+        for name, column in self._columns.items():
+            column.copy_(other._column(name), non_blocking=True)
+        if self._bias is not None and other._bias is not None:
+            self._bias.copy_(other._bias, non_blocking=True)
         self.sampling = other.sampling
 
     def bring(self) -> None:
@@ -159,14 +166,15 @@ class Warp:
         if self.adjusts:
             _ = self._bias
         if not self.greedy:
-            _ = self._certain, self._temperature, self._k, self._all_k, self._p, self._min_p
+            for name in COLUMNS:
+                self._column(name)
 
-    def _column(self, values: list[Any]) -> Tensor:
-        return torch.tensor(values, device=self._device)[:, None, None]
-
-    @cached_property
-    def _certain(self) -> Tensor:
-        return self._column([params.greedy for params in self.sampling])
+    def _column(self, name: str) -> Tensor:
+        """(batch, 1, 1): one parameter of every text."""
+        if name not in self._columns:
+            values = [getattr(params, name) for params in self.sampling]
+            self._columns[name] = torch.tensor(values, dtype=COLUMNS[name], device=self._device)[:, None, None]
+        return self._columns[name]
 
     @cached_property
     def _bias(self) -> Tensor | None:
@@ -177,36 +185,6 @@ class Warp:
         for row, params in zip(bias, self.sampling, strict=True):
             row[0, list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
         return bias.to(self._device, non_blocking=True)
-
-    @cached_property
-    def _penalties(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Repetition, presence and frequency penalty of every text, each (batch, 1, 1)."""
-        return (
-            self._column([float(params.repetition_penalty) for params in self.sampling]),
-            self._column([float(params.presence_penalty) for params in self.sampling]),
-            self._column([float(params.frequency_penalty) for params in self.sampling]),
-        )
-
-    @cached_property
-    def _temperature(self) -> Tensor:
-        # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
-        return self._column([max(float(params.temperature), COLDEST) for params in self.sampling])
-
-    @cached_property
-    def _k(self) -> Tensor:
-        return self._column([max(k, 1) for k in self._ks])
-
-    @cached_property
-    def _all_k(self) -> Tensor:
-        return self._column([k == 0 for k in self._ks])
-
-    @cached_property
-    def _p(self) -> Tensor:
-        return self._column([float(params.top_p) for params in self.sampling])
-
-    @cached_property
-    def _min_p(self) -> Tensor:
-        return self._column([float(params.min_p) for params in self.sampling])
 
     def __call__(
         self, logits: Tensor, contexts: Sequence[Context] | None = None, history: History | None = None
@@ -220,15 +198,15 @@ class Warp:
         logits = self.adjust(logits, contexts, history)
         if self.greedy:
             return one_hot(logits.argmax(dim=-1), logits.shape[-1])
-        scaled = logits if self._plain else logits / self._temperature
+        # A greedy row among sampled ones passes through as a very cold one and is replaced at the end.
+        scaled = logits if self._plain else logits / self._column("temperature").clamp_min(COLDEST)
         probs = torch.softmax(scaled, dim=-1) if scaled.device.type == "cpu" else unnormalised(scaled)
         if self._largest_k or self._cuts_p or self._cuts_min_p:
             probs = self._keep_min_p(self._keep_top_p(self._keep_top_k(probs)))
-        probs = probs / row_sum(probs)[..., None].to(
-            probs.dtype
-        )  # softmax over 150,000 tokens is off by 1e-5 in float32
+        # The softmax over 150,000 tokens is off by 1e-5 in float32.
+        probs = probs / row_sum(probs)[..., None].to(probs.dtype)
         if self._some_certain:
-            probs = torch.where(self._certain, one_hot(logits.argmax(dim=-1), logits.shape[-1]), probs)
+            probs = torch.where(self._column("greedy"), one_hot(logits.argmax(dim=-1), logits.shape[-1]), probs)
         return probs
 
     def adjust(
@@ -236,48 +214,37 @@ class Warp:
     ) -> Tensor:
         """The stages before temperature, same shape, float32; greedy decoding takes the argmax of these.
 
-        What comes before a row is given as its context, row by row, or as tensors for the whole batch, which a device
-        needs: it then does the same without the host.
+        The tokens before each row are given as its context, or for a whole batch on a device as its `history`.
         """
         logits = logits.float()
         if not self.adjusts or not logits.numel():
             return logits
-        if contexts is None and logits.device.type != "cpu":
-            return self._adjust_batch(logits[:, None] if logits.ndim == 2 else logits, history).view(logits.shape)
-        flat = logits.reshape(-1, logits.shape[-1])
-        each = len(flat) // len(self.sampling)
-        rows = []
-        for index, row in enumerate(flat.unbind()):
-            params = self.sampling[index // each]
-            if contexts is not None:
-                for process in params.processors:
-                    row = process(contexts[index].tokens, row.clone())  # it may write to its row; ours is the model's
-                row = _penalise(row, params, contexts[index])
-            rows.append(_bias(row, params))
-        return torch.stack(rows).view(logits.shape)
-
-    def _adjust_batch(self, logits: Tensor, history: History | None) -> Tensor:
-        """Penalties and bias of a whole batch (batch, n, vocabulary) as tensor operations."""
-        if history is not None:
-            repetition, presence, frequency = self._penalties
-            repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-            logits = torch.where(history.seen, repeated, logits)
-            logits = logits - torch.where(history.counts > 0, presence + frequency * history.counts, 0.0)
-        return logits if self._bias is None else logits + self._bias
+        rows = logits[:, None] if logits.ndim == 2 else logits
+        if contexts is not None:
+            params = [params for params in self.sampling for _ in range(rows.shape[1])]
+            flat = rows.flatten(0, 1).unbind()
+            rows = torch.stack(list(map(_penalise, flat, params, contexts))).view(rows.shape)
+        elif history is not None:
+            factor = self._column("repetition_penalty")
+            rows = torch.where(history.seen, torch.where(rows > 0, rows / factor, rows * factor), rows)
+            penalty = self._column("presence_penalty") + self._column("frequency_penalty") * history.counts
+            rows = rows - torch.where(history.counts > 0, penalty, 0.0)
+        return (rows if self._bias is None else rows + self._bias).view(logits.shape)
 
     def _keep_top_k(self, probs: Tensor) -> Tensor:
         if not self._largest_k:
             return probs
         top = probs.topk(self._largest_k, dim=-1).values
-        index = (self._k - 1).expand(-1, probs.shape[1], -1)
-        floor = top.gather(-1, index).masked_fill(self._all_k, 0.0)
+        k = self._column("top_k")
+        index = (k - 1).clamp(0, self._largest_k - 1).expand(-1, probs.shape[1], -1)
+        floor = top.gather(-1, index).where((k > 0) & (k <= self._largest_k), 0.0)
         # Tokens that tie with the k-th stay, so the cut does not depend on the order of a sort.
         return probs.where(probs >= floor, 0.0)
 
     def _keep_top_p(self, probs: Tensor) -> Tensor:
         if not self._cuts_p:
             return probs
-        share = self._p
+        share = self._column("top_p")
         wanted = share * row_sum(probs)[..., None].to(probs.dtype)
         # Sorting a whole vocabulary costs more than a pass of a small model; the mass nearly always lies in few tokens.
         size = probs.shape[-1] if probs.is_cuda else min(256, probs.shape[-1])
@@ -294,7 +261,7 @@ class Warp:
     def _keep_min_p(self, probs: Tensor) -> Tensor:
         if not self._cuts_min_p:
             return probs
-        return probs.where(probs >= self._min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+        return probs.where(probs >= self._column("min_p") * probs.amax(dim=-1, keepdim=True), 0.0)
 
 
 def adjust(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[Context]) -> Tensor:
@@ -308,10 +275,10 @@ def warp(logits: Tensor, sampling: Sequence[SamplingParams], contexts: Sequence[
 
 
 def unnormalised(logits: Tensor) -> Tensor:
-    """Laws (…, vocabulary) times a number for each row, 1 on its best token.
+    """Distributions (…, vocabulary) times a number for each row, 1 on its best token.
 
-    Cuts compare the numbers of one row, and all of them are divided by their total in the end. So on a device, where a
-    pass over all rows costs, none is spent on a first division; on the host one softmax is faster than these steps.
+    Cuts compare the numbers of one row, and the sum of what is left divides them in the end, so a device saves a first
+    division. On the host one softmax is faster.
     """
     # In blocks, because a compiler gives a whole row to one processor, and there are few rows.
     best = filled_blocks(logits, -torch.inf).amax(dim=-1).amax(dim=-1, keepdim=True)
@@ -325,6 +292,9 @@ def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
 
 
 def _penalise(row: Tensor, params: SamplingParams, context: Context) -> Tensor:
+    """Processors and penalties of one row (vocabulary,)."""
+    for process in params.processors:
+        row = process(context.tokens, row.clone())  # it may write to its row; ours is the model's
     if params.repetition_penalty != 1:
         seen = torch.tensor(list(set(context.tokens)), device=row.device)
         values = row[seen]
@@ -336,10 +306,3 @@ def _penalise(row: Tensor, params: SamplingParams, context: Context) -> Tensor:
         counts = torch.tensor(list(output.values()), device=row.device)
         row = row.index_put((seen,), row[seen] - params.presence_penalty - params.frequency_penalty * counts)
     return row
-
-
-def _bias(row: Tensor, params: SamplingParams) -> Tensor:
-    if not params.logit_bias:
-        return row
-    tokens = torch.tensor(list(params.logit_bias), device=row.device)
-    return row.index_put((tokens,), row[tokens] + torch.tensor(list(params.logit_bias.values()), device=row.device))

@@ -23,41 +23,30 @@ from branchwise.core.sequence import SequenceState
 class TargetProbs(Protocol):
     """Row (b, i) is the distribution after node i of tree b."""
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every distribution is certain of one token, so that nothing needs to be drawn."""
-
-    @property
-    def lazy(self) -> bool:
-        """Whether to work row by row and end early: so on the host, where rows cost and a look at a value is free.
-
-        On a device launches cost and a look would be a sync; there a verifier works on whole levels, to the end.
-        """
-
-    @property
-    def together(self) -> bool:
-        """On a device, whether to work on the rows of all nodes in one go, wherever the walk will lead.
-
-        That spares launches while the rows fit into the cache of the chip; beyond it a rule that walks down one path
-        reads the rows on its way. One that comes to nearly every node asks for `all_at_once`.
-        """
+    greedy: bool
+    """whether every distribution is certain of one token, so that nothing needs to be drawn"""
+    lazy: bool
+    """whether to work row by row and end early: so on the host, where rows cost and a look at a value is free. On a
+    device launches cost and a look would be a sync, so a verifier works on whole levels, to the end."""
+    together: bool
+    """on a device, whether to work on the rows of all nodes in one go, wherever the walk will lead. That saves launches
+    while the rows fit into the cache of the chip; beyond it a rule that walks down one path reads the rows on its way,
+    and a rule that comes to nearly every node asks for `all_at_once`."""
 
     def at(self, nodes: Tensor) -> Tensor:
-        """(…, vocabulary) float32 for nodes (batch,) or (batch, n): in each tree the distributions after the given
-        nodes."""
+        """(…, vocabulary) float32: in each tree the distributions after the given nodes (batch,) or (batch, n)."""
 
     def best(self, nodes: Tensor) -> Tensor:
         """The tokens (int64) that greedy decoding emits after the given nodes (batch,) or (batch, n)."""
 
 
 def all_at_once(probs: TargetProbs) -> TargetProbs:
-    """The same distributions for a rule that reads nearly every row whatever is drawn: on a device in one go, however
-    many."""
+    """The same for a rule that reads nearly every row whatever is drawn: on a device in one go, however many."""
     return _with(probs, together=True)
 
 
 def one_by_one(probs: TargetProbs) -> TargetProbs:
-    """The same distributions for a rule that reads hardly any row: on a device too, only those it asks for are made."""
+    """The same for a rule that reads hardly any row: on a device too, only those it asks for are made."""
     return _with(probs, together=False)
 
 
@@ -84,27 +73,22 @@ def where_rows(probs: TargetProbs, condition: Tensor, one: Tensor, other: Tensor
 
 
 TOGETHER = 64
-"""at most so many rows are worked on in one go for a rule that walks down one path: 39 MB of float32 in a vocabulary of
-151,936, and an H200 caches 50"""
+"""rows that a rule which walks down one path works on in one go: 39 MB of float32 in a vocabulary of 151,936, and an
+H200 caches 50"""
 
 
 class WarpedProbs:
     """The distributions that a pass of the target found. Each node knows the path that leads to it."""
 
     def __init__(self, logits: Tensor, batch: TreeBatch, sequences: Sequence[SequenceState]) -> None:
-        """`logits` (batch, nodes, vocabulary) of the unwarped model; a batch may have more entries than there are
-        texts, and what is found for those means nothing."""
+        """`logits` (batch, nodes, vocabulary) of the unwarped model; a batch may be padded beyond the sequences."""
         self.logits = logits
         self.batch = batch
         self.lazy = logits.device.type == "cpu"
         self.together = logits.shape[0] * logits.shape[1] <= TOGETHER
-        self._sequences = sequences
-        sampling = [sequence.sampling for sequence in sequences]
-        self._warp = Warp(sampling + sampling[-1:] * (len(batch) - len(sampling)), logits.shape[-1], logits.device)
-
-    @property
-    def greedy(self) -> bool:
-        return self._warp.greedy
+        self._sequences = [*sequences, *[sequences[-1]] * (len(batch) - len(sequences))]
+        self._warp = Warp([text.sampling for text in self._sequences], logits.shape[-1], logits.device)
+        self.greedy = self._warp.greedy
 
     def at(self, nodes: Tensor) -> Tensor:
         # If probabilities depend on the text before, a device computes those of all nodes: a look at `nodes` would make
@@ -143,10 +127,9 @@ class WarpedProbs:
     def without_texts(self) -> WarpedProbs:
         """The way of warping alone, for distributions that depend on nothing but logits."""
         assert self.capturable or self.lazy, "these distributions depend on the texts"
-        other: WarpedProbs = copy.copy(self)
-        for name in ("_all", "_history", "logits", "batch"):  # both are given when it is put over others
-            other.__dict__.pop(name, None)
-        other._sequences = ()
+        other = self.over(self.logits, self.batch)
+        del other.logits, other.batch  # given when it is put over others
+        other._sequences = []
         return other
 
     def over(self, logits: Tensor, batch: TreeBatch) -> WarpedProbs:
@@ -171,52 +154,40 @@ class WarpedProbs:
         """What comes before every node, on the device and without the host; None if no penalty asks for it."""
         if self.lazy or not self._warp.looks_back or self._warp.processes:
             return None
-        texts = [*self._sequences, *[self._sequences[-1]] * (len(self.batch) - len(self._sequences))]
-        known = [_counted(text, self.logits.shape[-1], self.logits.device) for text in texts]
-        nodes = self.batch.nodes
-        below = unpack_bits(self.batch.ancestor_bits, nodes).float()
+        known = [_count_tokens(text, self.logits.shape[-1], self.logits.device) for text in self._sequences]
+        below = unpack_bits(self.batch.ancestor_bits, self.batch.nodes).float()
         below[:, :, 0] = 0  # the root is in the text
-        size = len(self.batch), nodes, self.logits.shape[-1]
-        places = self.batch.tokens[:, None, :].expand(-1, nodes, -1)
-        path = torch.zeros(size, device=self.logits.device).scatter_add_(2, places, below)
+        places = self.batch.tokens[:, None, :].expand(below.shape)
+        path = torch.zeros(self.logits.shape, device=self.logits.device).scatter_add_(2, places, below)
         seen, counts = (torch.stack(rows)[:, None] for rows in zip(*known, strict=True))
         return History(seen | (path > 0), counts + path)
 
     def _contexts(self, nodes: Tensor) -> list[Context] | None:
-        """What stands before each row, in the order of the flattened nodes; None where no distribution depends on
-        it."""
+        """What stands before each row, in the order of the flattened nodes; None if no distribution depends on it."""
         if not self._warp.looks_back or (not self.lazy and not self._warp.processes):
             return None
         contexts = []
-        texts = [*self._sequences, *[self._sequences[-1]] * (len(self.batch) - len(self._sequences))]
-        for sequence, tree, row in zip(texts, self.batch.trees, nodes.tolist(), strict=True):
+        for sequence, tree, row in zip(self._sequences, self.batch.trees, nodes.tolist(), strict=True):
             for node in row if nodes.ndim == 2 else [row]:
-                node = min(node, len(tree) - 1)  # padding has no path, and nobody reads its distribution
+                node = min(node, len(tree) - 1)  # padding has no path, and its distribution is not read
                 drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()
                 contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
         return contexts
 
 
-class _Counts:
-    """How often tokens are in a text, in device memory; only what is new in the text is counted."""
-
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
-        self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-        self.output = torch.zeros(vocabulary, device=device)
-        self.length = 0
+_counts: WeakKeyDictionary[SequenceState, tuple[Tensor, Tensor, int]] = WeakKeyDictionary()
+"""by text: its tokens as marks (vocabulary,), the counts of its output (vocabulary,), how many tokens are counted"""
 
 
-_counts: WeakKeyDictionary[SequenceState, _Counts] = WeakKeyDictionary()
-
-
-def _counted(text: SequenceState, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tokens are in a text (vocabulary,), and how often each is in its output (vocabulary,)."""
-    counts = _counts.get(text)
-    if counts is None or counts.output.device != device:
-        counts = _counts[text] = _Counts(vocabulary, device)
-    new = torch.tensor(text.tokens[counts.length :]).to(device, non_blocking=True)
-    written = new[max(text.prompt_length - counts.length, 0) :]
-    counts.seen.index_fill_(0, new, True)
-    counts.output.index_add_(0, written, torch.ones(len(written), device=device))
-    counts.length = len(text.tokens)
-    return counts.seen, counts.output
+def _count_tokens(text: SequenceState, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Marks and counts of a text in device memory; only its new tokens are counted."""
+    seen, output, counted = _counts.get(text, (None, None, 0))
+    if seen is None or output is None or output.device != device:
+        seen, output = torch.zeros(vocabulary, dtype=torch.bool, device=device), torch.zeros(vocabulary, device=device)
+        counted = 0
+    new = torch.tensor(text.tokens[counted:]).to(device, non_blocking=True)
+    written = new[max(text.prompt_length - counted, 0) :]
+    seen.index_fill_(0, new, True)
+    output.index_add_(0, written, torch.ones(len(written), device=device))
+    _counts[text] = seen, output, len(text.tokens)
+    return seen, output

@@ -109,11 +109,8 @@ _shapes_lock = threading.Lock()  # engines of several threads share the cache
 def topology(parents: tuple[int, ...]) -> Topology:
     """The shape of these parents, from the cache if possible."""
     with _shapes_lock:
-        shape = _shapes.get(parents)
-        if shape is not None:
-            _shapes.move_to_end(parents)
-            return shape
-    return _keep(Topology(parents))
+        known = _shapes.get(parents)
+    return _keep(known or Topology(parents))
 
 
 def plant(parents: tuple[int, ...]) -> Topology:

@@ -1,22 +1,22 @@
 """Fewer and larger kernels in a recorded pass, whatever the model class.
 
-A pass over a few nodes of a small model is bound by the number of its kernels. Two things help, and neither writes a
-model by hand. Linear maps that read the same input are one product over their stacked weights. And a decoder layer is
-traced and compiled, once for all layers of its kind: weights are inputs of what is compiled, and attention is one
-opaque operation that looks up by itself which layer's keys it works on.
-
-All of it happens within passes over a sheet, recorded or not; outside the model computes as it always did.
+A pass over a few nodes of a small model is bound by the number of its kernels. So linear maps that read the same input
+are one product over their stacked weights, and a decoder layer is traced and compiled, once for all layers of its kind:
+weights are inputs of what is compiled, and attention is one opaque operation that looks up which layer's keys it works
+on. All of it happens within packed passes, recorded or not; outside them the model computes as it always did.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,12 +25,18 @@ from torch.utils import _pytree as pytree
 
 from branchwise.backends.transformers.attention import Window
 from branchwise.cuda.inputs import PassInputs
-from branchwise.cuda.rounding import beyond_rounding
 from branchwise.errors import first_line
 
 log = logging.getLogger(__name__)
 
 SCALARS = int | float | str | bool | None
+FARTHER = 2.0
+"""how many times as far as the layer's own result a typical node of the fused layer may lie from the widened one. On a
+CPU compiled layers lie 0.6 to 0.8 times as far in bfloat16 and 0.9 to 1.3 times in float32; in a small layer in
+bfloat16 an attention scale that is off by a tenth lies 4 to 9 times as far, the weights of another layer 100 times"""
+FARTHER_IN_A_COLUMN = 8.0
+"""the same for the worst element of the output, whose error in a pass over one node is a single draw: the largest of
+thousands of such draws is 4 to 5 times the typical one; a wrong column lies 25 times as far or more over eight nodes"""
 
 
 # Linear maps of one input
@@ -43,11 +49,6 @@ class Group:
     maps: list[nn.Linear]
     weight: Tensor | None = None
     bias: Tensor | None = None
-
-    @property
-    def free(self) -> bool:
-        """Whether nobody else wants to be in between."""
-        return not any("forward" in one.__dict__ for one in self.maps)
 
     def refresh(self) -> None:
         """Let each map hold its weights as a view of the stack; where one has got others, all are stacked anew."""
@@ -72,37 +73,32 @@ def joined(groups: list[Group]) -> Iterator[None]:
         for group in groups:
             group.refresh()
             found: dict[str, Any] = {}
-            first, *others = group.maps
-            first.__dict__["forward"] = _lead(group, found)
-            undo.callback(first.__dict__.pop, "forward", None)
-            for number, other in enumerate(others):
-                other.__dict__["forward"] = _follow(other, number, found)
-                undo.callback(other.__dict__.pop, "forward", None)
+            for number, one in enumerate(group.maps):
+                _patch(one, partial(_part, group, number, found), undo)
         yield
 
 
-def _lead(group: Group, found: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    sizes = [one.out_features for one in group.maps]
-
-    def forward(given: Tensor) -> Tensor:
-        # From the group: a traced layer puts the weights of the layer that it runs for there.
+def _part(group: Group, number: int, found: dict[str, Any], given: Tensor) -> Tensor:
+    """What one map of a group makes of an input, computed with what all others make of it by the first."""
+    if number == 0:
+        # From the group: a traced layer puts into it the weights of the layer that it runs for.
         assert group.weight is not None, "weights are stacked before they are used"
+        sizes = [one.out_features for one in group.maps]
         parts = nn.functional.linear(given, group.weight, group.bias).split(sizes, dim=-1)
-        found.update(given=given, rest=parts[1:])
-        mine: Tensor = parts[0]
-        return mine
+        found.update(given=given, parts=parts)
+    elif found.get("given") is not given:
+        return nn.functional.linear(given, group.maps[number].weight, group.maps[number].bias)
+    part: Tensor = found["parts"][number]
+    return part
 
-    return forward
+
+def _patched(module: nn.Module) -> bool:
+    return "forward" in module.__dict__
 
 
-def _follow(other: nn.Linear, number: int, found: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    def forward(given: Tensor) -> Tensor:
-        if found.get("given") is given:
-            part: Tensor = found["rest"][number]
-            return part
-        return nn.functional.linear(given, other.weight, other.bias)
-
-    return forward
+def _patch(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
+    module.__dict__["forward"] = forward
+    undo.callback(module.__dict__.pop, "forward", None)
 
 
 _joined: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Group]]] = weakref.WeakKeyDictionary()
@@ -111,65 +107,44 @@ stacked anew for one target, what another has recorded would read memory that is
 
 
 def groups_of(model: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """The linear maps of a model that can be joined, found once by watching a pass, which nobody else may run then.
-
-    All targets get them in one order: what is compiled for one layer reads the stacks of another in it.
-    """
+    """The linear maps of a model that can be joined, found once by watching a pass, which nobody else may run then. All
+    targets get them in one order: what is compiled for one layer reads the stacks of another in it."""
     groups = [group for known in _joined.get(model, ()) if (group := known())]
     if not groups:
         groups = same_inputs(model, run)
         _joined[model] = [weakref.ref(group) for group in groups]
-    return [group for group in groups if group.free]
+    return [group for group in groups if not any(map(_patched, group.maps))]
 
 
 def same_inputs(model: nn.Module, run: Callable[[], object]) -> list[Group]:
     """The linear maps of one module that read the very same tensor in a pass."""
     readers: dict[tuple[int, int], list[nn.Linear]] = {}
     kept: list[Tensor] = []  # or another tensor could take the place of one that is gone
-    handles = []
-    for parent in model.modules():
-        for child in parent.children():
-            if type(child) is nn.Linear and "forward" not in child.__dict__:  # somebody else wants to be in between
 
-                def see(module: nn.Module, given: tuple[Any, ...], parent: nn.Module = parent) -> None:
-                    kept.append(given[0])
-                    readers.setdefault((id(parent), id(given[0])), []).append(module)  # type: ignore[arg-type]
+    def see(parent: nn.Module, module: nn.Module, given: tuple[Any, ...]) -> None:
+        kept.append(given[0])
+        readers.setdefault((id(parent), id(given[0])), []).append(module)  # type: ignore[arg-type]
 
-                handles.append(child.register_forward_pre_hook(see))
-    try:
+    with ExitStack() as undo:
+        for parent in model.modules():
+            for child in parent.children():
+                if type(child) is nn.Linear and not _patched(child):  # or somebody else wants to be in between
+                    undo.callback(child.register_forward_pre_hook(partial(see, parent)).remove)
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     found = {tuple(map(id, maps)): maps for maps in readers.values()}
-    return [Group(maps) for maps in found.values() if len(set(maps)) == len(maps) > 1 and _alike(maps)]
+    return [Group(maps) for maps in found.values() if _joinable(maps)]
 
 
-def _alike(maps: list[nn.Linear]) -> bool:
-    first, *others = ((one.weight.dtype, one.weight.device, one.bias is None) for one in maps)
-    return all(other == first for other in others)
+def _joinable(maps: list[nn.Linear]) -> bool:
+    kinds = {(one.weight.dtype, one.weight.device, one.bias is None) for one in maps}
+    return len(set(maps)) == len(maps) > 1 and len(kinds) == 1
 
 
 # Layers
 
 
-@dataclass
-class Here:
-    """The layer that an opaque attention works on."""
-
-    inputs: PassInputs
-    keys: Tensor
-    values: Tensor
-
-
-class _Places(threading.local):
-    """Where this thread is."""
-
-    def __init__(self) -> None:
-        self.stack: list[Here] = []
-
-
-_places = _Places()
+_current: ContextVar[tuple[PassInputs, Tensor, Tensor]] = ContextVar("branchwise_layer")
+"""the inputs of the pass, and the keys and values of the layer that an opaque attention works on"""
 
 
 @torch.library.custom_op("branchwise::attend_here", mutates_args=())
@@ -177,9 +152,9 @@ def attend_here(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Write the keys and values of new nodes to the layer at hand, and attend to all that they see."""
-    here = _places.stack[-1]
-    here.inputs.write(here.keys, here.values, key, value)
-    return here.inputs.attend(query, here.keys, here.values, window, scale, softcap)
+    inputs, keys, values = _current.get()
+    inputs.write(keys, values, key, value)
+    return inputs.attend(query, keys, values, window, scale, softcap)
 
 
 @attend_here.register_fake
@@ -188,26 +163,17 @@ def _(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: floa
     return query.new_empty(batch, nodes, heads, value.shape[3])
 
 
-class Opaque:
-    """A pass whose attention a compiler does not look into."""
-
-    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        return new_keys, new_values
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
-    ) -> Tensor:
-        found: Tensor = attend_here(query, keys, values, window, scale, softcap)
-        return found
+OPAQUE = SimpleNamespace(write=lambda keys, values, *new: new, attend=attend_here)
+"""A pass whose attention a compiler does not look into."""
 
 
 class Fusion:
-    """The layers of a model in their fused form, for passes over one store."""
+    """A model in its fused form, for passes over one KV cache; `layers` are those to compile, in order."""
 
-    def __init__(self, model: nn.Module, store: Any, groups: list[Group], *, compile: bool) -> None:
+    def __init__(self, store: Any, groups: list[Group], layers: Sequence[nn.Module] = ()) -> None:
         self._store = store
         self._groups = groups
-        self._layers = decoder_layers(model, len(store.layers_keys)) if compile else []
+        self._layers = [] if any(map(_patched, layers)) else layers
         self._programs: dict[Any, Callable[..., Any] | None] = {}
 
     @contextmanager
@@ -215,8 +181,7 @@ class Fusion:
         """Within, the model computes in its fused form; nobody else may run it meanwhile."""
         with joined(self._groups), ExitStack() as undo:
             for index, layer in enumerate(self._layers):
-                layer.__dict__["forward"] = self._fused(index, layer)
-                undo.callback(layer.__dict__.pop, "forward", None)
+                _patch(layer, self._fused(index, layer), undo)
             yield
 
     def _fused(self, index: int, layer: nn.Module) -> Callable[..., Any]:
@@ -228,31 +193,24 @@ class Fusion:
             weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
             stacks = [(group.weight, group.bias) for group in groups]
             given, spec = pytree.tree_flatten((args, kwargs))
-            places = [place for place, one in enumerate(given) if isinstance(one, Tensor)]
-            tensors = [given[place] for place in places]
-            constants = [None if isinstance(one, Tensor) else one for one in given]
+            tensors = [one for one in given if isinstance(one, Tensor)]
 
-            def run(weights: dict[str, Tensor], stacks: list[Any], tensors: list[Tensor]) -> Any:
-                whole = list(constants)
-                for place, tensor in zip(places, tensors, strict=True):
-                    whole[place] = tensor
+            def run(weights: dict[str, Tensor], other_stacks: list[Any], tensors: list[Tensor]) -> Any:
+                rest = iter(tensors)
+                whole = [next(rest) if isinstance(one, Tensor) else one for one in given]
                 args, kwargs = pytree.tree_unflatten(whole, spec)
                 patched = layer.__dict__.pop("forward")
-                own = [(group.weight, group.bias) for group in groups]
-                for group, (weight, bias) in zip(groups, stacks, strict=True):
-                    group.weight, group.bias = weight, bias
+                _put(groups, other_stacks)
                 try:
                     return torch.func.functional_call(layer, weights, args, kwargs)
                 finally:
                     layer.__dict__["forward"] = patched
-                    for group, (weight, bias) in zip(groups, own, strict=True):
-                        group.weight, group.bias = weight, bias
+                    _put(groups, stacks)
 
             key = (
                 type(layer),
                 *((name, weight.shape, weight.dtype) for name, weight in weights.items()),
-                *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors),
-                *(one if isinstance(one, Window | SCALARS) else type(one).__name__ for one in constants),
+                *map(_kind, given),
                 *_settings(layer),
             )
             inputs = weights, stacks, tensors
@@ -269,10 +227,8 @@ class Fusion:
     def _checked(
         self, key: Any, index: int, run: Any, inputs: Any, pass_inputs: PassInputs
     ) -> Callable[..., Any] | None:
-        """The program of a layer; None if it computes something else than the layer.
-
-        The first layer of a kind is traced and compiled; the others are tried with its program.
-        """
+        """The program of a layer; None if it computes something else than the layer. The first layer of a kind is
+        traced and compiled; the others are tried with its program."""
         try:
             if key not in self._programs:
                 self._programs[key] = compiled(self._traced(run, inputs, index))
@@ -295,7 +251,7 @@ class Fusion:
     def _traced(self, run: Any, inputs: Any, index: int) -> Any:
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        current, self._store.current = self._store.current, Opaque()
+        current, self._store.current = self._store.current, OPAQUE
         try:
             with torch.no_grad(), self._at(index, current):
                 return make_fx(run)(*inputs)
@@ -304,15 +260,27 @@ class Fusion:
 
     @contextmanager
     def _at(self, index: int, inputs: PassInputs) -> Iterator[None]:
-        _places.stack.append(Here(inputs, self._store.layers_keys[index], self._store.layers_values[index]))
+        before = _current.set((inputs, self._store.layers_keys[index], self._store.layers_values[index]))
         try:
             yield
         finally:
-            _places.stack.pop()
+            _current.reset(before)
+
+
+def _put(groups: list[Group], stacks: list[tuple[Tensor | None, Tensor | None]]) -> None:
+    for group, (weight, bias) in zip(groups, stacks, strict=True):
+        group.weight, group.bias = weight, bias
+
+
+def _kind(argument: Any) -> Any:
+    """What a program is compiled for."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    return argument if isinstance(argument, Window | SCALARS) else type(argument).__name__
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, str, SCALARS]]:
-    """All that the modules of a layer are told in numbers and words, but which layer they are."""
+    """The numbers and words that configure the modules of a layer, except which layer they are."""
     return [
         (path, name, value)
         for path, module in layer.named_modules()
@@ -325,9 +293,61 @@ def compiled(graph: torch.fx.GraphModule) -> Callable[..., Any]:
     return torch.compile(graph, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
 
 
-def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
-    """The layers that attend, one for each that keeps keys."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return [] if any("forward" in layer.__dict__ for layer in module) else list(module)
-    return []
+# Rounding
+
+
+def beyond_rounding(
+    layer: Callable[..., Any], fused: Callable[..., Any], inputs: tuple[Any, Any, list[Tensor]]
+) -> str | None:
+    """In words, how far `fused` is from `layer`, if rounding does not explain it. Both are functions of weights,
+    stacked weights and tensors, of which the first are the hidden states (…, width).
+
+    The layer is run three times on the same input: as the model computes it, fused, and widened, in a precision in
+    which rounding does not matter. How far the model's own result lies from the widened one is what rounding costs in
+    this layer, however large its residual stream and however many operations it has; the fused result may lie a little
+    farther. It usually lies closer, because a compiler leaves out roundings between operations.
+    """
+    hidden = inputs[2][0]
+    if hidden.is_floating_point():
+        inputs = _with_noise(layer, inputs)
+    exact = _rows(layer(*pytree.tree_map_only(Tensor, lambda tensor: _wide(tensor, hidden.dtype), inputs)))
+    own = (_rows(layer(*inputs)) - exact).abs()
+    other = (_rows(fused(*inputs)) - exact).abs()  # not in a generator, which Dynamo would try to trace
+    # The median node: experts of almost equal weight may be routed differently, in a few nodes.
+    one_rounding = torch.finfo(hidden.dtype).eps / 4 * _size(exact).median()
+    allowed = torch.maximum(_size(own).median(), one_rounding)
+    farther = float(_size(other).median() / allowed)
+    in_a_column = float((other.median(0).values / own.median(0).values.clamp_min(allowed)).max())
+    if farther <= FARTHER and in_a_column <= FARTHER_IN_A_COLUMN:
+        return None
+    return f"it is {farther:.1f} times as far off as rounding, and {in_a_column:.1f} times in one column"
+
+
+def _with_noise(layer: Callable[..., Any], inputs: tuple[Any, Any, list[Tensor]]) -> tuple[Any, Any, list[Tensor]]:
+    """The same inputs with noise for hidden states, as large as what the layer adds to them: the residual stream of a
+    text may be thousands of times larger, and its rounding in bfloat16 would hide the layer, its faults included."""
+    weights, stacks, (hidden, *others) = inputs
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    # In memory as the hidden states are: what is compiled is compiled for their strides.
+    probe = torch.empty_like(hidden).copy_(noise)
+    found = pytree.tree_leaves(layer(weights, stacks, [probe, *others]))[0]
+    if found.shape == probe.shape and (added := float(_size((found - probe).double().flatten()))) > 0:
+        probe.mul_(added)
+    return weights, stacks, [probe, *others]
+
+
+def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype != dtype:
+        return tensor
+    return tensor.double() if dtype == torch.float32 else tensor.float()
+
+
+def _rows(found: Any) -> Tensor:
+    """(nodes, width): the hidden states that a layer returns, alone or before other things."""
+    hidden: Tensor = pytree.tree_leaves(found)[0]
+    return hidden.double().flatten(0, -2)
+
+
+def _size(errors: Tensor) -> Tensor:
+    """The root of the mean square along the last dimension."""
+    return errors.square().mean(-1).sqrt()

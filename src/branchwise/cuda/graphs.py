@@ -1,8 +1,8 @@
 """Passes of a model, and other functions of tensors, as CUDA graphs; the only place that knows how they are recorded.
 
 A pass over a few nodes is hundreds of small kernels, and launching them one by one takes the host many times as long
-as the device takes to run them. All that differs from pass to pass lies on a sheet at a fixed place, so a pass is
-recorded once for every size of sheet, when that size is first wanted, and replayed from then on with one launch.
+as the device takes to run them. All that differs from pass to pass lies in `PassInputs` at a fixed place, so a pass is
+recorded once for every size of them, when that size is first wanted, and replayed from then on with one launch.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import Scored
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
 from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.errors import first_line
 from branchwise.progress import showing
 
-MOST = 48
-"""graphs of a target, or of a function, that are kept, those used last; each holds what it finds"""
-MOST_SEEN = 1024
-"""addresses that are remembered until they come again"""
-WARMUPS = 2
-"""passes before a recording, in which libraries choose and compile their kernels"""
+MOST = 48  # graphs of a target, or of a function, that are kept, those used last; each holds what it finds
+MOST_SEEN = 1024  # addresses that are remembered until they come again
+WARMUPS = 2  # passes before a recording, in which libraries choose and compile their kernels
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +44,11 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._keeper: torch.cuda.CUDAGraph | None = None
-        """A pool ends with its last graph, so a small one stays."""
+        self._keeper: torch.cuda.CUDAGraph | None = None  # a pool ends with its last graph, so a small one stays
 
     def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The graph of a function, and what it returns: where the graph will write.
-
-        The graph reads what the function read, so whatever holds those tensors has to be kept.
-        """
+        """The graph of a function, and what it returns: where the graph will write. The graph reads what the function
+        read, so whatever holds those tensors has to be kept."""
         with _turn, on(self._device), nothing_collected():
             here, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(here)
@@ -60,14 +59,14 @@ class Pool:
             finally:
                 here.wait_stream(side)
             torch.cuda.synchronize()
+            capture = partial(torch.cuda.graph, stream=_recorder(here), capture_error_mode="thread_local")
             try:
                 if self._keeper is None:
                     self._keeper = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(self._keeper, stream=_recorder(here), capture_error_mode="thread_local"):
+                    with capture(self._keeper):
                         torch.zeros(1, device=self._device)
                 graph = torch.cuda.CUDAGraph()
-                pool, stream = self._keeper.pool(), _recorder(here)
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                with capture(graph, pool=self._keeper.pool()):
                     found = run()
             except BaseException:
                 self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
@@ -81,9 +80,7 @@ _recorders: dict[torch.device, torch.cuda.Stream] = {}
 
 def _recorder(here: torch.cuda.Stream) -> torch.cuda.Stream:
     """The stream on which a device is recorded, and nothing else runs: products keep a scratch space for every stream.
-
-    torch's own is one for all devices, that of the first which ever recorded.
-    """
+    torch's own is one for all devices, that of the first which ever recorded."""
     if here.device not in _recorders:
         # Streams are dealt out from a few; of those with this priority nobody else here takes one.
         _recorders[here.device] = torch.cuda.Stream(here.device, priority=-1)
@@ -102,6 +99,17 @@ def nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def restored(*tensors: Tensor) -> Iterator[None]:
+    """Undo what is written to these tensors meanwhile: a recording calls its function several times."""
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch on this device: graphs and kernels go to the current one, wherever their tensors are."""
     here = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
@@ -116,11 +124,9 @@ def have_kernels(device: torch.device) -> bool:
 
 
 class GraphedFunction(Generic[T]):
-    """A function of tensors on a device, recorded for the places it reads from, and replayed from then on.
-
-    Whoever calls it writes new values to the same places. What it returns is overwritten by the next call that finds
-    its values there. On the host, and where nothing can be recorded, it is the function itself.
-    """
+    """A function of tensors on a device, recorded for the places it reads from, and replayed from then on. The caller
+    writes new values to the same places; what it returns is overwritten by the next call with them. On the host, and
+    where nothing can be recorded, it is the function itself."""
 
     def __init__(
         self,
@@ -133,9 +139,9 @@ class GraphedFunction(Generic[T]):
         capture: bool = True,
         **options: Any,
     ) -> None:
-        """`own` are tensors that come before all others, always the same. Recording calls the function, and that must
-        not count: `writes` says that it changes those tensors, which are then restored, and `still` is a way to let the
-        places it is called with say nothing meanwhile. `capture` may forbid to record."""
+        """`own` are tensors that come before all others, always the same. Recording calls the function, which must
+        leave no trace: if it `writes` to its own tensors, these are restored, and `still` keeps the places it is called
+        with from having any effect meanwhile. `capture` may forbid to record."""
         self._function = function
         self._device = device
         self._own = own
@@ -144,30 +150,31 @@ class GraphedFunction(Generic[T]):
         self._still = still or (lambda *places: nullcontext())
         self._pool = Pool(device)
         self._recorded: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
-        self._seen: Counter[Any] = Counter()
+        self._seen: set[Any] = set()
         self.captures = capture and device.type == "cuda"
 
     def __call__(self, *places: Tensor) -> T:
         if not self.captures:
             return self._run(*places)
         # A graph knows addresses. It is right for whatever tensor lies there in the same shape, so none is kept.
-        key = tuple(map(_place, places))
+        key = tuple((place.data_ptr(), place.shape, place.stride(), place.dtype) for place in places)
         with on(self._device):
-            if key not in self._recorded and not (self._often(key) and self.record(*places)):
+            if key not in self._recorded and not self._record(key, places):
                 return self._run(*places)
             self._recorded.move_to_end(key)
             graph, found = self._recorded[key]
             graph.replay()
             return found
 
-    def record(self, *places: Tensor) -> bool:
-        """Record it with what lies at these places now; False where that cannot be, or has no room now."""
-        if not self.captures:
+    def _record(self, key: Any, places: Sequence[Tensor]) -> bool:
+        """Record it if values came to these places before; False where that cannot be, or has no room now."""
+        if key not in self._seen:
+            if len(self._seen) > MOST_SEEN:
+                self._seen.clear()
+            self._seen.add(key)
             return False
-        before = [tensor.clone() for tensor in self._writes]
         try:
-            key = tuple(map(_place, places))
-            with self._still(*places):
+            with restored(*self._writes), self._still(*places):
                 self._recorded[key] = self._pool.record(lambda: self._run(*places))
         except torch.OutOfMemoryError:
             return False
@@ -175,9 +182,6 @@ class GraphedFunction(Generic[T]):
             self.captures = False
             log.warning("%s runs without a CUDA graph: %s", self._function.__name__, first_line(error))
             return False
-        finally:
-            for tensor, value in zip(self._writes, before, strict=True):
-                tensor.copy_(value)
         if len(self._recorded) > MOST:
             self._recorded.popitem(last=False)
         return True
@@ -186,55 +190,57 @@ class GraphedFunction(Generic[T]):
         with on(self._device):
             return self._function(*self._own, *places, **self._options)
 
-    def _often(self, key: Any) -> bool:
-        """Whether values came to these places before: what comes anywhere is not worth a recording."""
-        if len(self._seen) > MOST_SEEN:
-            self._seen.clear()
-        self._seen[key] += 1
-        return self._seen[key] > 1
+
+class PaddedGraphedFunction:
+    """A function of rows over a vocabulary, for what drafting does on a device between two passes of a model.
+
+    A recording reads from fixed places, so rows (rows, …) are copied to these first. They have a few sizes, so that
+    there are few recordings. On the host it is the function itself.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], device: torch.device, *, capture: bool = True) -> None:
+        self._device = device
+        self._replay = GraphedFunction(function, device, capture=capture)
+        self._places: dict[Any, list[Tensor]] = {}
+        self.fixed = device.type != "cpu"  # whether inputs are brought to fixed places
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """What the function finds, to be read or copied before the next call overwrites it. On a device every input is
+        filled up with rows that mean nothing, and so is what is found."""
+        if not self.fixed:
+            return self._replay(*inputs)
+        with torch.inference_mode():  # what comes from a pass of a model may only be touched so
+            return self._replay(*self._brought(inputs))
+
+    def _brought(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        sizes = tuple((1 << (len(rows) - 1).bit_length(), *rows.shape[1:]) for rows in inputs)  # powers of two
+        key = sizes, tuple(rows.dtype for rows in inputs)
+        if key not in self._places:
+            kinds = zip(sizes, inputs, strict=True)
+            self._places[key] = [torch.zeros(size, dtype=rows.dtype, device=self._device) for size, rows in kinds]
+        for place, rows in zip(self._places[key], inputs, strict=True):
+            place[: len(rows)].copy_(rows, non_blocking=True)
+        return self._places[key]
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-class PassOutputs(NamedTuple):
-    """What a pass finds."""
-
-    logits: Tensor
-    """(batch, nodes, vocabulary)"""
-    topk: Tensor | None
-    """(batch, nodes, 2, k) float32: the most probable tokens and their probabilities, if they are asked for"""
-    hidden: dict[str, Tensor]
-    """layer -> (batch, nodes, width), for the layers that are asked for"""
-
-    def cut(self, batch: int, nodes: int) -> PassOutputs:
-        """Without the padding."""
-        hidden = {layer: states[:batch, :nodes] for layer, states in self.hidden.items()}
-        return PassOutputs(
-            self.logits[:batch, :nodes], None if self.topk is None else self.topk[:batch, :nodes], hidden
-        )
-
-
+@dataclass(eq=False)
 class Recorded:
-    """A sheet, and the graph that reads it, once there is one."""
+    """Inputs of a pass, the graph that reads them, once there is one, and where it writes."""
 
-    def __init__(self, inputs: PassInputs) -> None:
-        self.inputs = inputs
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.found: PassOutputs | None = None
+    inputs: PassInputs
+    graph: torch.cuda.CUDAGraph | None = None
+    found: Scored | None = None
 
 
 class Graphs:
-    """The passes of one model over one store."""
+    """The passes of one model over one KV cache."""
 
-    def __init__(self, name: str, device: torch.device, *, capture: bool = True) -> None:
+    def __init__(self, name: str, device: torch.device, *, capture: bool) -> None:
         self._name = name
         self._device = device
         self._pool = Pool(device)
         self._ready: OrderedDict[Size, Recorded] = OrderedDict()
-        self.captures = capture and device.type == "cuda"
-        """Otherwise every pass is launched kernel by kernel."""
+        self.captures = capture and device.type == "cuda"  # otherwise every pass is launched kernel by kernel
 
     def forget(self) -> None:
         """Drop what is recorded; sizes are recorded again when they are wanted."""
@@ -245,7 +251,7 @@ class Graphs:
         return not self.captures or (size in self._ready and self._ready[size].graph is not None)
 
     def ready(self, size: Size) -> Recorded:
-        """A sheet of this size, to be filled and passed over."""
+        """Inputs of this size, to be filled and passed over."""
         if size in self._ready:
             self._ready.move_to_end(size)
         else:
@@ -254,21 +260,18 @@ class Graphs:
                 self._ready.popitem(last=False)
         return self._ready[size]
 
-    def run(self, recorded: Recorded, run: Callable[[PassInputs], PassOutputs]) -> PassOutputs:
-        """What the pass over a filled sheet finds, for the whole of it. The next pass of this size overwrites it.
-
-        `run` makes the pass; a recorded one does not need it any more.
-        """
+    def run(self, recorded: Recorded, run: Callable[[PassInputs], Scored]) -> Scored:
+        """What the pass `run` over filled inputs finds, padding included. The next pass of this size overwrites it."""
         with on(self._device):
-            if recorded.graph is None and not (self.captures and self._record(recorded, run)):
+            if recorded.graph is None and self.captures:
+                self._record(recorded, run)
+            if recorded.graph is None or recorded.found is None:
                 return run(recorded.inputs)
-            assert recorded.graph is not None, "a pass was recorded without a graph"
-            assert recorded.found is not None, "a pass was recorded without what it finds"
             recorded.graph.replay()
             return recorded.found
 
-    def _record(self, recorded: Recorded, run: Callable[[PassInputs], PassOutputs]) -> bool:
-        """Record the pass over a filled sheet; False where this model cannot be recorded, and will not be."""
+    def _record(self, recorded: Recorded, run: Callable[[PassInputs], Scored]) -> None:
+        """Record the pass over filled inputs; a model that cannot be recorded is not tried again."""
         size = recorded.inputs.size
         try:
             with showing() as progress:
@@ -279,5 +282,50 @@ class Graphs:
         except RuntimeError as error:
             self.captures = False
             log.warning("%s cannot be captured in a CUDA graph and runs without: %s", self._name, first_line(error))
+
+
+@dataclass(eq=False)
+class InflightPass:
+    """A pass enqueued before the previous verdict reaches the host: its sequences and trees, and where it writes.
+
+    A verdict is in device memory a while before the host has read it. If a drafter knows its next trees by then, all
+    that a pass over them still lacks is how long each text has become and which token it ends with, and the device
+    knows both. The pass counts for nothing until the verdict is committed, and only for these sequences and trees.
+    """
+
+    sequences: tuple[SequenceState, ...]
+    batch: TreeBatch
+    scored: Scored
+    intact: Callable[[], bool]  # whether no other pass has overwritten the results and no slot has moved since
+    committed: bool = False  # whether the verdict in front of it was committed
+
+    def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
+        if not (self.committed and self.intact() and self._serves(sequences, batch)):
+            return None
+        if batch.host_tokens is None:
+            batch.tokens = self.batch.tokens
+        return self.scored
+
+    def _serves(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> bool:
+        mine, theirs = self.batch.trees, batch.trees
+        if self.sequences != tuple(sequences) or (self.batch.nodes, len(mine)) != (batch.nodes, len(theirs)):
             return False
-        return True
+        # Any bare root serves for another one: the device knows which token it is.
+        return all(one is other or len(one) == len(other) == 1 for one, other in zip(mine, theirs, strict=True))
+
+
+def advance_inputs(
+    tokens: Tensor, positions: Tensor, lengths: Tensor, starts: Tensor, paths: Tensor, following: Tensor
+) -> None:
+    """Move the inputs of a pass, (batch, nodes) and (batch,), behind accepted paths (batch, steps) padded with -1, each
+    of which is followed by one more token, the new root."""
+    kept = (paths >= 0).sum(dim=1, dtype=lengths.dtype)
+    lengths += kept
+    starts += kept
+    positions += kept[:, None]
+    tokens[:, 0] = following
+
+
+def inputs_restored(*places: Tensor) -> AbstractContextManager[None]:
+    """Undo what `advance_inputs` does meanwhile."""
+    return restored(*places[:4])

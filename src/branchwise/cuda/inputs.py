@@ -7,6 +7,7 @@ at most, and nobody reads what is found for either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,8 +28,7 @@ class Size(NamedTuple):
 
     batch: int
     nodes: int
-    words: int
-    """of 32 cache rows of the trees, those included that earlier passes wrote"""
+    words: int  # of 32 cache rows of the trees, those included that earlier passes wrote
 
 
 class PinnedBuffer:
@@ -63,32 +63,23 @@ class PassInputs:
 
     def __init__(self, size: Size, device: torch.device) -> None:
         batch, nodes, words = self.size = size
-        shapes = {
-            "tokens": (batch, nodes),
-            "positions": (batch, nodes),
-            "depths": (batch, nodes),
-            "slots": (batch,),
-            "lengths": (batch,),
-            "starts": (batch,),
+        shapes: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("tokens", "positions", "depths"), (batch, nodes)),
+            **dict.fromkeys(("slots", "lengths", "starts"), (batch,)),
             "key_depths": (batch, words * WORD),
             "ancestor_bits": (batch, nodes, words),
         }
-        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        sizes = [math.prod(shape) for shape in shapes.values()]
         self._numbers = PinnedBuffer(sum(sizes), device, fill=-1)  # inputs that were never filled name no slot
-        ends = np.cumsum(sizes)
+        parts = np.split(self._numbers.host, np.cumsum(sizes)[:-1])
         self.host: dict[str, Numbers] = {
-            name: self._numbers.host[end - count : end].reshape(shape)
-            for (name, shape), count, end in zip(shapes.items(), sizes, ends, strict=True)
+            name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
-        self._layout: TreeLayout | None = None
-        """the layout that the host copy holds"""
-        parts = dict(zip(shapes, self._numbers.device_copy.split(sizes), strict=True))
-        self.tokens, self.positions, self.depths = (
-            parts[name].view(batch, nodes) for name in ("tokens", "positions", "depths")
-        )
-        self.slots, self.lengths, self.starts = parts["slots"], parts["lengths"], parts["starts"]
-        self.key_depths = parts["key_depths"].view(batch, -1)
-        self.ancestor_bits = parts["ancestor_bits"].view(batch, nodes, words)
+        self._layout: TreeLayout | None = None  # the layout that the host copy holds
+        on_device = self._numbers.device_copy.split(sizes)
+        views = [part.view(shape) for part, shape in zip(on_device, shapes.values(), strict=True)]
+        self.tokens, self.positions, self.depths, self.slots, self.lengths, self.starts, *trees = views
+        self.key_depths, self.ancestor_bits = trees
 
     def fill(
         self,
@@ -103,11 +94,11 @@ class PassInputs:
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
     ) -> None:
-        """Pack the slots and lengths of the sequences, (texts,), and their new nodes, (batch, nodes), and copy them.
+        """Pack the slots and lengths of the sequences, and their new nodes, (batch, nodes), and copy them.
 
-        `ancestor_bits` is (batch, nodes, words). Trees of which earlier passes have `written` so many rows give the
-        depths of all their rows. Tokens may be in device memory, without padding; then `roots` come from the host.
-        Depths and ancestors of the same `layout` as last time are not packed again.
+        Trees of which earlier passes have `written` so many rows give the depths of all their rows. Tokens may be in
+        device memory, without padding; then `roots` come from the host. Depths and ancestors of the same `layout` as
+        last time are not packed again.
         """
         _ = self._numbers.host  # waits for the copy before
         texts, nodes = len(slots), depths.shape[1]
@@ -126,7 +117,9 @@ class PassInputs:
         host["slots"][:texts] = slots
         host["lengths"].fill(0)
         host["lengths"][:texts] = lengths
-        np.add(host["lengths"], 0 if written is None else _widened(written, host["lengths"]), out=host["starts"])
+        np.copyto(host["starts"], host["lengths"])
+        if written is not None:
+            host["starts"][:texts] += written
         np.add(host["depths"], host["lengths"][:, None], out=host["positions"])
         if isinstance(tokens, Tensor):
             assert roots is not None, "roots are known on the host"
@@ -175,9 +168,3 @@ def fitting(count: int, sizes: tuple[int, ...]) -> int:
     """The smallest of the sizes that is enough; above the largest, a multiple of it."""
     largest = sizes[-1]
     return next((size for size in sizes if size >= count), -(-count // largest) * largest)
-
-
-def _widened(rows: Sequence[int], like: Numbers) -> Numbers:
-    wide = np.zeros_like(like)
-    wide[: len(rows)] = rows
-    return wide

@@ -1,12 +1,11 @@
-"""Attention of a tree in the slot store, and the moving of its rows, as Triton kernels.
+"""Attention of a tree in the KV cache, and the moving of its rows, as Triton kernels.
 
 The plain `tree_mask` and `attend` are the truth; these compute the same without a mask in memory. Committed rows are
 seen by every node, so most of the work needs no mask at all; only the block in which they end and the rows of the tree
 behind it look at the ancestors, one bit each (the two halves of LongSpec's hybrid tree attention, 2502.17421). The keys
-are split between programs, as in FlashDecoding, and what each found is merged by log-sum-exp.
-
-Lengths and slots are read on the device and the grid depends on neither, so a captured pass serves any text. Nothing
-here is imported where there is no CUDA device, except by tests, which run it in Triton's interpreter.
+are split between programs, as in FlashDecoding, and what each found is merged by log-sum-exp. Lengths and slots are
+read on the device and the grid depends on neither, so a captured pass serves any text. Without a CUDA device only tests
+import this file, and run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -31,12 +30,9 @@ NOTHING = tl.constexpr(-1.0e30)
 class Tiling:
     """How the work of one layer is cut into programs; all of it is free to choose, none of it changes the result."""
 
-    rows: int
-    """of a tile: nodes times the query heads that share a key head"""
-    keys: int
-    """of a block, which a tile meets in one step"""
-    splits: int
-    """programs that share the keys of a tile"""
+    rows: int  # of a tile: nodes times the query heads that share a key head
+    keys: int  # of a block, which a tile meets in one step
+    splits: int  # programs that share the keys of a tile
     warps: int
     stages: int
 
@@ -46,9 +42,8 @@ def tiling(
 ) -> Tiling:
     """A tiling for `heads` key heads, each with `rows` queries of `width` elements of `size` bytes and up to `keys`.
 
-    `keys` is the capacity of the store: the grid of a captured pass cannot follow the length of a text. 132 programs
-    are one for every multiprocessor of an H200; with more of them there is more to merge. `shared` is the memory, in
-    bytes, that a program may take on a multiprocessor; an H200's by default.
+    `keys` is the capacity of a slot: the grid of a captured pass cannot follow the length of a text. 132 programs are
+    one for every multiprocessor of an H200, and `shared` is the memory, in bytes, that a program may take on one.
     """
     if size > 2:  # float32 is for proofs; its products are made without tensor cores, and small to fit registers
         tile, block = 16, 32
@@ -102,14 +97,13 @@ def tree_attention(
     splits: int | None = None,
     tiles: Tiling | None = None,
 ) -> Tensor:
-    """(batch, nodes, heads, value width): what `attend` finds under `tree_mask`, straight from one layer of the store.
+    """(batch, nodes, heads, value width): what `attend` finds under `tree_mask`, straight from one layer of the cache.
 
     `query` is (batch, heads, nodes, width); `keys` and `values` are (slots, key heads, rows, width). Text b lies in
-    slot slots[b], its committed rows first and row j of its tree at lengths[b] + j; what the nodes of this pass write
-    must be there already. A slot of -1 is padding and yields zeros. `depths` (batch, nodes) and `key_depths` (batch,
-    columns), which windows need, are those of the nodes and of the rows of the tree. `ancestor_bits` (batch, nodes,
-    words) is what `pack_bits` makes of the ancestors; a node that sees nothing at all yields zeros. All of these are
-    int32 on the device.
+    slot slots[b], its committed rows first and row j of its tree, that of this pass included, at lengths[b] + j. Slots
+    of -1 are padding and yield zeros, and so does a node that sees nothing. `depths` (batch, nodes) and `key_depths`
+    (batch, columns), which windows need, are those of the nodes and of the rows of the tree; `ancestor_bits` (batch,
+    nodes, words) is what `pack_bits` makes of the ancestors. All of these are int32 on the device.
     """
     batch, heads, nodes, width = query.shape
     _, kv_heads, capacity, value_width = values.shape
@@ -251,7 +245,7 @@ def _attend(
 
 @triton.jit
 def _rows(store, index, stride, element, wanted, width: tl.constexpr, block: tl.constexpr, some: tl.constexpr):
-    """(keys, block): rows of the store, zeros where `some` are wanted and these are not among them."""
+    """(keys, block): rows of the cache, zeros where `some` are wanted and these are not among them."""
     places = store + index[:, None] * stride + element[None, :]
     if some:
         return tl.load(places, mask=wanted[:, None] & (element < width)[None, :], other=0.0)
@@ -302,17 +296,14 @@ def _merge(
     tl.store(out + line * value_width + element, found.to(out.dtype.element_ty), mask=element < value_width)
 
 
-# Rows of the store
+# Rows of the cache
 
 
 def write_rows(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor, starts: Tensor
 ) -> None:
-    """Write what a layer found for the nodes of a pass: node i of text b goes to row starts[b] + i of slot slots[b].
-
-    `keys` and `values` are one layer of the store, (slots, heads, rows, width); new ones are (batch, heads, nodes,
-    width). Slots of -1 and rows behind the end are left out.
-    """
+    """Write the keys and values (batch, heads, nodes, width) of a pass to one layer of the cache, (slots, heads, rows,
+    width): node i of text b goes to row starts[b] + i of slot slots[b], but for slots of -1 and rows behind the end."""
     batch, heads, nodes, width = new_keys.shape
     value_width = new_values.shape[3]
     assert keys.shape[1:3] == values.shape[1:3], "keys and values do not belong together"
@@ -353,12 +344,9 @@ def _write(
 
 
 def keep_rows(tensor: Tensor, slots: Tensor, lengths: Tensor, paths: Tensor) -> None:
-    """Move the rows of accepted paths to the front of their trees, in all layers and heads.
-
-    `tensor` is the whole store of one kind, (layers, slots, heads, rows, width). `paths` (batch, steps) int32 holds the
-    nodes of each path, root first, padded with -1: row lengths[b] + paths[b, i] of slot slots[b] moves to row
-    lengths[b] + i.
-    """
+    """Move the rows of accepted paths to the front of their trees, in all layers and heads of a tensor (layers, slots,
+    heads, rows, width). `paths` (batch, steps) int32 holds the nodes of each path, root first, padded with -1: row
+    lengths[b] + paths[b, i] of slot slots[b] moves to row lengths[b] + i."""
     layers, _, heads, capacity, width = tensor.shape
     batch, steps = paths.shape
     assert tensor.stride(4) == 1, "an element of a row must lie beside the next"

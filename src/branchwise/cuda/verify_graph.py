@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,22 +28,19 @@ from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.auto import Auto, choose
 from branchwise.verify.match import Match, Undrafted, rule_for
 
-MOST = 64
-"""graphs that are kept, those used last"""
+MOST = 64  # graphs that are kept, those used last
 MOST_SHAPES = 4096
 CAPTURE_AFTER = 3
 """how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
+Program = Callable[..., Tensor]  # of the numbers, logits and q of `GraphInputs`
+
 
 class CapturedVerifier(Verifier):
-    """A verifier that is captured when a shape is first seen, compiled before where that is wanted, and replayed from
-    then on.
-
-    Its verdicts lie in the graph's own memory: read them before the next call.
-    """
+    """A verifier that is captured for every shape, when that comes for the time number `seen`, and replayed from then
+    on. Its verdicts lie in the graph's own memory: read them before the next call."""
 
     def __init__(self, verifier: Verifier, *, compile: bool = True, seen: int = 1) -> None:
-        """A shape is captured when it comes for the time number `seen`."""
         self.verifier = verifier
         self.name = verifier.name
         self.accepts: frozenset[Draw] = verifier.accepts
@@ -57,7 +53,7 @@ class CapturedVerifier(Verifier):
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         assert isinstance(probs, WarpedProbs), "only verdicts on real passes are recorded"
         assert isinstance(chance, SeededChance), "only seeded randomness is recorded"
-        verifier = self._rule(batch, probs)
+        verifier = rule_for(choose(batch) if isinstance(self.verifier, Auto) else self.verifier, batch, probs)
         drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
         if not probs.capturable or (drawn and batch.q is None):
             return self.verifier(batch, probs, chance)
@@ -76,27 +72,21 @@ class CapturedVerifier(Verifier):
             # Logits are not copied: those of a recorded pass come to the same place every time.
             self._pool = self._pool or Pool(probs.logits.device)
             numbers = Numbers(batch, chance, reads, probs.logits.device)
+            inputs = GraphInputs(numbers.on_device, probs.logits, q)
             warped = probs.without_texts()
             program = as_program(verifier, batch, warped, reads)
             compiled = self._compile and not probs.greedy
-            self._graphs[key] = recording = Recording(self._pool, program, warped, numbers, probs.logits, q, compiled)
+            self._graphs[key] = recording = Recording(self._pool, program, warped, numbers, inputs, compiled)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         found = recording(batch, probs, chance, batch.q if drawn else None)
-        return Verdicts.written(found, spelled=batch.host_tokens is None)
-
-    def _rule(self, batch: TreeBatch, probs: WarpedProbs) -> Verifier:
-        """Who really judges this batch."""
-        return rule_for(choose(batch) if isinstance(self.verifier, Auto) else self.verifier, batch, probs)
-
-
-Program = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+        return Verdicts.written(found, with_tokens=batch.host_tokens is None)
 
 
 def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> Program:
     """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts."""
-    shapes, spelled = shapes_of(tree_batch, reads), tree_batch.host_tokens is None
+    shapes, with_tokens = [tree_batch.host(name).shape for name in reads], tree_batch.host_tokens is None
     bare = shape_of(tree_batch)
 
     def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
@@ -108,14 +98,13 @@ def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, re
             tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
         found = verifier(same, probs.over(logits, same), SeededChance(seeds, roots))
-        return (found.spelled(same.tokens) if spelled else found).rows
+        return (found.with_tokens(same.tokens) if with_tokens else found).rows
 
     return program
 
 
 def shape_of(batch: TreeBatch) -> TreeBatch:
-    """A batch of trees without its numbers: a program is kept for long, and distributions over a vocabulary are
-    large."""
+    """A batch without its numbers: a program is kept for long, and distributions over a vocabulary are large."""
     _ = batch.widths
     bare = copy.copy(batch)
     for name in ("q", "layout", "host_tokens", *TABLES):
@@ -128,88 +117,70 @@ def shape_of(batch: TreeBatch) -> TreeBatch:
 def key_of(batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> tuple[Any, ...]:
     """What two batches must agree in for one graph to serve both."""
     about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, probs.structure, batch.host_tokens is None
-    looked_up = [name for name in reads if name in LOOKED_UP]
-    if not looked_up:
+    shapes = tuple(batch.host(name).shape for name in reads if name in LOOKED_UP)
+    if not shapes:
         return about
     assert batch.q is not None
     draws = frozenset(tree.draw for tree in batch.trees if len(tree) > 1)  # a bare root is like any other
-    return (*about, shapes_of(batch, looked_up), batch.q.dtype, batch.pad_shape.inner, *batch.widths, draws)
-
-
-def shapes_of(batch: TreeBatch, reads: Sequence[str] = TABLES) -> tuple[torch.Size, ...]:
-    return tuple(batch.host(name).shape for name in reads)
+    return (*about, shapes, batch.q.dtype, batch.pad_shape.inner, *batch.widths, draws)
 
 
 class GraphInputs(NamedTuple):
     """The tensors that a graph reads."""
 
-    numbers: Tensor
-    """seeds, root positions and tables, packed for one host-to-device copy"""
+    numbers: Tensor  # seeds, root positions and tables, packed for one host-to-device copy
     logits: Tensor
     q: Tensor | None
 
 
 class Numbers:
-    """The numbers of a program, written on the host and brought to their place before every replay.
-
-    How the nodes lie is written only where that changes; tokens that were drafted on a device are copied there.
-    """
+    """The numbers of a program, written on the host and copied to their place on the device before every replay. The
+    layout of the nodes is written only when it changes; tokens that were drafted on a device never leave it."""
 
     def __init__(self, batch: TreeBatch, chance: SeededChance, reads: Sequence[str], device: torch.device) -> None:
-        tables = self._tables(batch, chance, reads)
-        ends = np.cumsum([table.numel() for table in tables.values()]).tolist()
         self._reads = reads
-        self._spans = {name: slice(end - tables[name].numel(), end) for name, end in zip(tables, ends, strict=True)}
+        self._spans: dict[str, slice] = {}
+        end = 0
+        for name, table in self._tables(batch, chance).items():
+            start, end = end, end + table.numel()
+            self._spans[name] = slice(start, end)
         self._layout: TreeLayout | None = None
-        self._buffer = PinnedBuffer(ends[-1], device, torch.int64)
-        self.there = self.bring(batch, chance)
+        self._buffer = PinnedBuffer(end, device, torch.int64)
+        self.on_device = self.bring(batch, chance)
 
     def bring(self, batch: TreeBatch, chance: SeededChance) -> Tensor:
-        here, there = self._buffer.host, {}
-        layout, self._layout = self._layout, None  # whoever interrupts this finds nothing told
-        for name, table in self._tables(batch, chance, self._reads).items():
+        host, drafted = self._buffer.host, {}
+        layout, self._layout = self._layout, None  # after an interrupt nothing counts as written
+        for name, table in self._tables(batch, chance).items():
             if table.device.type != "cpu":
-                there[name] = table
+                drafted[name] = table
             elif layout is not batch.layout or name not in TreeLayout._fields:
-                here[self._spans[name]] = table.numpy().reshape(-1)
+                host[self._spans[name]] = table.numpy().reshape(-1)
         self._layout = batch.layout
         numbers = self._buffer.copy()
-        for name, table in there.items():
+        for name, table in drafted.items():
             numbers[self._spans[name]].view(table.shape).copy_(table)
         return numbers
 
-    @staticmethod
-    def _tables(batch: TreeBatch, chance: SeededChance, reads: Sequence[str]) -> dict[str, Tensor]:
+    def _tables(self, batch: TreeBatch, chance: SeededChance) -> dict[str, Tensor]:
         seeds, roots = chance.host
-        return {"seeds": seeds, "roots": roots, **{name: batch.host(name) for name in reads}}
+        return {"seeds": seeds, "roots": roots, **{name: batch.host(name) for name in self._reads}}
 
 
 class Recording:
     """One captured graph with the tensors that it reads."""
 
     def __init__(
-        self,
-        pool: Pool,
-        program: Program,
-        probs: WarpedProbs,
-        numbers: Numbers,
-        logits: Tensor,
-        q: Tensor | None,
-        compile: bool,
+        self, pool: Pool, program: Program, probs: WarpedProbs, numbers: Numbers, inputs: GraphInputs, compile: bool
     ) -> None:
         """`probs` are those of the program, whose sampling parameters are values that every replay reads anew."""
         self._probs = probs
-        self.inputs = inputs = GraphInputs(numbers.there, logits, q)
+        self.inputs = inputs
         self._numbers = numbers
         # A graph reads tensors that the program holds, such as temperatures, so the program stays.
-        self._run: Any = compiled_or_not(trace(program, inputs), inputs) if compile else program
-
-        def once() -> Tensor:
-            with torch.no_grad():
-                found: Tensor = self._run(*inputs)
-                return found
-
-        self._graph, self._found = pool.record(once)
+        self._run: Program = compiled_or_not(trace(program, inputs), inputs) if compile else program
+        with torch.no_grad():
+            self._graph, self._found = pool.record(lambda: self._run(*inputs))
 
     def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance, q: Tensor | None) -> Tensor:
         logits = probs.logits
@@ -225,7 +196,7 @@ class Recording:
 
 
 def bring(values: Tensor, place: Tensor) -> None:
-    """Copy values to their place, unless it is there that they were written."""
+    """Copy values to their place, unless they were written to it."""
     if values.data_ptr() != place.data_ptr():
         with torch.inference_mode():  # the place may be what a pass of the model once wrote
             place.copy_(values)
@@ -233,10 +204,7 @@ def bring(values: Tensor, place: Tensor) -> None:
 
 def compiled_or_not(run: torch.fx.GraphModule, inputs: GraphInputs) -> Any:
     """The compiled program; where the compiler fails, the program as it is, which is slower and no less right.
-
-    Places in tables are not checked for every token that is read there: no verifier reads beyond them, and uncompiled
-    every one of them is checked.
-    """
+    Compiled, indices into tables are not checked: no verifier reads beyond them, and uncompiled all are checked."""
     fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
     try:
         fused(*inputs)
@@ -255,11 +223,9 @@ def trace(program: Program, inputs: GraphInputs) -> torch.fx.GraphModule:
 
 
 def work_out_once(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let numbers that whole rows depend on be values in memory: all that float64 rounded to the rows' own type.
-
-    The compiler would carry their formula into the loop over a row, and divide in float64 for every token. What is
-    looked at by its strides has to lie somewhere.
-    """
+    """Put numbers that whole rows depend on, all that are rounded from float64 to the rows' own type, into memory: what
+    is read by its strides has to be in it. The compiler would carry their formula into the loop over a row, and divide
+    in float64 for every token."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
         found, before = node.meta["val"], node.args[0].meta["val"]
         if (before.dtype, found.dtype) == (torch.float64, torch.float32):

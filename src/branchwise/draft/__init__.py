@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 from branchwise.draft.base import Drafter
@@ -14,10 +16,10 @@ DRAFTERS = Registry(
         "disturbed": "branchwise.draft.noisy_target:NoisyTarget",
         "fused": "branchwise.draft.lookup.fusion:Fusion",
         "head": "branchwise.draft.head.drafter:HeadDrafter",
-        "memories": "branchwise.draft.lookup.default:DefaultDrafter",
+        "memories": "branchwise.draft.lookup.fusion:DefaultDrafter",
         "model": "branchwise.draft.model.drafter:ModelDrafter",
         "ngram": "branchwise.draft.lookup.ngram:NGram",
-        "none": "branchwise.draft.none:NoDrafter",
+        "none": "branchwise.draft.base:NoDrafter",
         "recycle": "branchwise.draft.recycle.drafter:Recycle",
         "retrieval": "branchwise.draft.lookup.retrieval:Retrieval",
         "stand": "branchwise.draft.lookup.stand:Stand",
@@ -29,17 +31,17 @@ DRAFTERS = Registry(
 TREES = Registry(
     "tree",
     {
-        "chain": "branchwise.draft.policies.chain:Chain",
-        "fork-lossy": "branchwise.draft.policies.fork:Fork",
+        "chain": "branchwise.draft.policies.paths:Chain",
+        "fork-lossy": "branchwise.draft.policies.paths:Fork",
         "paths": "branchwise.draft.policies.paths:Paths",
-        "ranks": "branchwise.draft.policies.ranks:Ranks",
+        "ranks": "branchwise.draft.policies.template:Ranks",
         "rsd-c": "branchwise.draft.policies.rsd:Branching",
-        "rsd-s": "branchwise.draft.policies.beam:Beam",
+        "rsd-s": "branchwise.draft.policies.rsd:Beam",
         "dynamic": "branchwise.draft.policies.dynamic:Dynamic",
-        "threshold": "branchwise.draft.policies.threshold:Threshold",
-        "graph": "branchwise.draft.policies.graph:Graph",
-        "paced": "branchwise.draft.policies.adaptive_size:AdaptiveSize",
-        "paced-ranks": "branchwise.draft.policies.adaptive_ranks:AdaptiveRanks",
+        "threshold": "branchwise.draft.policies.dynamic:Threshold",
+        "graph": "branchwise.draft.policies.topk:Graph",
+        "paced": "branchwise.draft.policies.adaptive:AdaptiveSize",
+        "paced-ranks": "branchwise.draft.policies.adaptive:AdaptiveRanks",
         "puct": "branchwise.draft.policies.puct:Puct",
         "template": "branchwise.draft.policies.template:Template",
         "topk": "branchwise.draft.policies.topk:TopK",
@@ -59,8 +61,6 @@ STOPS = Registry(
 
 def build_policy(tree: str) -> Any:
     """The policy of a spec such as `chain:8`, or of one that may stop early: `chain:12,stop=confidence:0.4`."""
-    import re
-
     shape, *stops = re.split(r"[:,]\s*stop=", tree, maxsplit=1)  # all that follows belongs to the stop, commas included
     policy = TREES.build(shape)
     return STOPS.build(stops[0]).applied_to(policy, shape) if stops else policy
@@ -68,8 +68,6 @@ def build_policy(tree: str) -> Any:
 
 def build_drafter(draft: str, tree: str | None = None) -> Drafter:
     """The drafter of a spec such as `ngram:max=4`, growing the tree of a spec such as `chain:8`."""
-    import inspect
-
     policy = None if tree is None else build_policy(tree)
     name, _, _ = split_spec(draft)
     if policy is not None and "tree" not in inspect.signature(DRAFTERS.find(name)).parameters:

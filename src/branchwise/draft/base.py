@@ -1,8 +1,5 @@
 """Drafters: what proposes the trees.
 
-A drafter gets the sequences of a batch and a budget for each, and returns one tree per sequence. A tree of one node,
-the root, proposes nothing. After the step it may learn from what the target found and what was kept.
-
 Adding one is a subclass of `Drafter` in a file of its own and a line in `DRAFTERS`; see docs/add-a-drafter.md.
 """
 
@@ -17,6 +14,7 @@ from torch import Tensor
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
+from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
 
 NO_NEEDS = Needs()
@@ -73,11 +71,9 @@ class Drafter(ABC):
         """A sequence has ended."""
 
     def derive_seed(self, sequence: SequenceState) -> int:
-        """The seed that the draws of a text come from.
-
-        Texts of one seed share their draws. A drafter that draws from what it learned from one of them would know
-        something of the draws that judge it, so it must give every text a seed of its own.
-        """
+        """The seed that the draws of a text come from. Texts of one seed share their draws: a drafter that draws from
+        what it learned from one of them would know something of the draws that judge it, so it must give every text a
+        seed of its own."""
         return sequence.seed
 
     # On a device, before the verdict has reached the host
@@ -86,11 +82,8 @@ class Drafter(ABC):
         """Learn from a step without the host. The next pass may overwrite `scored` before `update` is called."""
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        """The next trees of the same sequences, computed on the device after the verdict; None if it cannot.
-
-        Their roots mean nothing. The budgets of the next step will be these or larger, and `draft` then returns these
-        very trees.
-        """
+        """The next trees of the same sequences, computed on the device after the verdict; None if it cannot. Their
+        roots mean nothing. `draft` returns these very trees: the budgets of the next step will be these or larger."""
         return None
 
 
@@ -108,3 +101,20 @@ class LearningDrafter(Drafter):
     @abstractmethod
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Go on from what `save` returned; a UsageError says why that cannot be."""
+
+
+def not_a_state(name: str, why: str) -> UsageError:
+    """The refusal to restore a drafter from tensors that it cannot have saved."""
+    return UsageError(f"This is no state of {name!r} for this model: {why}; leave it out and start afresh.")
+
+
+class NoDrafter(Drafter):
+    """Plain decoding through the same loop, the baseline of every comparison."""
+
+    name = "none"
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        return [DraftTree.root(sequence.root) for sequence in sequences]
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree]:
+        return [DraftTree.root(0)] * len(budgets)

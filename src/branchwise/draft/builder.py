@@ -2,13 +2,11 @@
 
 A policy is a coroutine. It yields the tree so far and the nodes whose distributions it needs, receives them, draws, and
 in the end returns the tree. So one pass of a source can serve the requests of all sequences of a batch. A policy that
-draws a whole level at once yields that too, and the draws of all sequences are made together.
+draws a whole level at once yields that too, and the draws of all sequences are made together. Over a table that is
+looked up, a policy that draws nothing may take a shorter way: `lay` reads candidates one node at a time, on the host.
 
 What keeps it exact: a policy may look at nodes that are drawn, never at the token whose admission it is deciding, and
 the q it records is the very distribution that it drew from.
-
-Over a table that is looked up, a policy that draws nothing may take a shorter way: `lay` reads candidates one node at a
-time, on the host, and needs no coroutine.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Scored, TargetInfo
+from branchwise.backends.base import TargetInfo
 from branchwise.core.batch import PadShape
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
@@ -69,11 +67,22 @@ class TreeBuilder:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int) -> int:
+    def add(self, parent: int, token: int, source: str = "") -> int:
+        """Add a node, and return its number."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
-        return len(self.tokens) - 1
+        node = len(self.tokens) - 1
+        if source:
+            self.sources[node] = source
+        return node
+
+    def expand(self, nodes: list[int]) -> Generator[tuple[TreeBuilder, list[int]], NodeProbs, ProbsBatch]:
+        """Ask for the distributions after nodes; what is drawn from them is recorded as q."""
+        found = yield self, nodes
+        probs = found.drawable
+        self.probs.update(zip(nodes, probs, strict=True))
+        return probs
 
     def leading(self, nodes: int) -> TreeBuilder:
         """The tree of the first nodes, with their sources. A tree that was drawn cannot be cut."""
@@ -103,15 +112,10 @@ class TreeBuilder:
         q = None
         if draw is not Draw.FIXED and len(self) > 1:
             q = table([self.probs.get(node) for node in order[: max(parents) + 1]])
-        return DraftTree(
-            torch.tensor([self.tokens[node] for node in order]),
-            parents,
-            draw,
-            q,
-            tuple(place[leaf] for leaf in leaves),
-            trusted=trusted,
-            sources=tuple(self.sources.get(node, "") for node in order) if self.sources else (),
-        )
+        tokens = torch.tensor([self.tokens[node] for node in order])
+        ends = tuple(place[leaf] for leaf in leaves)
+        sources = tuple(self.sources.get(node, "") for node in order) if self.sources else ()
+        return DraftTree(tokens, parents, draw, q, ends, trusted=trusted, sources=sources)
 
 
 def drawable(probs: Tensor) -> Tensor:
@@ -121,28 +125,27 @@ def drawable(probs: Tensor) -> Tensor:
     return torch.nn.functional.threshold(probs, below, 0.0)
 
 
+@dataclass(eq=False)
 class NodeProbs:
     """The distributions after the nodes that a policy asked for."""
 
-    def __init__(self, probs: ProbsBatch, hidden: Tensor | None = None) -> None:
-        """`hidden` (nodes, width) are the inputs of a draft model's head, if the policy needs them."""
-        self._probs = probs
-        self.hidden = hidden
+    found: ProbsBatch
+    hidden: Tensor | None = None
+    """(nodes, width): the inputs of a draft model's head, if the policy needs them"""
 
     @cached_property
     def probs(self) -> Tensor:
         """(nodes, vocabulary) float32"""
-        return self._probs if isinstance(self._probs, Tensor) else table(self._probs)
+        return self.found if isinstance(self.found, Tensor) else table(self.found)
 
     @property
     def drawable(self) -> ProbsBatch:
         """The same to draw from, in the form in which the source has them."""
-        return drawable(self._probs) if isinstance(self._probs, Tensor) else self._probs
+        return drawable(self.found) if isinstance(self.found, Tensor) else self.found
 
 
 TreeCoroutine = Generator[tuple[TreeBuilder, list[int]] | SampleRequest, Any, DraftTree]
-"""yields (tree so far, nodes to expand) and receives their `NodeProbs`, or yields a `SampleRequest` and receives its
-draws; returns the tree"""
+"""yields (tree, nodes to expand) for their `NodeProbs`, or a `SampleRequest` for its draws; returns the tree"""
 
 
 def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], NodeProbs]) -> DraftTree:
@@ -155,6 +158,16 @@ def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], N
             tree: DraftTree = end.value
             return tree
         answer = request.alone() if isinstance(request, SampleRequest) else look(*request)
+
+
+class Judged(NamedTuple):
+    """What a step found about the tree of one sequence."""
+
+    sequence: SequenceState
+    tree: DraftTree
+    logits: Tensor
+    """(nodes, vocabulary), at least as many nodes as the tree has"""
+    verdict: Verdict
 
 
 class TreePolicy(ABC):
@@ -195,11 +208,5 @@ class TreePolicy(ABC):
     def drafted(self) -> None:
         """The trees of a batch are laid, and their pass follows."""
 
-    def update(
-        self,
-        sequences: Sequence[SequenceState],
-        trees: Sequence[DraftTree],
-        scored: Scored,
-        verdicts: Sequence[Verdict],
-    ) -> None:
+    def update(self, judged: Sequence[Judged]) -> None:
         """Learn from a step; called before its tokens join the sequences."""

@@ -1,8 +1,7 @@
 """The target as its own drafter, with noise on its logits: a drafter of any skill for any model, to test verifiers.
 
-It drafts with passes of the target, so it makes nothing faster. It is useful because q can be as close to p as a test
-needs: q = softmax(logits / temperature + sigma noise), where the noise is a function of the text before a node.
-sigma = 0 draws from the target's own distribution, 1 is a fair draft model, 3 a bad one.
+It makes nothing faster, but q can be as close to p as a test needs: q = softmax(logits / temperature + sigma noise),
+where the noise is a function of the text before a node. sigma = 1 is a fair draft model, 3 a bad one.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
-from branchwise.draft.model.mixing import TargetProbsMixer
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
 from branchwise.errors import PairingError, UsageError
 
 
@@ -55,7 +53,7 @@ class NoisyTarget(TreeDrafter):
         """(nodes, vocabulary), given the target's logits in level order."""
         sequence, tree, places = request.sequence, request.tree, request.tree.places
         probs = torch.stack([self._row(sequence, tree, node, logits[places[node]]) for node in request.nodes])
-        return probs if self.recall is None else self.recall.mix(sequence, tree, request.nodes, probs)
+        return self._mixed(request, probs)
 
     def _row(self, sequence: SequenceState, tree: TreeBuilder, node: int, logits: Tensor) -> Tensor:
         """(vocabulary,): the target's distribution after a node, with noise that only the text before it decides."""

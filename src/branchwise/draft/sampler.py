@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate, chain, islice, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,83 @@ from torch import Tensor
 from branchwise.core.rng import key_of, mix, mix_int, race, race_on, signed, stream_of, wait_of
 from branchwise.core.rows import row_sum
 from branchwise.core.sequence import SequenceState
-from branchwise.cuda.padded import PaddedGraphedFunction
+from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft.sparse import Probs, ProbsBatch, alone
+
+PICKS = stream_of("draft", "pick", 0)
+"""where the independent draws of `SeededSampler` begin, for those that are made on a device"""
+FIRST_TURNS = 4
+"""tokens of a node that are drawn in advance if the policy does not know how many it will need"""
+
+
+class DeviceSampler:
+    """Draws from rows over the vocabulary, on the device of the rows.
+
+    The draws of a level are one upload of their keys, one replay of a graph and one download of the tokens.
+    """
+
+    def __init__(self, device: torch.device | None = None, *, capture: bool = True) -> None:
+        self._device, self._capture = device or torch.device("cpu"), capture
+        self._recorded: dict[Any, PaddedGraphedFunction] = {}
+
+    def picks(self, probs: Tensor, keys: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """A token for each key, from row rows[i] of the distributions (distributions, vocabulary)."""
+        return self._run(_picks, probs, torch.tensor([(signed(key), row) for key, row in zip(keys, rows, strict=True)]))
+
+    def orders(self, probs: Tensor, keys: Sequence[int], k: int) -> list[list[int]]:
+        """k tokens from each distribution without replacement; fewer if it has fewer."""
+        found = self._run(race_on, probs, torch.tensor([signed(key) for key in keys]), count=k)
+        return [[token for token in order if token >= 0] for order in found]
+
+    def openings(self, probs: Tensor, keys: Sequence[int] | None, turns: int) -> list[list[float]]:
+        """`DraftSampler.openings`; without keys the most probable token comes first."""
+        if keys is None:
+            return self._run(_surely_opened, probs, count=turns)
+        return self._run(_opened, probs, torch.tensor([signed(key) for key in keys]), count=turns)
+
+    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
+        """`DraftSampler.best`."""
+        return self._run(_best, probs, count=min(k, probs.shape[1]))
+
+    def _run(self, function: Callable[..., Tensor], *rows: Tensor, count: int | None = None) -> list[Any]:
+        """What a function of rows, and of a count that a graph is recorded for, finds for each of the last rows."""
+        if (function, count) not in self._recorded:
+            counted = wraps(function)(lambda *rows: function(*rows, count)) if count is not None else function
+            self._recorded[function, count] = PaddedGraphedFunction(counted, self._device, capture=self._capture)
+        found: list[Any] = self._recorded[function, count](*rows).tolist()
+        return found[: len(rows[-1])]
+
+
+def _picks(probs: Tensor, draws: Tensor) -> Tensor:
+    """(draws,) tokens, given draws (draws, 2): their keys and the rows of their distributions."""
+    return race(probs, draws[:, 0], draws[:, 1])
+
+
+def _opened(probs: Tensor, keys: Tensor | None, turns: int) -> Tensor:
+    """(distributions, 1 + 3 turns) float64, which represents tokens exactly: one copy downloads all of it."""
+    left = probs.clone()
+    found = [row_sum(left)]
+    for turn in range(turns):
+        token = (left.argmax(dim=1) if keys is None else race(left, mix(keys + turn)))[:, None]
+        found += [token[:, 0].double(), left.gather(1, token)[:, 0].double()]
+        left.scatter_(1, token, 0.0)
+        found.append(row_sum(left))
+    return torch.stack(found, dim=1)
+
+
+def _surely_opened(probs: Tensor, turns: int) -> Tensor:
+    return _opened(probs, None, turns)
+
+
+def _best(probs: Tensor, k: int) -> Tensor:
+    """(distributions, k, 2) float64: tokens and masses."""
+    masses, tokens = probs.topk(k)
+    return torch.stack([tokens.double(), masses.double()], dim=-1)
 
 
 class DraftSampler(ABC):
+    device_sampler = DeviceSampler()
+
     @abstractmethod
     def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
         """Independent tokens, one for each (which of the distributions, number of the draw)."""
@@ -57,8 +129,7 @@ class DraftSampler(ABC):
 
     def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
         """The k most probable tokens of each distribution, best first, and their masses; fewer if there are fewer."""
-        found: list[list[tuple[float, float]]] = _best(probs, min(k, probs.shape[1])).tolist()
-        return found
+        return self.device_sampler.best(probs, k)
 
     def picks(self, probs: Probs, draws: Sequence[int]) -> list[int]:
         """Independent tokens from one distribution, one for each number in `draws`."""
@@ -72,8 +143,7 @@ class DraftSampler(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """Draws that a policy requests for one text: independent tokens, or, given sizes, an order from each
-    distribution."""
+    """Draws that a policy requests for one text: independent tokens, or, given sizes, orders."""
 
     sampler: DraftSampler
     probs: ProbsBatch
@@ -133,40 +203,33 @@ def lies_on_host(probs: Tensor) -> bool:
     return probs.device.type == "cpu"
 
 
-PICKS = stream_of("draft", "pick", 0)
-"""where the independent draws of `SeededSampler` begin, for those that are made on a device"""
-
-
 class SeededSampler(DraftSampler):
     """Draws that depend only on the seed of a text and the position of its root."""
 
     def __init__(self, seed: int, root: int, device_sampler: DeviceSampler | None = None) -> None:
         self._seed, self._root = seed, root
-        self._device_sampler = device_sampler or DeviceSampler()
+        self.device_sampler = device_sampler or DeviceSampler()
 
     def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
         keys = self._keys("pick", [draw for _, draw in draws])
         if isinstance(probs, Tensor):
-            return self._device_sampler.picks(probs, keys, [row for row, _ in draws])
+            return self.device_sampler.picks(probs, keys, [row for row, _ in draws])
         return [probs[row].race(key) for (row, _), key in zip(draws, keys, strict=True)]
 
     def orders(self, probs: ProbsBatch, sizes: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
         keys = self._keys("order", draws)
         if isinstance(probs, Tensor):
-            found = self._device_sampler.orders(probs, keys, max(sizes))
+            found = self.device_sampler.orders(probs, keys, max(sizes))
             return [order[:size] for order, size in zip(found, sizes, strict=True)]
         return [row.race_on(key, size) for row, key, size in zip(probs, keys, sizes, strict=True)]
 
     def next_of(self, left: Probs, node: int, turn: int, number: int) -> int:
         [key] = self._keys("order", [node])
         key = mix_int(key + turn)  # as in an order that is drawn at once
-        return self._device_sampler.picks(left[None], [key], [0])[0] if isinstance(left, Tensor) else left.race(key)
+        return self.device_sampler.picks(left[None], [key], [0])[0] if isinstance(left, Tensor) else left.race(key)
 
     def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:
-        return self._device_sampler.openings(probs, self._keys("order", nodes), turns)
-
-    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
-        return self._device_sampler.best(probs, k)
+        return self.device_sampler.openings(probs, self._keys("order", nodes), turns)
 
     def wait(self, draw: int) -> float:
         [key] = self._keys("wait", [draw])
@@ -184,7 +247,7 @@ class JointSampler(SeededSampler):
     """Samplers of several texts as one; the n-th draw is made by the n-th sampler."""
 
     def __init__(self, sampler: Sequence[SeededSampler]) -> None:
-        self._samplers, self._device_sampler = sampler, sampler[0]._device_sampler
+        self._samplers, self.device_sampler = sampler, sampler[0].device_sampler
 
     def _keys(self, purpose: str, draws: Sequence[int]) -> list[int]:
         return [sampler._key(purpose, draw) for sampler, draw in zip(self._samplers, draws, strict=True)]
@@ -194,7 +257,7 @@ class GreedySampler(DraftSampler):
     """The most probable token comes first, and every wait has the mean of waits."""
 
     def __init__(self, device_sampler: DeviceSampler | None = None) -> None:
-        self._device_sampler = device_sampler or DeviceSampler()
+        self.device_sampler = device_sampler or DeviceSampler()
 
     def picks_from(self, probs: ProbsBatch, draws: Sequence[tuple[int, int]]) -> list[int]:
         counts = Counter(row for row, _ in draws)
@@ -206,10 +269,7 @@ class GreedySampler(DraftSampler):
         return self._best(probs, sizes)
 
     def openings(self, probs: Tensor, turns: int, nodes: Sequence[int]) -> list[list[float]]:
-        return self._device_sampler.openings(probs, None, turns)
-
-    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
-        return self._device_sampler.best(probs, k)
+        return self.device_sampler.openings(probs, None, turns)
 
     def wait(self, draw: int) -> float:
         return 1.0
@@ -222,81 +282,86 @@ class GreedySampler(DraftSampler):
         return [[int(token) for token, mass in row[:size] if mass > 0] for row, size in zip(rows, sizes, strict=True)]
 
 
-class DeviceSampler:
-    """Draws from rows over the vocabulary, on the device of the rows.
-
-    The draws of a level are one upload of their keys, one replay of a graph and one download of the tokens.
-    """
-
-    def __init__(self, device: torch.device | None = None, *, capture: bool = True) -> None:
-        self._device, self._capture = device or torch.device("cpu"), capture
-        self._picks = PaddedGraphedFunction(_picks, self._device, capture=capture)
-        self._several: dict[Any, PaddedGraphedFunction] = {}
-
-    def picks(self, probs: Tensor, keys: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """A token for each key, from row rows[i] of the distributions (distributions, vocabulary)."""
-        draws = torch.tensor([(signed(key), row) for key, row in zip(keys, rows, strict=True)])
-        found: list[int] = self._picks(probs, draws).tolist()
-        return found[: len(keys)]
-
-    def orders(self, probs: Tensor, keys: Sequence[int], k: int) -> list[list[int]]:
-        """k tokens from each distribution without replacement; fewer if it has fewer."""
-        found: list[list[int]] = self._of(race_on, k)(probs, torch.tensor([signed(key) for key in keys])).tolist()
-        return [[token for token in order if token >= 0] for order in found[: len(keys)]]
-
-    def openings(self, probs: Tensor, keys: Sequence[int] | None, turns: int) -> list[list[float]]:
-        """`DraftSampler.openings`; without keys the most probable token comes first."""
-        if keys is None:
-            found: list[list[float]] = self._of(_surely_opened, turns)(probs).tolist()
-        else:
-            found = self._of(_opened, turns)(probs, torch.tensor([signed(key) for key in keys])).tolist()
-        return found[: len(probs)]
-
-    def best(self, probs: Tensor, k: int) -> list[list[tuple[float, float]]]:
-        """`DraftSampler.best`."""
-        found: list[list[tuple[float, float]]] = self._of(_best, min(k, probs.shape[1]))(probs).tolist()
-        return found[: len(probs)]
-
-    def _of(self, function: Callable[..., Tensor], count: int) -> PaddedGraphedFunction:
-        """A function of rows and of a count, for this count."""
-        if (function, count) not in self._several:
-            counted = wraps(function)(lambda *rows: function(*rows, count))
-            self._several[function, count] = PaddedGraphedFunction(counted, self._device, capture=self._capture)
-        return self._several[function, count]
-
-
-def _picks(probs: Tensor, draws: Tensor) -> Tensor:
-    """(draws,) tokens, given draws (draws, 2): their keys and the rows of their distributions."""
-    return race(probs, draws[:, 0], draws[:, 1])
-
-
-def _opened(probs: Tensor, keys: Tensor, turns: int) -> Tensor:
-    """(distributions, 1 + 3 turns) float64, which represents tokens exactly: one copy downloads all of it."""
-    return _one_by_one(probs, turns, lambda left, turn: race(left, mix(keys + turn)))
-
-
-def _surely_opened(probs: Tensor, turns: int) -> Tensor:
-    return _one_by_one(probs, turns, lambda left, turn: left.argmax(dim=1))
-
-
-def _one_by_one(probs: Tensor, turns: int, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
-    left = probs.clone()
-    found = [row_sum(left)]
-    for turn in range(turns):
-        token = draw(left, turn)[:, None]
-        found += [token[:, 0].double(), left.gather(1, token)[:, 0].double()]
-        left.scatter_(1, token, 0.0)
-        found.append(row_sum(left))
-    return torch.stack(found, dim=1)
-
-
-def _best(probs: Tensor, k: int) -> Tensor:
-    """(distributions, k, 2) float64: tokens and masses."""
-    masses, tokens = probs.topk(k)
-    return torch.stack([tokens.double(), masses.double()], dim=-1)
-
-
 def sampler_for(sequence: SequenceState, device_sampler: DeviceSampler | None = None) -> DraftSampler:
     if sequence.sampling.temperature == 0:
         return GreedySampler(device_sampler)
     return SeededSampler(sequence.rng_seed, len(sequence.tokens) - 1, device_sampler)
+
+
+# Without replacement, one at a time
+
+
+class Drawn(NamedTuple):
+    token: int
+    share: float
+    """its probability among the tokens that were left"""
+    rest: float
+    """the share of all others; 0 after the last"""
+
+
+class NoReplacementSampler:
+    """What is left of a distribution. The distribution itself is not changed: a verifier needs it as q."""
+
+    def __init__(self, probs: Probs, node: int, opening: list[float] | None = None) -> None:
+        """The distribution of the children of a node; `opening` is its row of `DraftSampler.openings`."""
+        self._left = probs
+        self._node = node
+        self._turn = 0
+        self._own = False
+        self._opening = [] if opening is None else opening[1:]
+        self._out: list[int] = []  # tokens of the opening that are not removed from what is left yet
+        self.mass = opening[0] if opening else float(row_sum(probs)) if isinstance(probs, Tensor) else probs.mass
+        """of all tokens that are left: a sum, because 1 minus the others would be mostly rounding"""
+
+    def draw(self, sampler: DraftSampler, number: int) -> Drawn:
+        """Draw and remove a token; `number` is unique among the draws of the tree."""
+        before = self.mass
+        if self._opening:
+            first, taken, self.mass, *self._opening = self._opening
+            token = int(first)
+            self._out.append(token)
+        else:
+            self._take_out()
+            token = sampler.next_of(self._left, self._node, self._turn, number)
+            taken, self.mass = self._take(token)
+        self._turn += 1
+        return Drawn(token, taken / before, self.mass / before)
+
+    def _take_out(self) -> None:
+        """Remove the tokens of the opening, which is used up: later draws are made from the rest."""
+        if self._out:
+            assert isinstance(self._left, Tensor), "only distributions on a device are drawn from in advance"
+            self._left, self._own = self._left.clone(), True
+            self._left[self._out] = 0.0
+            self._out = []
+
+    def _take(self, token: int) -> tuple[float, float]:
+        """Remove a token; its mass, and the mass of all others that are left."""
+        if not isinstance(self._left, Tensor):
+            taken, self._left = self._left[token], self._left.without(token)
+            return taken, self._left.mass
+        if not self._own:
+            self._left, self._own = self._left.clone(), True
+        mass = self._left[token].to(torch.float64, copy=True)
+        self._left[token] = 0.0
+        one, others = torch.stack([mass, row_sum(self._left)]).tolist()  # one synchronisation
+        return one, others
+
+
+class Opening(SampleRequest):
+    """The first turns of draws without replacement; the draws are numbered by their nodes, `sizes` are the turns."""
+
+    def alone(self) -> list[Any]:
+        assert isinstance(self.probs, Tensor), "sparse distributions are drawn from on the host"
+        return self.sampler.openings(self.probs, max(self.sizes or (0,)), self.numbers)
+
+
+def no_replacement_samplers(
+    probs: ProbsBatch, nodes: Sequence[int], sampler: DraftSampler, turns: int
+) -> Generator[SampleRequest, Any, dict[int, NoReplacementSampler]]:
+    """Samplers of the distributions after these nodes. On a device the first turns are drawn at once, for all texts of
+    a batch; no token is used before its turn."""
+    if not isinstance(probs, Tensor) or lies_on_host(probs):
+        return {node: NoReplacementSampler(row, node) for node, row in zip(nodes, probs, strict=True)}
+    openings = yield Opening(sampler, probs, list(enumerate(nodes)), [turns] * len(nodes))
+    return {node: NoReplacementSampler(row, node, own) for node, row, own in zip(nodes, probs, openings, strict=True)}

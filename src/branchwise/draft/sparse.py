@@ -1,8 +1,7 @@
 """Sparse distributions, and tables of distributions.
 
-A lookup drafter proposes a few tokens of the vocabulary after a node. Such a distribution stays on the host, which
-draws from it whatever device the target is on; it becomes a row over the vocabulary when a verifier needs it as q. Of a
-whole tree only the tokens and their masses are copied to the device.
+A lookup drafter proposes a few tokens after a node. Their distribution stays on the host, which draws from it; it
+becomes a row over the vocabulary when a verifier needs it as q, and only tokens and masses are copied to a device.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ class SparseProbs:
 
     def without(self, token: int) -> SparseProbs:
         """The same masses except that of one token."""
-        return SparseProbs(
-            {other: mass for other, mass in self.masses.items() if other != token}, self.vocabulary, self.device
-        )
+        others = {other: mass for other, mass in self.masses.items() if other != token}
+        return SparseProbs(others, self.vocabulary, self.device)
 
     def best(self, k: int) -> list[int]:
         """The k most probable tokens, best first; fewer if there are fewer."""
@@ -83,8 +81,7 @@ def alone(probs: Probs) -> ProbsBatch:
 
 
 def table(probs: Sequence[Probs | None]) -> Tensor:
-    """(distributions, vocabulary) float32, on the device of the target: every distribution as a row, and None as a row
-    of zeros."""
+    """(distributions, vocabulary) float32, on the device of the target: rows, of zeros for None."""
     few = next((p for p in probs if isinstance(p, SparseProbs)), None)
     if few is None:
         rows = [p for p in probs if isinstance(p, Tensor)]
@@ -95,6 +92,20 @@ def table(probs: Sequence[Probs | None]) -> Tensor:
         if isinstance(p, Tensor):
             spread[row] = p
     return spread
+
+
+def flaw_of(tokens: Tensor, masses: Tensor, vocabulary: int) -> str | None:
+    """Why rows (n, k) of tokens and masses cannot be sparse distributions, best first; None if they can."""
+    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        return "a token is outside the vocabulary"
+    if not bool(((masses >= 0).all(dim=1) & (masses.double().sum(dim=1) <= 1 + 1e-5)).all()):
+        return "its masses are not probabilities"
+    if bool((masses[:, 1:] > masses[:, :-1]).any()):
+        return "its tokens are not in order"
+    lines = torch.where(masses > 0, tokens, -1 - torch.arange(tokens.shape[1])).sort(dim=1).values
+    if bool((lines[:, 1:] == lines[:, :-1]).any()):
+        return "a token comes twice in a row"
+    return None
 
 
 def _spread(probs: Sequence[Probs | None], vocabulary: int, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Drafters that grow their trees: a source of distributions, and a tree policy that asks it.
 
 A source is a subclass with a method `look`, which answers the requests of all sequences at once: one pass of a model
-serves a whole level of a whole batch.
+serves a whole level of a whole batch. It may mix earlier distributions of the target into its own.
 """
 
 from __future__ import annotations
@@ -10,15 +10,89 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
 
 from branchwise.backends.base import Needs, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import NO_NEEDS, Budget, Drafter
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
-from branchwise.draft.model.mixing import TargetProbsMixer
+from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DeviceSampler, SampleRequest, sample_batch, sampler_for
+from branchwise.errors import UsageError
 from branchwise.verify import Verdict
+
+KEPT = 32
+"""tokens of a distribution that are kept, the most probable ones"""
+ROWS = 16
+"""distributions that are kept of one tree, those of its accepted path first: each is a search through a vocabulary"""
+PAIRS = 4096
+"""pairs of tokens that are kept of one text; the oldest are dropped"""
+
+Pair = tuple[int, int]
+Remembered = tuple[Tensor, Tensor]
+"""what followed two tokens: tokens (kept,) and logits (kept,) float32, whose softmax is the distribution"""
+
+
+class TargetProbsMixer:
+    """q' = (1 - share) q + share p, where p is the target's last distribution after the same two tokens.
+
+    Improved MCSD (Lu et al., arXiv 2409.10644) starts trees with tokens of known distributions of the target, which
+    changes what is written. Mixed into q, the same knowledge is lossless. Each text has its own memory: texts of one
+    seed share their noise, so the tokens of one text would predict those of another.
+    """
+
+    def __init__(self, share: float) -> None:
+        if not 0 < share < 1:
+            raise UsageError(f"Recall needs a share between 0 and 1, such as recall=0.3, not {share}.")
+        self.share = share
+        self._memories: WeakKeyDictionary[SequenceState, dict[Pair, Remembered]] = WeakKeyDictionary()
+
+    def learn(self, judged: Sequence[Judged]) -> None:
+        """Keep distributions that a pass found; called before the tokens of a step are appended to the sequences."""
+        for sequence, tree, rows, verdict in judged:
+            nodes = worth_reading(tree, verdict)
+            tokens = tree.tokens.tolist()
+            logits, found = rows[nodes].topk(min(KEPT, rows.shape[-1]), dim=-1)
+            memory = self._memories.setdefault(sequence, {})
+            # In reverse, so that accepted nodes are the newest.
+            for node, best, scores in reversed(list(zip(nodes, found, logits.float(), strict=True))):
+                if (pair := last_two(sequence, tokens, tree.parents, node)) is not None:
+                    memory.pop(pair, None)
+                    memory[pair] = best, scores
+            while len(memory) > PAIRS:
+                del memory[next(iter(memory))]
+
+    def mix(self, sequence: SequenceState, tree: TreeBuilder, nodes: Sequence[int], probs: Tensor) -> Tensor:
+        """Distributions (nodes, vocabulary) to draw from after these nodes, given those of the draft."""
+        memory = self._memories.get(sequence, {})
+        pairs = [last_two(sequence, tree.tokens, tree.parents, node) for node in nodes]
+        known = [(row, memory[pair]) for row, pair in enumerate(pairs) if pair in memory]
+        if not known:
+            return probs
+        left = torch.ones(len(nodes), 1, dtype=probs.dtype)
+        left[[row for row, _ in known]] -= self.share
+        mixed = probs * left.to(probs.device)
+        temperature = sequence.sampling.temperature or 1.0
+        for row, (tokens, logits) in known:
+            remembered = (logits.to(probs.dtype) / temperature).softmax(dim=-1)
+            mixed[row].index_add_(0, tokens, self.share * remembered)
+        return mixed
+
+
+def worth_reading(tree: DraftTree, verdict: Verdict) -> list[int]:
+    """The accepted nodes, then the rejected children of accepted nodes."""
+    below = [child for node in verdict.path for child in tree.topology.children[node] if child not in verdict.path]
+    return [*verdict.path, *below][:ROWS]
+
+
+def last_two(sequence: SequenceState, tokens: Sequence[int], parents: Sequence[int], node: int) -> Pair | None:
+    """The last two tokens of the text up to a node; None if there is only one."""
+    if node > 0:
+        return tokens[parents[node]], tokens[node]
+    return None if len(sequence.tokens) < 2 else (sequence.tokens[-2], sequence.tokens[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +110,8 @@ class TreeDrafter(Drafter):
 
     recall: TargetProbsMixer | None = None
     """remembers distributions of the target for a source that mixes them into its own"""
+    kept_probs: dict[SequenceState, dict[tuple[int, ...], Tensor]] | None = None
+    """if it is set, the distributions that trees were grown from, by the path from the root"""
 
     def __init__(self, tree: TreePolicy) -> None:
         self.tree = tree
@@ -65,39 +141,45 @@ class TreeDrafter(Drafter):
         trees: dict[int, DraftTree] = {}
         expand_requests: dict[int, ExpandRequest] = {}
         sample_requests: dict[int, SampleRequest] = {}
-
-        def advance(row: int, answer: Any) -> None:
-            """Let a tree grow to its next request, or to its end."""
-            try:
-                request = growing[row].send(answer)
-            except StopIteration as end:
-                trees[row] = end.value
-                return
-            if isinstance(request, SampleRequest):
-                sample_requests[row] = request
-            else:
-                expand_requests[row] = ExpandRequest(sequences[row], *request)
-
-        for row in range(len(growing)):
-            advance(row, None)
-        while expand_requests or sample_requests:
+        answers: dict[int, Any] = dict.fromkeys(range(len(growing)))
+        while answers:
+            for row, answer in answers.items():
+                try:
+                    request = growing[row].send(answer)
+                except StopIteration as end:
+                    trees[row] = end.value
+                    continue
+                if isinstance(request, SampleRequest):
+                    sample_requests[row] = request
+                else:
+                    expand_requests[row] = ExpandRequest(sequences[row], *request)
             # All draws come first, so that the trees of a batch ask for a level together.
-            answers: Sequence[Any]
             if sample_requests:
-                rows, answers = list(sample_requests), sample_batch(list(sample_requests.values()))
+                answers = dict(zip(sample_requests, sample_batch(list(sample_requests.values())), strict=True))
                 sample_requests.clear()
             else:
-                rows, answers = list(expand_requests), self.look(list(expand_requests.values()))
+                answers = dict(zip(expand_requests, self._look_and_keep(list(expand_requests.values())), strict=True))
                 expand_requests.clear()
-            for row, answer in zip(rows, answers, strict=True):
-                advance(row, answer)
         self._drafted = [trees[row] for row in range(len(growing))]
         return self._drafted
 
+    def _look_and_keep(self, requests: list[ExpandRequest]) -> list[NodeProbs]:
+        answers = self.look(requests) if requests else []
+        if self.kept_probs is not None:
+            for request, found in zip(requests, answers, strict=True):
+                paths = [tuple(request.tree.path(node)) for node in request.nodes]
+                self.kept_probs.setdefault(request.sequence, {}).update(zip(paths, found.probs, strict=True))
+        return answers
+
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        judged = [Judged(*one) for one in zip(sequences, self._drafted, scored.logits, verdicts, strict=False)]
         if self.recall is not None:
-            self.recall.learn(sequences, self._drafted, scored, verdicts)
-        self.tree.update(sequences, self._drafted, scored, verdicts)
+            self.recall.learn(judged)
+        self.tree.update(judged)
+
+    def _mixed(self, request: ExpandRequest, probs: Tensor) -> Tensor:
+        """Distributions (nodes, vocabulary) of a source, with what is remembered of the target's."""
+        return probs if self.recall is None else self.recall.mix(request.sequence, request.tree, request.nodes, probs)
 
     def _grow(self, sequence: SequenceState, budget: Budget) -> TreeCoroutine:
         return self.tree.grow_for(sequence, budget, sampler_for(sequence, self._device_sampler))

@@ -157,14 +157,7 @@ class Engine:
         if generation.prefill_clock is not None:  # the verdict came after it, so it is over
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
-        generation.stats.record(
-            nodes=len(tree) - 1,
-            depth=tree.depth,
-            accepted=min(emitted, len(accepted)),
-            emitted=emitted,
-            seconds=seconds,
-            sources=sources[:emitted],
-        )
+        generation.stats.record(tree, emitted, seconds, sources[:emitted])
 
     def _append(self, generation: Generation, token: int, source: str, logprob: float | None) -> FinishReason | None:
         """Add one token; returns why the text ends with it, if it does."""

@@ -43,7 +43,7 @@ class PipelinedStep(Step):
         if (
             batch.host_tokens is None
         ):  # the memory of a tree drafted on the device may hold the next one when it is read
-            found = found.spelled(batch.tokens)
+            found = found.with_tokens(batch.tokens)
         logprobs = self.logprobs(generations, batch, scored, found)
         self.clock.lap("verify")
 

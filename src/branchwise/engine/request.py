@@ -66,7 +66,7 @@ class Generation:
     request: Request
     sequence: SequenceState
     text: TextStream | None = None
-    """detokenizes the output, if somebody reads it as it comes or stop strings end it"""
+    """detokenizes the output, if it is streamed or stop strings end it"""
     on_output: Callable[[Generation, list[Piece]], None] | None = None
     """called on the engine's thread with the pieces that a step added, and with none when nothing but the end came"""
     like: SequenceState | None = None

@@ -46,7 +46,7 @@ class Scheduler:
 
     @property
     def joining(self) -> bool:
-        """Whether somebody will join, or go on with a prefill, before the next step."""
+        """Whether a request will join, or go on with its prefill, before the next step."""
         return bool(self.prefilling or (self._waiting and self.target.free_slots) or self._cancelled)
 
     # From any thread, at any time
@@ -84,7 +84,7 @@ class Scheduler:
             failed += self._enter(generation)
         if self.prefilling and self.running:
             failed += self._prefill(self._chunks(self.prefill_tokens))
-        while self.prefilling and not self.running:  # nobody waits for a step meanwhile
+        while self.prefilling and not self.running:  # no text waits for a step meanwhile
             failed += self._prefill(self._chunks(self.target.prefill_chunk))
         return failed
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from branchwise.core.tree import DraftTree
+
 PHASES = ("draft", "score", "verify", "commit")
 
 
@@ -29,19 +31,11 @@ class Stats:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     """whose drafted tokens were emitted"""
 
-    def record(
-        self,
-        *,
-        nodes: int,
-        depth: int,
-        accepted: int,
-        emitted: int,
-        seconds: dict[str, float],
-        sources: Sequence[str] = (),
-    ) -> None:
-        """Count one step: a tree of `nodes` below the root, of which `accepted` were emitted, drafted by `sources`."""
+    def record(self, tree: DraftTree, emitted: int, seconds: dict[str, float], sources: Sequence[str]) -> None:
+        """Count one step that emitted so many tokens; `sources` are who drafted the accepted ones among them."""
+        accepted, depth = len(sources), tree.depth
         self.steps += 1
-        self.drafted_tokens += nodes
+        self.drafted_tokens += len(tree) - 1
         self.accepted_tokens += accepted
         self.emitted_tokens += emitted
         for counts, reached in ((self.drafted_per_depth, depth), (self.accepted_per_depth, accepted)):
@@ -61,10 +55,7 @@ class Stats:
     @property
     def acceptance_per_depth(self) -> list[float]:
         """Of the steps whose tree reached a depth, the share that accepted a node there."""
-        return [
-            accepted / drafted
-            for accepted, drafted in zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)
-        ]
+        return [a / d for a, d in zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)]
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,7 +81,7 @@ class Stopwatch:
     """Time by phase, lap by lap.
 
     On the host a lap ends when its work is done. A CUDA device runs behind the host: there the ends of laps are events
-    on its stream, looked at once they have passed, so that measuring never makes anyone wait.
+    on its stream, looked at once they have passed, so that measuring waits for nothing.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -114,7 +105,7 @@ class Stopwatch:
         self._last = now
 
     def settle(self) -> dict[str, float]:
-        """Seconds by phase of the laps that are over; one that still runs is told the next time."""
+        """Seconds by phase of the laps that are over; a lap that still runs is reported the next time."""
         seconds: dict[str, float] = {}
         running = []
         for phase, start, end in self._laps:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -95,10 +96,10 @@ class Step:
         size, nodes = self.target.bucket(len(trees), max(min(shape.nodes, self.most.nodes), *map(len, trees)))
         roots = [sequence.root for sequence in sequences] + [0] * (size - len(trees))
         padded = [*trees, *[DraftTree.root(0)] * (size - len(trees))]
-        return TreeBatch(padded, self.target.info.device, shape.holding(nodes), roots)
+        return TreeBatch(padded, self.target.info.device, replace(shape, nodes=nodes), roots)
 
     def check(self, scored: Scored, batch: TreeBatch) -> None:
-        """A target of somebody's own must return what the protocol says; later errors would not name it."""
+        """A target must return what the protocol says; later errors would not name it."""
         info, wanted = self.target.info, (len(batch), batch.nodes, self.target.info.vocabulary)
         if not isinstance(scored.logits, Tensor) or scored.logits.shape != wanted:
             shape = tuple(scored.logits.shape) if isinstance(scored.logits, Tensor) else type(scored.logits).__name__

@@ -1,9 +1,8 @@
 """Compile and record at load what a request needs, so that the first request runs at the speed of the second.
 
 On a GPU the first steps of a process compile kernels and record CUDA graphs: of the prefill, of every size of tree that
-the drafter tries, of the verdict for greedy and for sampled texts. Here a few short texts go through the engine before
-anybody waits for one. The drafter forgets what it learned from them. Compiled kernels stay in the user's cache, so a
-second process only records.
+the drafter tries, of the verdict for greedy and for sampled texts. So a few short texts go through the engine at load,
+and the drafter forgets what it learned from them. Compiled kernels stay in the user's cache.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -21,8 +19,9 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.draft.base import LearningDrafter
 from branchwise.engine.engine import Engine
 from branchwise.engine.request import Request
-from branchwise.models.cache import cache_dir
-from branchwise.progress import Progress, showing, silent
+from branchwise.errors import ModelError
+from branchwise.models.cache import cache_dir, workspace
+from branchwise.progress import showing, silent
 
 GREEDY_TOKENS = 96
 """enough steps for every size of tree to be tried, recorded and timed"""
@@ -30,6 +29,8 @@ SAMPLED_TOKENS = 16
 TEMPERATURES = (0.0, 0.7, 1.0)
 """one text each: the verdicts of greedy texts, of tempered ones and of those at temperature 1 are different programs"""
 PROMPT_TOKENS = 24
+TIMES = "warmup.json"
+"""in the cache: how long it took the last time"""
 
 
 def keep_compiled_kernels() -> None:
@@ -44,7 +45,7 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
     if not engine.pipelined:
         return 0.0
     start = time.perf_counter()
-    with showing() if progress is not False else _quiet() as show, _forgetting(engine):
+    with showing() if progress is not False else nullcontext(silent) as show, _forgetting(engine):
         last = _last_times().get(_key(engine))
         took = "" if last is None else f" (last time {last:.0f} s)"
         whole = GREEDY_TOKENS + SAMPLED_TOKENS * (len(TEMPERATURES) - 1)
@@ -69,18 +70,13 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
 @contextmanager
 def _forgetting(engine: Engine) -> Iterator[None]:
     """Let the drafter know afterwards what it knew before."""
-    parts = [part for part in (engine.drafter, *engine.drafter.members) if isinstance(part, LearningDrafter)]
-    before = [part.save() for part in parts if part.learns]
+    parts = (engine.drafter, *engine.drafter.members)
+    before = [(part, part.save()) for part in parts if isinstance(part, LearningDrafter) and part.learns]
     try:
         yield
     finally:
-        for part, state in zip([part for part in parts if part.learns], before, strict=True):
+        for part, state in before:
             part.restore(state)
-
-
-@contextmanager
-def _quiet() -> Iterator[Progress]:
-    yield silent
 
 
 def _key(engine: Engine) -> str:
@@ -89,13 +85,9 @@ def _key(engine: Engine) -> str:
     return f"{info.fingerprint} {info.dtype} {device} compile={info.execution.compile} {engine.drafter.name}"
 
 
-def _file() -> Path:
-    return cache_dir() / "warmup.json"
-
-
 def _last_times() -> dict[str, float]:
     try:
-        found = json.loads(_file().read_text())
+        found = json.loads((cache_dir() / TIMES).read_text())
     except (OSError, ValueError):
         return {}
     return {str(key): float(value) for key, value in found.items()} if isinstance(found, dict) else {}
@@ -103,10 +95,6 @@ def _last_times() -> dict[str, float]:
 
 def _remember(key: str, seconds: float) -> None:
     """A hint for the next time: if it cannot be written, nothing is lost."""
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        part = _file().with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(_last_times() | {key: round(seconds, 1)}, indent=1))
-        part.replace(_file())
-    except OSError:
-        pass
+    with suppress(ModelError), workspace() as work:
+        (work / TIMES).write_text(json.dumps(_last_times() | {key: round(seconds, 1)}, indent=1))
+        os.replace(work / TIMES, cache_dir() / TIMES)

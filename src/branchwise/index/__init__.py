@@ -44,7 +44,6 @@ KINDS = ("tokens", "suffixes", "firsts")
 """the files of a shard"""
 ENDS = 4096
 """bytes at both ends of a file that are looked at whenever it is opened"""
-_AT_ONCE = 1 << 22
 
 HITS = 64
 """the most places that are looked at to say what comes next"""
@@ -108,27 +107,17 @@ class About:
         return sum(file.bytes for part in self.parts for file in part.files)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": self.model,
-            "fingerprint": self.fingerprint,
-            "vocabulary": self.vocabulary,
-            "width": self.width,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "sources": list(self.sources),
-            "shards": [asdict(part) for part in self.parts],
-        }
+        known = asdict(self)
+        totals = {"width": self.width, "tokens": self.tokens, "documents": self.documents, "bytes": self.bytes}
+        return {"format": FORMAT, "version": VERSION, **totals, "shards": known.pop("parts"), **known}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> About:
         """Of what `as_dict` gave; whatever does not fit together is a ValueError, LookupError or TypeError."""
-        parts = tuple(
-            Part(int(shard["documents"]), *(File(**shard[kind]) for kind in KINDS)) for shard in found["shards"]
-        )
-        about = cls(str(found["model"]), str(found["fingerprint"]), int(found["vocabulary"]), (), parts)
+        shards = found["shards"]
+        parts = tuple(Part(int(shard["documents"]), *(File(**shard[kind]) for kind in KINDS)) for shard in shards)
+        sources = tuple(map(str, found["sources"]))
+        about = cls(str(found["model"]), str(found["fingerprint"]), int(found["vocabulary"]), sources, parts)
         for part in parts:
             count = part.tokens.bytes // about.width
             sizes = [count * about.width, count * 4, (about.vocabulary + 1) * 4]
@@ -138,18 +127,13 @@ class About:
                 raise ValueError("a file of an index lies in its folder")
         if not parts or (found["tokens"], found["width"]) != (about.tokens, about.width):
             raise ValueError("the totals are wrong")
-        return cls(about.model, about.fingerprint, about.vocabulary, tuple(map(str, found["sources"])), parts)
+        return about
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """The same for tokenizers with the same tokens under the same numbers, and for no others."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The smallest number that is above all tokens."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def is_index(folder: Path) -> bool:
@@ -159,9 +143,7 @@ def is_index(folder: Path) -> bool:
 def read_about(folder: Path) -> About:
     """The description of an index; an index that cannot be used is refused."""
     if not folder.is_dir():
-        raise UsageError(
-            f"There is no index {folder}; build one with: branchwise index build FILES --model MODEL --out {folder}"
-        )
+        raise UsageError(f"There is no index {folder}; build one with: branchwise index build FILES --out {folder}")
     if not is_index(folder):
         raise UsageError(f"{folder} is no index: there is no {ABOUT} in it; build one with: branchwise index build")
     try:
@@ -262,11 +244,8 @@ class Index:
         self.folder = Path(folder).expanduser()
         self.about = read_about(self.folder)
         assert sys.byteorder == "little", "the arrays are mapped as they lie on the disk"
-        word = "H" if self.about.width == 2 else "I"
-        self.shards = [
-            Shard(*(self._map(file, kind) for file, kind in zip(part.files, (word, "I", "I"), strict=True)))
-            for part in self.about.parts
-        ]
+        kinds = ("H" if self.about.width == 2 else "I", "I", "I")
+        self.shards = [Shard(*map(self._map, part.files, kinds)) for part in self.about.parts]
 
     def find(self, text: Sequence[int], most: int = 16, least: int = 2) -> Place | None:
         """Where the longest end of a text of at most `most` and at least `least` tokens stands, if any does.
@@ -317,12 +296,10 @@ class Index:
         done = 0
         for part in self.about.parts:
             for file in part.files:
-                digest = hashlib.sha256()
                 with (self.folder / file.name).open("rb") as stream:
-                    while chunk := stream.read(_AT_ONCE):
-                        digest.update(chunk)
-                        done += len(chunk)
-                        progress("checking", done, self.about.bytes)
+                    digest = hashlib.file_digest(stream, "sha256")
+                done += file.bytes
+                progress("checking", done, self.about.bytes)
                 if digest.hexdigest() != file.sha256:
                     damaged(self.folder, f"{file.name} is not what was written")
 

@@ -26,20 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from branchwise.errors import UsageError
-from branchwise.index import (
-    ABOUT,
-    ENDS,
-    About,
-    File,
-    Index,
-    Part,
-    damaged,
-    ends_of,
-    fingerprint,
-    is_index,
-    read_about,
-    vocabulary_of,
-)
+from branchwise.index import ABOUT, ENDS, About, File, Index, Part, damaged, ends_of, fingerprint, is_index, read_about
 from branchwise.index.texts import find_files, survey, tokenised
 from branchwise.progress import Progress, silent
 
@@ -67,7 +54,7 @@ def build_index(
 ) -> About:
     """Build an index of these texts in an empty or new folder; with `force`, replace another index."""
     require_free(folder, force)
-    about = About(model, fingerprint(tokenizer), vocabulary_of(tokenizer), (), ())
+    about = About(model, fingerprint(tokenizer), max(tokenizer.get_vocab().values()) + 1, (), ())
     return _write_texts(folder, about, paths, tokenizer, progress)
 
 
@@ -111,9 +98,7 @@ def require_free(folder: Path, force: bool) -> None:
         if foreign:
             read_about(folder)  # only what is surely an index is replaced, be it damaged or not
         if not force:
-            raise UsageError(
-                f"{folder} holds an index already; add to it with branchwise index add, or replace it with --force."
-            )
+            raise UsageError(f"{folder} holds an index; use branchwise index add, or replace it with --force.")
     elif foreign:
         raise UsageError(f"{folder} is there and is no index; name another folder.")
 
@@ -170,7 +155,7 @@ class Writer:
 
     def end_document(self) -> None:
         """What comes next is another document; one without tokens is none."""
-        if self._filled and not self._closed:
+        if self._filled and self._buffer[self._filled - 1] != self.about.vocabulary:
             self._buffer[self._filled] = self.about.vocabulary
             self._filled += 1
 
@@ -189,17 +174,10 @@ class Writer:
         _sync_folder(self.folder)
         return about
 
-    @property
-    def _closed(self) -> bool:
-        return bool(self._buffer[self._filled - 1] == self.about.vocabulary)
-
     def _resume(self) -> None:
         """Take back the last shard of the index, if it has room."""
-        if not self._parts:
-            return
-        last = self._parts[-1].tokens
-        count = last.bytes // self.about.width
-        if count < len(self._buffer):
+        last = self._parts[-1].tokens if self._parts else None
+        if last and (count := last.bytes // self.about.width) < len(self._buffer):
             raw = (self.folder / last.name).read_bytes()
             if hashlib.sha256(raw).hexdigest() != last.sha256:
                 damaged(self.folder, f"{last.name} is not what was written")
@@ -253,10 +231,7 @@ def _sorted_suffixes(tokens: NDArray[Any], vocabulary: int) -> Iterator[NDArray[
     try:
         from pydivsufsort import divsufsort  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
-        raise UsageError(
-            "Building an index needs the package pydivsufsort, which is not here. "
-            "Install it with: pip install pydivsufsort"
-        ) from error
+        raise UsageError("Building an index needs pydivsufsort. Install it with: pip install pydivsufsort") from error
     width = max(1, (vocabulary.bit_length() + 7) // 8)
     spelled = np.empty((len(tokens), width), dtype=np.uint8)
     for place in range(width):

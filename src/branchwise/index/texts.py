@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -77,25 +78,23 @@ def pieces(path: Path) -> Iterator[Piece]:
 
 def tokenised(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], bool, int]]:
     """Tokens, whether their document ends with them, and how many characters they were."""
-    batch: list[Piece] = []
-    size = 0
-    for file in files:
-        for text, last in pieces(file):
-            batch.append((text, last))
-            size += len(text)
-            if size >= BATCH:
-                yield from _tokens(batch, tokenizer)
-                batch, size = [], 0
-    yield from _tokens(batch, tokenizer)
-
-
-def _tokens(batch: list[Piece], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], bool, int]]:
-    if not batch:
-        return
     call: Any = tokenizer
-    found = call([text for text, _ in batch], add_special_tokens=False, return_attention_mask=False, verbose=False)
-    for (text, last), tokens in zip(batch, found["input_ids"], strict=True):
-        yield tokens, last, len(text)
+    for batch in _batches(files):
+        found = call([text for text, _ in batch], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for (text, last), tokens in zip(batch, found["input_ids"], strict=True):
+            yield tokens, last, len(text)
+
+
+def _batches(files: Iterable[Path]) -> Iterator[list[Piece]]:
+    batch, size = [], 0
+    for piece in chain.from_iterable(map(pieces, files)):
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _cut(file: TextIO) -> Iterator[Piece]:
@@ -131,7 +130,5 @@ def _text_of(line: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(
-            f"{where} has half of a surrogate pair in {fields[0]!r}, which no tokenizer can read."
-        ) from None
+        raise UsageError(f"{where} has half of a surrogate pair in {fields[0]!r}, which no tokenizer reads.") from None
     return text

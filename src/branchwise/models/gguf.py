@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read in a moment and trusted only once the file is known to be whole."""
+"""The header of a GGUF file, trusted only once the file is known to be whole, and the tokenizer that it describes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from branchwise.errors import ModelError
+from branchwise.errors import ModelError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class _Tensor(NamedTuple):
@@ -66,11 +69,8 @@ class _Cursor:
 
 
 def read_header(path: Path) -> Header:
-    """Metadata and tensor table of a GGUF file, once it is known that the file is whole.
-
-    Not left to `gguf.GGUFReader`, which takes seconds for a large vocabulary and meets a damaged file with
-    whatever numpy happens to raise.
-    """
+    """Metadata and tensor table of a GGUF file, once it is known that the file is whole. `gguf.GGUFReader` would take
+    seconds for a large vocabulary, and meet a damaged file with whatever numpy happens to raise."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
@@ -87,7 +87,8 @@ def read_header(path: Path) -> Header:
     parts = header.metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
         raise ModelError(f"{path} is one of {parts} parts. Merge them with llama-gguf-split.")
-    _require_gguf()
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise ModelError(f'Reading GGUF needs {" and ".join(missing)}. Install with "pip install {" ".join(missing)}"')
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     end = 0
@@ -106,8 +107,7 @@ def read_header(path: Path) -> Header:
 
 
 def _parse(cursor: _Cursor, path: Path) -> Header:
-    cursor.numbers("I")
-    (version,) = cursor.numbers("I")
+    _, version = cursor.numbers("II")
     if version not in (2, 3):
         raise ModelError(f"{path} is GGUF version {version}. Versions 2 and 3 are read.")
     tensor_count, value_count = cursor.numbers("QQ")
@@ -126,7 +126,107 @@ def _parse(cursor: _Cursor, path: Path) -> Header:
     return Header(metadata, [_Tensor(name, size, kind, start + at) for name, size, kind, at in table])
 
 
-def _require_gguf() -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(f'Reading GGUF needs {" and ".join(missing)}. Install with "pip install {" ".join(missing)}"')
+# The tokenizer
+
+_UNKNOWN, CONTROL, _USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+
+_SPLIT_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLIT_QWEN2 = _SPLIT_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SPLIT_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Split(NamedTuple):
+    """How a byte-level vocabulary cuts text before it merges; the file gives only the name of it."""
+
+    regex: str | None = None  # None: GPT-2's own
+    single_digits: bool = False  # before the regex
+    nfc: bool = False
+    whole_words: bool = False  # a piece that is a token is taken as it is, without merging
+    bos: bool = False  # whether a text begins with bos where the file does not say
+
+
+_SPLITS: dict[str, _Split] = {
+    name: split
+    for names, split in (
+        ("gpt-2 phi-2 mpt olmo jais", _Split()),
+        ("smollm starcoder refact command-r codeshell exaone", _Split(single_digits=True)),
+        ("llama-bpe llama3 llama-v3 falcon3", _Split(_SPLIT_LLAMA3, whole_words=True, bos=True)),
+        ("dbrx smaug-bpe", _Split(_SPLIT_LLAMA3)),
+        ("qwen2 deepseek-r1-qwen", _Split(_SPLIT_QWEN2, nfc=True)),
+        ("stablelm2", _Split(_SPLIT_QWEN2)),
+        ("tekken", _Split(_SPLIT_TEKKEN, whole_words=True, bos=True)),
+    )
+    for name in names.split()
+}
+
+
+def tokenizer_of(path: Path, header: Header) -> PreTrainedTokenizerBase:
+    """The tokenizer that the file describes. Byte-level vocabularies are built here and not by transformers, whose
+    versions differ: 5.17 mistakes bos for eos and forgets special tokens, and none up to 5.22 knows that SmolLM splits
+    numbers into digits."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    metadata = header.metadata
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        settings[f"{role}_token"] = None if token_id is None else tokens[token_id]
+    settings["pad_token"] = settings["pad_token"] or settings["eos_token"]
+    if template := metadata.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    if length := metadata.get(f"{header.architecture}.context_length"):
+        settings["model_max_length"] = length
+
+    if model == "gpt2" and pre in _SPLITS:
+        backend, bos = _byte_level(metadata, _SPLITS[pre]), _SPLITS[pre].bos
+    elif model == "llama":
+        backend, bos = AutoTokenizer.from_pretrained(path.parent, gguf_file=str(path)).backend_tokenizer, True
+    else:
+        raise UnsupportedModel(
+            f"{path} has a tokenizer of the kind {model!r} with the splitting rule {pre!r}, unknown here. "
+            f"Known: 'llama', and 'gpt2' with {', '.join(_SPLITS)}."
+        )
+    if metadata.get("tokenizer.ggml.add_bos_token", bos) and settings["bos_token"]:
+        from tokenizers.processors import TemplateProcessing
+
+        first = settings["bos_token"]
+        backend.post_processor = TemplateProcessing(
+            single=[first, "$A"],
+            pair=[first, "$A", "$B"],
+            special_tokens=[(first, metadata["tokenizer.ggml.bos_token_id"])],
+        )
+    build: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase = build(tokenizer_object=backend, **settings)
+    return tokenizer
+
+
+def _byte_level(metadata: dict[str, Any], split: _Split) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers.models import BPE
+
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    kinds: list[int] = metadata.get("tokenizer.ggml.token_type", [])
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_words))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
+    if split.regex is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
+    marked = [(AddedToken(tokens[i], normalized=False), kind) for i, kind in enumerate(kinds)]
+    backend.add_special_tokens([token for token, kind in marked if kind in (_UNKNOWN, CONTROL)])
+    backend.add_tokens([token for token, kind in marked if kind == _USER_DEFINED])
+    return backend

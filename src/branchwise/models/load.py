@@ -4,48 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from branchwise.errors import ModelError, UnsupportedModel
-from branchwise.models.show import first_line
+from branchwise.errors import ModelError, UnsupportedModel, first_line
 
 if TYPE_CHECKING:
     import torch
 
 
-def read(source: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Model and tokenizer of a folder, or of a hub id as a string."""
-    if isinstance(source, Path):
-        return _read(source, dtype, trust_remote_code)
-    try:
-        return _read(source, dtype, trust_remote_code, local_files_only=True)
-    except (OSError, ValueError):
-        # Not wholly in the hub's own cache. Asking first costs one request and is answered at once, where a
-        # download from a hub that cannot be reached is retried for half a minute.
-        _ask_hub(source)
-    return _read(source, dtype, trust_remote_code)
-
-
-def read_tokenizer(source: Path | str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a folder or of a hub id, without the weights."""
-    from transformers import AutoTokenizer
-
-    options = {"trust_remote_code": trust_remote_code}
+def local_first(load: Callable[..., Any], source: Path | str, trust_remote_code: bool) -> Any:
+    """What `load` finds in a folder or behind a hub id, of which the copy in the hub's own cache is tried first."""
     if isinstance(source, str):
         try:
-            return AutoTokenizer.from_pretrained(source, local_files_only=True, **options)
+            return load(source, trust_remote_code=trust_remote_code, local_files_only=True)
         except (OSError, ValueError):
+            # Not wholly in that cache. Asking first costs one request and is answered at once, where a download from a
+            # hub that cannot be reached is retried for half a minute.
             _ask_hub(source)
-    return AutoTokenizer.from_pretrained(source, **options)
+    return load(source, trust_remote_code=trust_remote_code)
 
 
-def _read(source: Path | str, dtype: torch.dtype, trust_remote_code: bool, local_files_only: bool = False) -> Any:
+def read_model(source: Path | str, *, dtype: torch.dtype, **options: bool) -> Any:
+    """Model and tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     auto: Any = AutoModelForCausalLM
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
         config = AutoConfig.from_pretrained(source, **options)
         _require_causal(str(source), config)
@@ -76,10 +61,9 @@ def _require_causal(name: str, config: Any) -> None:
         return
     # A BERT could be loaded as a causal model too; what the checkpoint was saved as tells the truth.
     classes = getattr(config, "architectures", None) or []
-    causal = set()
-    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        causal |= {value} if isinstance(value, str) else set(value)
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (classes and not causal & set(classes)):
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    causal = {name for value in known.values() for name in ((value,) if isinstance(value, str) else value)}
+    if config.model_type not in known or (classes and not causal & set(classes)):
         kind = classes[0] if classes else config.model_type
         raise UnsupportedModel(f"{name} is a {kind}, which is not a causal language model.")
 

@@ -24,8 +24,7 @@ def bar(label: str, total: int | None, progress: bool | None) -> Iterator[Callab
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = [TextColumn("{task.description}"), BarColumn()]
-    columns += [DownloadColumn()] if total else [TimeElapsedColumn()]
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn() if total else TimeElapsedColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=console.is_terminal) as shown:
         task = shown.add_task(label, total=total)
@@ -38,27 +37,14 @@ def quiet(bars: bool = False) -> Iterator[None]:
     logging: Any = importlib.import_module("transformers.utils.logging")
     hub_logging: Any = importlib.import_module("huggingface_hub.utils.logging")
     gguf_utils: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    verbosity, hub_verbosity = logging.get_verbosity(), hub_logging.get_verbosity()
-    had_bars, gguf_bar = logging.is_progress_bar_enabled(), gguf_utils.tqdm
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    if had_bars and not bars:
-        logging.disable_progress_bar()
-    gguf_utils.tqdm = lambda things, **_: things  # not one of transformers' own bars: it has no switch
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        gguf_utils.tqdm = gguf_bar
-        logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
-        if had_bars and not bars:
-            logging.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    """What another library raised, short enough to stand inside a sentence of ours."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = lines[0] if lines else type(error).__name__
-    return (line if len(line) <= 200 else line[:200] + "…").rstrip(".:")
+    with contextlib.ExitStack() as undo, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for library in (logging, hub_logging):
+            undo.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
+        if not bars and logging.is_progress_bar_enabled():
+            undo.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        undo.callback(setattr, gguf_utils, "tqdm", gguf_utils.tqdm)
+        gguf_utils.tqdm = lambda things, **_: things  # not one of transformers' own bars: it has no switch
+        yield

@@ -105,21 +105,18 @@ class Judge(Match):
         found = self.fan.take()
         nodes = torch.arange(1, max(batch.nodes, 2), device=batch.device).clamp_max(batch.nodes - 1)
         p = probs.at(nodes.expand(len(batch), -1))
+        if self.fan.needs_hidden and any(nodes.hidden is None for nodes in found.values()):
+            raise PairingError("This drafter has no hidden states to learn from; use a draft model, or --kind hard.")
+        kind = self.fan.kind
         self.samples = {
-            row: (self._seen(nodes).cpu(), labels(self.fan.kind, p[row, : len(nodes.probs)], nodes.probs).cpu())
+            row: (features(kind, nodes).cpu(), labels(kind, p[row, : len(nodes.probs)], nodes.probs).cpu())
             for row, nodes in found.items()
         }
         return super().__call__(batch, probs, chance)
 
-    def _seen(self, found: NodeProbs) -> Tensor:
-        if self.fan.needs_hidden and found.hidden is None:
-            raise PairingError("This drafter has no hidden states to learn from; use a draft model, or --kind hard.")
-        return features(self.fan.kind, found)
-
 
 def labels(kind: str, p: Tensor, q: Tensor) -> Tensor:
-    """(nodes,): what a stop should say where the target's distributions are p and the drafter's q (nodes,
-    vocabulary)."""
+    """(nodes,): what a stop should say where the target's distributions (nodes, vocabulary) are p and the draft's q."""
     if kind == "hard":
         return (p.argmax(dim=-1) == q.argmax(dim=-1)).float()
     return torch.minimum(p, q).sum(dim=-1).clamp(0, 1).float()
@@ -146,18 +143,11 @@ def collect(
     seen: list[Samples] = []
     for turn in count():  # a text may end before it has brought enough; then it is written again, with another seed
         before = len(seen)
-        texts = {
-            engine.submit(
-                Request(
-                    prompt,
-                    SamplingParams(temperature=temperature, seed=seed + turn * len(prompts) + number),
-                    max_new_tokens=length,
-                    stop_tokens=stop_tokens,
-                )
-            ): number
-            for number, prompt in enumerate(prompts)
-            if brought[number] < part
-        }
+        texts = {}
+        for number, prompt in enumerate(prompts):
+            if brought[number] < part:
+                sampling = SamplingParams(temperature=temperature, seed=seed + turn * len(prompts) + number)
+                texts[engine.submit(Request(prompt, sampling, length, stop_tokens))] = number
         try:
             while engine.busy:
                 moved = engine.step()

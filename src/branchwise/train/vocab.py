@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,12 +26,11 @@ def count_tokens(
     The prompts are asked again and again, each round with seeds of its own.
     """
     counts = torch.zeros(llm.engine.target.vocabulary, dtype=torch.long)
-    asked = 0
+    asked, most = 0, min(ANSWER, tokens)
     try:
         while int(counts.sum()) < tokens:
-            batch: list[Any] = [items[(asked + n) % len(items)].turns[0] for n in range(BATCH)]
-            options: dict[str, Any] = {"max_new_tokens": min(ANSWER, tokens), "temperature": temperature}
-            for answer in llm.generate(batch, seed=seed + asked, **options):
+            batch: list[str] = [items[(asked + n) % len(items)].turns[0] for n in range(BATCH)]
+            for answer in llm.generate(batch, max_new_tokens=most, temperature=temperature, seed=seed + asked):
                 counts += torch.bincount(torch.tensor(answer.token_ids), minlength=len(counts))
             asked += BATCH
             progress("counting what the target writes", min(int(counts.sum()), tokens), tokens)

@@ -1,18 +1,27 @@
-"""What was measured: t(n) at the sizes that were timed, between them and beyond, and where it jumps."""
+"""What was measured: t(n) at the sizes that were timed, between them and beyond, where it jumps; and its cache."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from bisect import bisect_left
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from branchwise.errors import UsageError
-from branchwise.models.cache import cache_dir
+import numpy as np
+import torch
+
+from branchwise.backends.base import Target
+from branchwise.errors import BranchwiseError, ModelError, UsageError
+from branchwise.models.cache import cache_dir, workspace
+from branchwise.provenance import PACKAGE, device_name, source_digest, versions
+
+VERSION = 1
+"""of the files in the cache"""
 
 
 @dataclass(frozen=True)
@@ -88,22 +97,14 @@ class Costs:
             raise UsageError("Every cost must be a positive number of seconds.")
 
     def seconds(self, nodes: float) -> float:
-        """The cost of a pass over n nodes: as measured, on the line between two points, or beyond the last one.
-
-        Between two points it never leaves what they cost.
-        """
+        """The cost of a pass over n nodes: as measured, on the line between two points, or beyond the last one."""
         if nodes < 1:
             raise UsageError(f"A pass scores at least one node, not {nodes}.")
         last = self.points[-1]
         if nodes > last.nodes:
             return last.seconds + self._slope * (nodes - last.nodes)
-        place = bisect_left(self.points, nodes, key=lambda point: point.nodes)
-        right = self.points[place]
-        if right.nodes == nodes:
-            return right.seconds
-        left = self.points[place - 1]
-        share = (nodes - left.nodes) / (right.nodes - left.nodes)
-        return left.seconds + share * (right.seconds - left.seconds)
+        sizes, seconds = zip(*((point.nodes, point.seconds) for point in self.points), strict=True)
+        return float(np.interp(nodes, sizes, seconds))
 
     def ratio(self, nodes: float) -> float:
         """The cost of a pass over n nodes in passes over one."""
@@ -117,3 +118,51 @@ class Costs:
             return last.seconds  # nothing is known; that a node costs a pass is the cautious guess
         middle = [point for point in self.points if 2 * point.nodes <= last.nodes][-1]
         return max(0.0, (last.seconds - middle.seconds) / (last.nodes - middle.nodes))
+
+
+def key_of(target: Target, model: str | None, batch: int, context: int, nodes: tuple[int, ...], repeat: int) -> Key:
+    info = target.info
+    return Key(
+        model=model or info.name,
+        fingerprint=info.fingerprint,
+        weight_bytes=info.weight_bytes,
+        compiled=info.execution.compile,
+        dtype=str(info.dtype).removeprefix("torch."),
+        precision=torch.get_float32_matmul_precision(),
+        device=device_name(target.device),
+        threads=torch.get_num_threads(),
+        batch=batch,
+        context=context,
+        nodes=nodes,
+        repeat=repeat,
+        versions=versions(),
+        source=source_digest(*(PACKAGE / folder for folder in ("backends", "core", "cuda", "tune"))),
+    )
+
+
+def recall(key: Key) -> Costs | None:
+    """The cached costs, or None: a damaged file, or one with another key, counts as missing."""
+    try:
+        stored = json.loads(key.path.read_text(encoding="utf-8"))
+        if stored["version"] != VERSION or stored["key"] != json.loads(json.dumps(asdict(key))):
+            return None
+        return Costs(
+            points=tuple(Point(**point) for point in stored["points"]),
+            cliffs=tuple(Cliff(**cliff) for cliff in stored["cliffs"]),
+            key=key,
+            measured=str(stored["measured"]),
+            remembered=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, BranchwiseError):
+        return None
+
+
+def keep(costs: Costs) -> None:
+    """Write a temporary file and rename it. A cache that cannot be written only makes the next run measure again."""
+    path = costs.key.path
+    whole = asdict(costs)
+    del whole["remembered"]
+    with contextlib.suppress(ModelError), workspace() as work:
+        (work / path.name).write_text(json.dumps({"version": VERSION, **whole}), encoding="utf-8")
+        path.parent.mkdir(exist_ok=True)
+        os.replace(work / path.name, path)

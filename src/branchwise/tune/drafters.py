@@ -10,7 +10,7 @@ from branchwise.engine import Engine, Request
 from branchwise.engine.stats import Stats
 from branchwise.errors import UsageError
 from branchwise.progress import Progress, silent
-from branchwise.tune.curve import quartiles
+from branchwise.tune.passes import quartiles
 
 if TYPE_CHECKING:
     from branchwise.draft.base import Drafter
@@ -49,20 +49,17 @@ def measure_drafter(
     """
     if not prompts_ids:
         raise UsageError("There is no prompt to draft for; give at least one.")
-    drafting = llm.with_drafter(drafter, tree, verify)
-    engine, ends = drafting.engine, llm.stop_tokens
-    _write(engine, Request(tuple(prompts_ids[0]), max_new_tokens=4, stop_tokens=ends))  # to warm up
+    engine, ends = llm.with_drafter(drafter, tree, verify).engine, llm.stop_tokens
+    write(engine, Request(tuple(prompts_ids[0]), max_new_tokens=4, stop_tokens=ends))  # to warm up
     texts: list[Stats] = []
     for number, ids in enumerate(prompts_ids, start=1):
-        texts.append(_write(engine, Request(tuple(ids), max_new_tokens=max_new_tokens, stop_tokens=ends)))
+        texts.append(write(engine, Request(tuple(ids), max_new_tokens=max_new_tokens, stop_tokens=ends)))
         progress(f"drafting with {engine.drafter.name}", number, len(prompts_ids))
     texts = [stats for stats in texts if stats.steps]
     if not texts:
-        raise UsageError(
-            "Every text ended with its first step, which is not counted; give prompts with longer answers."
-        )
+        raise UsageError("Every text ended with its first step, which does not count; ask for longer answers.")
     steps = sum(stats.steps for stats in texts)
-    low, middle, high = quartiles([stats.seconds["draft"] / stats.steps for stats in texts])
+    middle, low, high = quartiles([stats.seconds["draft"] / stats.steps for stats in texts])
     return DraftCost(
         drafter=drafter if isinstance(drafter, str) else drafter.name,
         seconds=middle,
@@ -73,8 +70,8 @@ def measure_drafter(
     )
 
 
-def _write(engine: Engine, request: Request) -> Stats:
-    """The statistics from the second step on."""
+def write(engine: Engine, request: Request) -> Stats:
+    """Write a text; the statistics from the second step on."""
     generation = engine.submit(request)
     try:
         engine.step()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
+import numpy as np
+import torch
+
 from branchwise.backends.base import Target
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
 from branchwise.errors import UsageError
 from branchwise.progress import Progress, silent
-from branchwise.tune.cache import keep, key_of, recall
-from branchwise.tune.costs import Cliff, Costs
-from branchwise.tune.curve import Curve, is_cliff
-from branchwise.tune.timing import Clock, TimingRig, opened
+from branchwise.tune.costs import Cliff, Costs, Point, keep, key_of, recall
 
 SIZES = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 """what is timed by default: doubling, and one more where tiles end, since a stair seen only at its edges is a line"""
@@ -22,6 +30,19 @@ PROBES_AT_ONCE = 8
 MOST_CLIFFS = 8
 FEWEST_TURNS = 3
 """a median of fewer is the first accident"""
+WARM_UPS = 2
+"""untimed passes for each size: libraries choose their kernels on first use"""
+
+CLIFF = 0.1
+"""the least rise from one size to the next, as a share of its cost, that is worth a word"""
+STEEPER = 2.0
+"""how much more than the sizes beside it a cliff must rise"""
+ERRORS = 3.0
+"""how many standard errors a rise must be away from nothing"""
+
+Turn = Mapping[int, float]
+"""nodes -> seconds"""
+Clock = Callable[[], float]
 
 
 def measure(
@@ -72,10 +93,7 @@ def _fitting(target: Target, batch: int, context: int, nodes: Sequence[int] | No
         )
     most = min(target.max_nodes, target.context - context)
     if most < 1:
-        raise UsageError(
-            f"{context} tokens and a tree do not fit into a context of {target.context}; "
-            f"ask for at most {target.context - 1}."
-        )
+        raise UsageError(f"{context} tokens and a tree do not fit into a context of {target.context}; ask for fewer.")
     if nodes and max(nodes) > most:
         raise UsageError(
             f"A tree of {max(nodes)} nodes behind {context} tokens is more than the target holds; "
@@ -116,3 +134,138 @@ def _confirmed(rig: TimingRig, curve: Curve) -> tuple[Cliff, ...]:
         for edge in sorted(edges)
         if is_cliff(edge, turns)
     )
+
+
+@dataclass(frozen=True)
+class TimingRig:
+    """Times passes of a target over trees of any size."""
+
+    target: Target
+    sequences: Sequence[SequenceState]
+    repeat: int
+    clock: Clock
+    progress: Progress
+    _random: random.Random = field(default_factory=lambda: random.Random(1))
+    _batches: dict[int, TreeBatch] = field(default_factory=dict)
+
+    def turns(self, sizes: Sequence[int], purpose: str) -> list[Turn]:
+        """Time every size once a turn."""
+        for nodes in sizes:
+            if nodes not in self._batches:
+                chains = [[s.root, *_random_tokens(self._random, self.target, nodes - 1)] for s in self.sequences]
+                self._batches[nodes] = TreeBatch([DraftTree.chain(tokens) for tokens in chains], self.target.device)
+                for _ in range(WARM_UPS):
+                    self._time(nodes)
+        order = list(sizes)
+        turns: list[Turn] = []
+        for number in range(1, self.repeat + 1):
+            self._random.shuffle(order)
+            turns.append({nodes: self._time(nodes) for nodes in order})
+            self.progress(purpose, number, self.repeat)
+        return turns
+
+    def _time(self, nodes: int) -> float:
+        self._wait()
+        start = self.clock()
+        self.target.score(self.sequences, self._batches[nodes])
+        self._wait()
+        return self.clock() - start
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+
+@contextlib.contextmanager
+def opened(target: Target, batch: int, context: int) -> Iterator[list[SequenceState]]:
+    """Sequences of random tokens, all different: in a mixture of experts equal ones would use the same experts."""
+    rng = random.Random(0)
+    sequences = [SequenceState(_random_tokens(rng, target, context)) for _ in range(batch)]
+    with contextlib.ExitStack() as closing:
+        for sequence in sequences:
+            target.open(sequence)
+            closing.callback(target.close, sequence)
+        yield sequences
+
+
+def _random_tokens(rng: random.Random, target: Target, count: int) -> list[int]:
+    return [rng.randrange(target.vocabulary) for _ in range(count)]
+
+
+class Curve:
+    """What was timed so far, every turn divided by its pace."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, list[float]] = {}
+        self._slopes: set[tuple[int, int]] = set()
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        """Add turns over the same sizes; sizes that were timed before show how the pace has changed."""
+        usual = {n: self.seconds(n) for n in turns[0] if n in self._samples}
+        usual = usual or {n: median(turn[n] for turn in turns) for n in turns[0]}
+        for turn in turns:
+            pace = median(turn[n] / seconds for n, seconds in usual.items())
+            for n, seconds in turn.items():
+                self._samples.setdefault(n, []).append(seconds / pace)
+
+    def seconds(self, nodes: int) -> float:
+        return median(self._samples[nodes])
+
+    def points(self) -> tuple[Point, ...]:
+        return tuple(Point(nodes, *quartiles(times)) for nodes, times in sorted(self._samples.items()))
+
+    def suspects(self) -> list[tuple[int, int]]:
+        """Sizes between which the cost rises enough to hide a cliff, the steepest first, but for proven slopes."""
+        return [(a, b) for a, b in self._rises(CLIFF) if b - a > 1 and (a, b) not in self._slopes]
+
+    def edges(self) -> list[int]:
+        """Sizes that may be cliffs, the highest first: they cost more than the size before."""
+        return [b for a, b in self._rises(CLIFF / 2) if b - a == 1]
+
+    def _rises(self, share: float) -> list[tuple[int, int]]:
+        """Neighbouring sizes between which the cost rises by this share and by more than noise, the steepest first."""
+        found = []
+        for a, b in pairwise(sorted(self._samples)):
+            rise = self.seconds(b) - self.seconds(a)
+            noise = math.hypot(_error(self._samples[a]), _error(self._samples[b]))
+            if rise > max(share * self.seconds(a), ERRORS * noise):
+                found.append((rise / self.seconds(a), a, b))
+        return [(a, b) for _, a, b in sorted(found, reverse=True)]
+
+    def judge(self, a: int, place: int, b: int) -> None:
+        """Was it a slope? A cliff between a and b lifts the sizes near their middle off the line, by half its height.
+
+        Two neighbours are asked: stairs that begin at a and at the middle have every second one on the line.
+        """
+        share = (place - a) / (b - a)
+        if 0.25 <= share <= 0.75 and all(self._on_line(a, nodes, b) for nodes in (place, place + 1)):
+            self._slopes |= {(a, place), (place + 1, b)}
+
+    def _on_line(self, a: int, nodes: int, b: int) -> bool:
+        line = self.seconds(a) + (nodes - a) / (b - a) * (self.seconds(b) - self.seconds(a))
+        return abs(self.seconds(nodes) - line) < CLIFF / 4 * line
+
+
+def is_cliff(edge: int, turns: Sequence[Turn]) -> bool:
+    """Differences are taken within a turn, where the machine had one pace."""
+    rises = [turn[edge] - turn[edge - 1] for turn in turns]
+    beside = [
+        median(turn[nodes] - turn[nodes - 1] for turn in turns)
+        for nodes in (edge - 1, edge + 1)
+        if nodes in turns[0] and nodes - 1 in turns[0]
+    ]
+    least = median(rises) - ERRORS * _error(rises)
+    return median(rises) >= CLIFF * median(turn[edge - 1] for turn in turns) and least > STEEPER * max([0.0, *beside])
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of a median, from the median distance to it, which outliers do not move."""
+    middle = median(values)
+    deviation = 1.4826 * median(abs(value - middle) for value in values)
+    return 1.2533 * deviation / math.sqrt(len(values))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the values below and above it between which half of all lie."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return middle, low, high

@@ -28,6 +28,7 @@ from branchwise.draft.base import Budget, Drafter
 from branchwise.engine import Request
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, silent
+from branchwise.tune.drafters import write
 from branchwise.verify import Verdict, Verdicts
 
 if TYPE_CHECKING:
@@ -86,10 +87,7 @@ class Shapes:
         return float(self._worth[depth][:, nodes + 1].max())
 
     def best(self, nodes: int, depth: int) -> Shape:
-        """The shape of the greatest worth with at most so many nodes below the root, at most so deep.
-
-        No node has more children than there are rates. Nodes that are worth nothing are left out.
-        """
+        """The shape of the greatest worth within these limits below the root, without nodes that are worth nothing."""
         parents, subtrees = [-1], [(nodes + 1, depth)]
         for node, subtree in enumerate(subtrees):  # which grows on the way
             children = self._children(*subtree)
@@ -125,11 +123,8 @@ class Size:
 
 
 def best_size(shapes: Shapes, target_seconds: Callable[[int], float], draft_seconds: float) -> Size:
-    """The size that takes the least time for a token.
-
-    A pass of the target over n nodes, the root included, takes `target_seconds(n)`; every level of the tree takes one
-    pass of the draft.
-    """
+    """The size with the least time for a token: a pass of the target over n nodes, the root included, takes
+    `target_seconds(n)`, and every level of the tree one pass of the draft."""
     sizes = [
         Size(nodes, depth, worth, (target_seconds(nodes + 1) + depth * draft_seconds) / worth, target_seconds(1))
         for depth in range(1, shapes.depth + 1)
@@ -178,13 +173,7 @@ def measure_acceptance(
     engine = llm.with_drafter(witness, verify="rrs").engine
     for number, ids in enumerate(prompts_ids):
         sampling = SamplingParams(temperature=temperature, seed=seed + number)
-        generation = engine.submit(Request(tuple(ids), sampling, max_new_tokens, llm.stop_tokens))
-        try:
-            while not generation.finished:
-                engine.step()
-        finally:
-            engine.cancel(generation)
-        generation.check()
+        write(engine, Request(tuple(ids), sampling, max_new_tokens, llm.stop_tokens))
         progress("counting accepted children", number + 1, len(prompts_ids))
     return Acceptance(tuple(witness.accepted), tuple(witness.tried))
 

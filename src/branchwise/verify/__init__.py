@@ -4,7 +4,7 @@ Words used in every file here:
 
     root    node 0, the last emitted token
     path    nodes from the root downwards; the accepted path always holds the root
-    p(.|u)  the target's distribution after node u, all warping done (`Distributions.rows`)
+    p(.|u)  the target's distribution after node u, all warping done (`TargetProbs.at`)
     q(.|u)  the distribution that the children of u were really drawn from (`DraftTree.q`)
 
 A verifier emits the tokens of the accepted path below the root and one token more. It is lossless when the text it
@@ -41,17 +41,17 @@ class Verdict:
     """the accepted nodes, root first: the cache rows to keep"""
     token: int
     """the token after the path: the next root"""
-    spelled: tuple[int, ...] | None = field(default=None, compare=False)
+    tokens: tuple[int, ...] | None = field(default=None, compare=False)
     """the tokens of the path below the root, where only the device knew them"""
 
     def kept_of(self, tree: DraftTree) -> list[int]:
         """The tokens of the path below the root."""
-        if self.spelled is not None:
-            return list(self.spelled)
+        if self.tokens is not None:
+            return list(self.tokens)
         return tree.tokens[list(self.path[1:])].tolist() if len(self.path) > 1 else []
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Verdicts:
     """The verdicts of a batch while they are still on the device."""
 
@@ -59,13 +59,14 @@ class Verdicts:
     """(batch, depth + 1) int64: the accepted nodes, root first, padded with -1"""
     tokens: Tensor
     """(batch,) int64"""
+    _fetched: tuple[Tensor, torch.cuda.Event] | None = None
 
     @classmethod
-    def written(cls, rows: Tensor, *, spelled: bool = False) -> Verdicts:
-        """Verdicts that lie side by side already, with the tokens of their nodes where they are `spelled`."""
-        longest = (rows.shape[1] - 1) // (2 if spelled else 1)
+    def written(cls, rows: Tensor, *, with_tokens: bool = False) -> Verdicts:
+        """Verdicts from their `rows`, which may hold the tokens of the nodes as well."""
+        longest = (rows.shape[1] - 1) // (2 if with_tokens else 1)
         verdicts = cls(rows[:, :longest], rows[:, longest])
-        verdicts.__dict__["rows"] = rows
+        verdicts.rows = rows
         return verdicts
 
     @cached_property
@@ -73,30 +74,31 @@ class Verdicts:
         """(batch, depth + 2): both side by side, so that one copy brings them over."""
         return torch.cat([self.paths, self.tokens[:, None]], dim=1)
 
-    def spelled(self, tokens: Tensor) -> Verdicts:
+    def with_tokens(self, tokens: Tensor) -> Verdicts:
         """The same with the tokens of the nodes, given those of whole trees (batch, nodes)."""
         if self.rows.shape[1] > self.paths.shape[1] + 1:
             return self
         written = torch.cat([self.rows, tokens.gather(1, self.paths.clamp_min(0))], dim=1)
-        return Verdicts.written(written, spelled=True)
+        return Verdicts.written(written, with_tokens=True)
 
     def fetch(self) -> None:
         """Begin to bring them to the host: what is launched from now on does not delay them."""
         if self.rows.device.type == "cuda":
             on_their_way, over = self.rows.to("cpu", non_blocking=True), torch.cuda.Event()
             over.record(torch.cuda.current_stream(self.rows.device))
-            self.__dict__["_fetched"] = on_their_way, over
+            self._fetched = on_their_way, over
 
     def read(self) -> list[Verdict]:
         """The verdicts on the host; the one sync of a step."""
-        rows, over = self.__dict__.get("_fetched", (self.rows, None))
-        if over is not None:
+        rows = self.rows
+        if self._fetched is not None:
+            rows, over = self._fetched
             over.synchronize()
         longest, verdicts = self.paths.shape[1], []
         for row in rows.tolist():
             path = tuple(node for node in row[:longest] if node >= 0)
-            spelled = tuple(row[longest + 2 : longest + 1 + len(path)]) if len(row) > longest + 1 else None
-            verdicts.append(Verdict(path, row[longest], spelled))
+            tokens = tuple(row[longest + 2 : longest + 1 + len(path)]) if len(row) > longest + 1 else None
+            verdicts.append(Verdict(path, row[longest], tokens))
         return verdicts
 
 
@@ -133,7 +135,7 @@ VERIFIERS = Registry(
         "cascade": "branchwise.verify.cascade:Cascade",
         "mss": "branchwise.verify.recursive:MSS",
         "rrs": "branchwise.verify.recursive:RRS",
-        "traversal": "branchwise.verify.traversal:Traversal",
+        "traversal": "branchwise.verify.recursive:Traversal",
         "k-seq": "branchwise.verify.spectr:KSeq",
         "lossy-longest": "branchwise.verify.longest:Longest",
     },

@@ -12,9 +12,8 @@ The path is kept up to the last i whose coin of odds h_i <= w_i succeeds; then o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -118,14 +117,12 @@ def clipped_products(ratios: Tensor) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-class DrawnFrom(Protocol):
-    def __call__(self, span: Span, place: Tensor | None = None) -> Tensor:
-        """(batch, n, vocabulary): the distribution that a path was drawn from at the nodes of a span, or, with n = 1,
-        at one of its places (batch,)."""
+DrawnFrom = Callable[[Span, Tensor | None], Tensor]
+"""(batch, n, vocabulary): what a path was drawn from at the nodes of a span, or at one of its places (batch,)"""
 
 
-def own_probs(span: Span, place: Tensor | None = None) -> Tensor:
-    """`DrawnFrom`, of a path that nobody chose."""
+def own_probs(span: Span, place: Tensor | None) -> Tensor:
+    """`DrawnFrom` of a path that was not chosen among others."""
     return span.q if place is None else gather_rows(span.q, place)[:, None]
 
 
@@ -146,7 +143,7 @@ class Kept:
         """(batch, vocabulary): the unnormalised distribution of the token that follows."""
         if settled(probs, ~self.whole):
             return self.left
-        end = probs.at(path.nodes.gather(1, path.length[:, None])[:, 0])
+        end = probs.at(gather_rows(path.nodes, path.length))
         return where_rows(probs, self.whole, end, self.left)
 
 
@@ -159,10 +156,9 @@ def verify_block(
     drawn_from: DrawnFrom,
     first_coin: int = 1,
 ) -> Kept:
-    """Keep a path up to the last success.
+    """Keep a path up to the last success; `weights` (batch, n + 1) are the w_i.
 
-    `weights` (batch, n + 1) are the w_i. Coins are numbered from the deepest place upwards, since the last node is
-    asked first.
+    Coins are numbered from the deepest place upwards, since the last node is asked first.
     """
     last = path.tokens.shape[1]
     nodes = torch.arange(last, -1, -1, device=weights.device)
@@ -182,7 +178,7 @@ def verify_block(
             open_ = (kept < 0) & (path.length > span.start)
             if not chance.hopes(torch.where(open_[:, None], w, 0.0), coin).any():
                 continue
-        rows = wanted(span.p, w, drawn_from(span))
+        rows = wanted(span.p, w, drawn_from(span, None))
         mass = row_sum(rows)
         odds = torch.where((w == 1) | (steps == 0), 1.0, mass / (mass + 1 - w))
         odds = torch.where((steps < path.length[:, None]) & (kept < 0)[:, None], odds, 0.0)
@@ -190,12 +186,12 @@ def verify_block(
         found = turn < len(steps)
         here = (len(steps) - 1 - turn).clamp_min(0)
         # Where p equals q nothing is left, and no coin of odds 1 fails; rounding may still ask, and p is the answer.
-        here_mass = mass.gather(1, here[:, None])[:, 0]
+        here_mass = gather_rows(mass, here)
         empty = found & (here_mass == 0)
         p = gather_rows(span.p, here)
         if probs.lazy:
             row = gather_rows(rows, here)
-        else:  # one row made again costs less than writing all of them
+        else:  # to make one row again costs less than to write all of them
             row = wanted(p[:, None], w.gather(1, here[:, None]), drawn_from(span, here))[:, 0]
         row = where_rows(probs, empty, p, row)
         left = where_rows(probs, found, row, left)
@@ -205,6 +201,5 @@ def verify_block(
 
 
 def wanted(p: Tensor, w: Tensor, drawn: Tensor) -> Tensor:
-    """(batch, n, vocabulary): max(w p - q, 0), where q is the distribution that tokens were `drawn` from and w is
-    (batch, n)."""
+    """(batch, n, vocabulary): max(w p - q, 0), with w (batch, n) and the q that tokens were `drawn` from."""
     return (p * w[..., None].to(p.dtype)).sub_(drawn).clamp_min_(0)

@@ -9,7 +9,7 @@ After a stop the distribution of the others' next token is q where the first pat
 about the others), and q restricted to the tokens that rank below the chosen one where the highest had been taken (they
 rank below it, or they would have been chosen). Identical copies of a chosen first path stay draws like all others.
 
-The mathematics is Branchwise's own; `branchwise audit verifiers` enumerates it.
+The mathematics is our own; `branchwise audit verifiers` enumerates it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
     if last:
         return Draws(depth, torch.zeros_like(draws.alive), p, draws.q)
 
-    numbers = torch.arange(draws.alive.shape[1], device=p.device)
-    others = draws.alive & (numbers != choice.taken[:, None]) & (active & ~block.whole)[:, None]
-    taken = choice.taken[:, None]
+    taken, numbers = choice.taken[:, None], torch.arange(draws.alive.shape[1], device=p.device)
+    others = draws.alive & (numbers != taken) & (active & ~block.whole)[:, None]
     here, next_ = paths.at(depth), paths.at(depth, 1)
     others &= here == here.gather(1, taken)
     others &= choice.taken_first[:, None] | (next_ != next_.gather(1, taken))
@@ -87,12 +86,9 @@ def probs_of_others(choice: Choice, kept: Tensor, others: Tensor) -> Tensor:
         place = (kept - span.start).clamp(0, span.q.shape[1] - 1)
         q = gather_rows(span.q, place)
         if not choice.alone and not settled(probs, choice.taken_first):
-            lower = (
-                order
-                if span.q.shape[1] == 1
-                else Order(gather_rows(span.p, place)[:, None], q[:, None], lazy=probs.lazy)
-            )
-            lower_q = lower.only_below(token)[:, 0]
+            if span.q.shape[1] > 1:
+                order = Order(gather_rows(span.p, place)[:, None], q[:, None], lazy=probs.lazy)
+            lower_q = order.only_below(token)[:, 0]
             lower_q /= row_sum(lower_q)[:, None].to(q.dtype)
             q = where_rows(probs, choice.taken_first, q, lower_q)
         row = where_rows(probs, inside, q, row)

@@ -86,15 +86,11 @@ class Paths:
         self.nodes = batch.paths
         """(batch, paths, depth + 1), padded with -1"""
         self.ranks = ranks(batch, probs) if self.nodes.shape[1] > 1 else torch.zeros_like(self.nodes[..., 0])
-        at_once = not probs.lazy and probs.together and self.nodes.shape[1] > 1
-        self._below = self._all_below() if at_once else None
-
-    def _all_below(self) -> Tensor:
-        """(batch, rows, vocabulary): the masses that rank below, at every node."""
-        q = self.batch.q
-        assert q is not None
-        nodes = torch.arange(q.shape[1], device=q.device).expand(len(q), -1)
-        return Order(self.probs.at(nodes), q, lazy=False).below()
+        self._below: Tensor | None = None
+        """(batch, rows, vocabulary): the masses that rank below each token, at every node, if that is known"""
+        if not probs.lazy and probs.together and self.nodes.shape[1] > 1 and batch.q is not None:
+            every = torch.arange(batch.q.shape[1], device=batch.q.device).expand(len(batch), -1)
+            self._below = Order(probs.at(every), batch.q, lazy=False).below()
 
     @property
     def all(self) -> Draws:
@@ -145,11 +141,9 @@ class Paths:
         return Choice(self, draws, order, share, taken_first, taken, Path.below(self.batch, nodes), most, alone)
 
     def _highest(self, draws: Draws) -> Tensor:
-        """(batch,): the living path that ranks highest, by the first distributions of `draws` and those of the nodes
-        below."""
+        """(batch,): the living path that ranks highest."""
         tokens = gather_rows(self.batch.tokens, self.at(draws.depth, 1).clamp_min(0))
-        p, q = draws.p.gather(1, tokens), draws.q.gather(1, tokens)
-        keys = sort_keys(p, q, draws.p.shape[-1])
+        keys = sort_keys(draws.p.gather(1, tokens), draws.q.gather(1, tokens), draws.p.shape[-1])
         # Paths that take the same token part further down, where the distributions are those that `ranks` has seen.
         wins = _beats((keys, tokens, self.ranks)).sum(dim=2)
         return torch.where(draws.alive, wins, -1).argmax(dim=1)
@@ -165,8 +159,7 @@ def ranks(batch: TreeBatch, probs: TargetProbs) -> Tensor:
     keys = batch.q.new_zeros(len(batch), batch.nodes)  # of every node among its siblings
     for forks in batch.forks.split(1 if probs.lazy else max(batch.forks.shape[1], 1), dim=1):
         p, q = probs.at(forks.clamp_min(0)), batch.q_rows(forks)
-        parents = forks[:, :, None] == batch.parents[:, None, :]  # (batch, forks, nodes)
-        parents &= (forks >= 0)[:, :, None]
+        parents = (forks[:, :, None] == batch.parents[:, None, :]) & (forks >= 0)[:, :, None]  # (batch, forks, nodes)
         tokens = batch.tokens[:, None, :].expand(-1, forks.shape[1], -1)
         found = sort_keys(p.gather(2, tokens), q.gather(2, tokens), p.shape[-1])
         keys += torch.where(parents, found, 0.0).sum(dim=1)
@@ -188,13 +181,12 @@ def _beats(contest: Sequence[Tensor]) -> Tensor:
 def best_mixture(draws: Draws, order: Order, mixtures: tuple[float, ...], most: int, *, lazy: bool) -> Tensor:
     """(batch,) float64: the probability of taking the first path that promises most for the first token.
 
-    It may look at nothing but the distributions and the number of the paths. The promise is the overlap of what is
-    wanted with what the mixture would give; of equal promises the smallest probability is taken.
+    It depends on the distributions and the number of the paths alone. The promise is the overlap of what is wanted with
+    what the mixture would give; of equal promises the smallest probability is taken.
     """
     alone = draws.count <= 1
     if len(mixtures) == 1:
-        share = torch.full_like(draws.depth, mixtures[0], dtype=torch.float64)
-        return torch.where(alone, 1.0, share)
+        return torch.where(alone, 1.0, torch.full_like(draws.depth, mixtures[0], dtype=torch.float64))
     p, q = order.p[:, 0], order.q[:, 0]
     gain = boost(order.below(), order.q, torch.ones_like(order.q[..., :1]), draws.count[:, None, None], most, lazy=lazy)
     highest = gain[:, 0].mul_(q)
@@ -228,31 +220,25 @@ class Choice:
     """whether there was no choice: one path, whose distribution is q"""
 
     def verify(self, chance: Chance, coin: int) -> Kept:
-        """Block verification against the distribution that the path was taken from, the same whichever way it was
-        taken."""
+        """Block verification against the distribution that the path was taken from, in whichever way."""
         probs = self.paths.probs
         self.spans = list(read(self.paths.batch, probs, self.path, self.draws.p, self.draws.q))
         p, q = at_tokens(self.spans, self.path.tokens)
         if self.alone:
-            self.orders = [self.order] * len(self.spans)  # nobody asks
+            self.orders = [self.order] * len(self.spans)  # not read
             return verify_block(probs, chance, self.path, self.spans, clipped_products(p / q), own_probs, coin)
-        self.orders = [
-            self.paths.order(span, self.path.nodes[:, span.start : span.stop], self.order) for span in self.spans
-        ]
-        below = torch.cat(
-            [
-                order.below_at(self.path.tokens[:, span.start : span.stop])
-                for span, order in zip(self.spans, self.orders, strict=True)
-            ],
-            dim=1,
-        ).double()
+        places = [slice(span.start, span.stop) for span in self.spans]
+        nodes = [self.path.nodes[:, place] for place in places]
+        self.orders = [self.paths.order(*pair, self.order) for pair in zip(self.spans, nodes, strict=True)]
+        tokens = [self.path.tokens[:, place] for place in places]
+        below = torch.cat([o.below_at(t) for o, t in zip(self.orders, tokens, strict=True)], dim=1).double()
         share = shares(q, below)
         count = self.draws.count[:, None]
         gain = boost(below, q, share, count, self.most, lazy=probs.lazy)
         first = odds_of_first(self.share, gain)
         weights = clipped_products(p / (q * (first + (1 - first) * gain)))
 
-        def drawn_from(span: Span, place: Tensor | None = None) -> Tensor:
+        def drawn_from(span: Span, place: Tensor | None) -> Tensor:
             below, q = self.orders[self.spans.index(span)].below(), span.q
             shares_, one = (numbers[:, span.start : span.stop, None].to(q.dtype) for numbers in (share, first))
             if place is not None:
@@ -266,8 +252,7 @@ class Choice:
 def shares(q: Tensor, below: Tensor) -> Tensor:
     """(batch, n): X / (A + X) down a path with tokens of mass q (batch, n) and mass `below` ranked below them.
 
-    X is the mass of the paths through a node, A that of the paths that rank below it. Only their ratio is carried on,
-    so that no path is too long.
+    X is the mass of the paths through a node, A that of the paths that rank below it; their ratio cannot underflow.
     """
     found = [torch.ones_like(q[:, 0])]
     for mass, lower in zip(q.unbind(dim=1)[:-1], below.unbind(dim=1)[:-1], strict=True):
@@ -278,8 +263,7 @@ def shares(q: Tensor, below: Tensor) -> Tensor:
 def odds_of_first(start: Tensor, gain: Tensor) -> Tensor:
     """(batch, n): how probable it is at each node of a path that it was taken as the first one, and not as the highest.
 
-    `start` (batch,) before anything of the path is known; `gain` (batch, n) is how much likelier the highest is to take
-    each of its steps.
+    `start` (batch,) is that at its first node, `gain` (batch, n) how much likelier the highest is to take each step.
     """
     found = [start]
     for more in gain.unbind(dim=1)[:-1]:

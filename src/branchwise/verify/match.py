@@ -14,7 +14,7 @@ import torch
 
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rng import Chance, SeededChance
-from branchwise.core.rows import pack_bits, unpack_bits
+from branchwise.core.rows import gather_rows, pack_bits
 from branchwise.core.target_probs import TargetProbs, one_by_one, settled
 from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts, Verifier
@@ -23,9 +23,7 @@ from branchwise.verify import Verdicts, Verifier
 class Match(Verifier):
     name = "match"
     accepts = frozenset(Draw) - {Draw.FORK}
-
     reads = ("tokens", "parents", "depths", "ancestor_bits")
-    """what it looks up in a batch of trees on a device"""
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         if not probs.lazy and isinstance(chance, SeededChance):
@@ -49,16 +47,14 @@ class Match(Verifier):
 
     @staticmethod
     def _draw(probs: TargetProbs, node: torch.Tensor, chance: Chance, depth: int) -> torch.Tensor:
-        if probs.greedy:
-            return probs.best(node)
-        return chance.token(probs.at(node), depth)
+        return probs.best(node) if probs.greedy else chance.token(probs.at(node), depth)
 
 
 def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdicts:
-    """The same verdict without a walk: on a device, draw behind every node and see which nodes were foretold.
+    """The same verdict on a device, without a walk: draw behind every node.
 
-    A node is accepted where its token, and that of each of its ancestors, is the one drawn behind its parent. Those
-    nodes are a path, and its last one is the deepest.
+    A node is accepted if its token, and that of each of its ancestors, is the one drawn behind its parent. Those nodes
+    are a path, and its last one is the deepest.
     """
     nodes = torch.arange(batch.nodes, device=batch.device).expand(len(batch), -1)
     drawn = probs.best(nodes) if probs.greedy else chance.tokens(probs.at(nodes), batch.depths)
@@ -68,11 +64,8 @@ def at_once(batch: TreeBatch, probs: TargetProbs, chance: SeededChance) -> Verdi
     accepted = ((batch.ancestor_bits & missed) == 0).all(dim=-1) & foretold
     # Of twins, which no drafter should propose, the first.
     rank = batch.depths * batch.nodes + (batch.nodes - 1 - nodes)
-    last = torch.where(accepted, rank, -1).argmax(dim=1, keepdim=True)
-    above = batch.ancestor_bits.gather(1, last[..., None].expand(-1, -1, batch.ancestor_bits.shape[2]))
-    path = unpack_bits(above, batch.nodes)[:, 0]
-    paths = torch.full_like(nodes, -1).scatter_reduce(1, batch.depths, torch.where(path, nodes, -1), "amax")
-    return Verdicts(paths, drawn.gather(1, last)[:, 0])
+    last = torch.where(accepted, rank, -1).argmax(dim=1)
+    return Verdicts(batch.paths_to(last), gather_rows(drawn, last))
 
 
 class Undrafted(Verifier):
@@ -99,11 +92,8 @@ def or_match(rule: Rule) -> Rule:
 
     @wraps(own)
     def verify(self: Verifier, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
-        if probs.greedy:
-            return Match()(batch, probs, chance)
-        if batch.depth == 0:
-            return Undrafted()(batch, probs, chance)
-        return own(self, batch, probs, chance)
+        chosen = rule_for(self, batch, probs)
+        return own(self, batch, probs, chance) if chosen is self else chosen(batch, probs, chance)
 
     rule.__call__ = verify  # type: ignore[method-assign]
     rule.defers = True
@@ -111,9 +101,7 @@ def or_match(rule: Rule) -> Rule:
 
 
 def rule_for(verifier: Verifier, batch: TreeBatch, probs: TargetProbs) -> Verifier:
-    """Whose rule a verifier follows for these distributions and trees; `or_match` says when that is not its own."""
-    if not verifier.defers:
+    """The rule that a verifier follows for these distributions and trees: itself, unless `or_match` says otherwise."""
+    if not verifier.defers or (batch.depth and not probs.greedy):
         return verifier
-    if probs.greedy:
-        return Match()
-    return verifier if batch.depth else Undrafted()
+    return Match() if probs.greedy else Undrafted()

@@ -1,4 +1,4 @@
-"""Recursive rejection: try the children of a node one after the other, descend to the first that is accepted.
+"""Recursive rejection: try the children of a node one after the other, from the root downwards or the leaves upwards.
 
 `mss`  Miao et al., "SpecInfer", ASPLOS 2024 (multi-step speculative sampling), and Yang et al., "Multi-Candidate
        Speculative Decoding" (arXiv 2401.06706) with replacement: the children are independent draws, repeats kept.
@@ -11,6 +11,16 @@ After a rejection the target still wants max(P - Q, 0), normalised. Written out,
 
 with z_k the mass of q on untried tokens (1 with replacement) and c_k what normalises. One pass over a row per child
 gives them, and no row is rewritten. A rejected token has nothing left, so the formula holds for it too.
+
+`traversal`  Weng et al., "Traversal Verification for Speculative Tree Decoding", NeurIPS 2025 (arXiv 2505.12398):
+       block verification on a tree. A node is asked after all its children, in draw order; the first success is kept
+       with the whole way to it. A node that its parent wants with the mass a is asked, after m children were rejected,
+       with the odds a_m of `reject`. What happens below a node does not change what its parent wants next, so the odds
+       of all nodes are known before any coin is tossed:
+
+    verdict = the first success in post-order of independent coins, one for every node; the root always succeeds
+
+On a chain this is block verification; on any tree it accepts at least as much as `rrs`.
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from torch import Tensor
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rng import Chance
 from branchwise.core.rows import blank, gather_rows, row_sum
-from branchwise.core.target_probs import TargetProbs, settled
+from branchwise.core.target_probs import TargetProbs, all_at_once, settled
 from branchwise.core.tree import Draw
 from branchwise.verify import STRIDE, Verdicts, Verifier, left_of
 from branchwise.verify.match import or_match
@@ -111,8 +121,7 @@ def descend(
             children, odds, *numbers = at(node)
         else:
             numbers = [torch.where(accepted, 0.0, number) for number in numbers]
-    nodes = torch.stack(way, dim=1)
-    return node, nodes, numbers
+    return node, torch.stack(way, dim=1), numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +139,10 @@ class Tried:
 def reject(
     p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor, *, replace: bool, acceptance: Tensor | None = None
 ) -> Tried:
-    """Try children with these tokens (batch, n, children) in turn at nodes with distributions p, q (batch, n,
-    vocabulary).
+    """Try children with these tokens (batch, n, children) in turn, given p and q (batch, n, vocabulary) of their nodes.
 
-    `valid` marks the children that exist. `acceptance` (batch, n) is the mass of the target's distribution that is
-    wanted from the node at the start; by default all of it.
+    `valid` marks the children that exist. `acceptance` (batch, n) is the mass of p that is wanted from the node at the
+    start; by default all of it.
     """
     a = torch.ones(p.shape[:2], dtype=torch.float64, device=p.device) if acceptance is None else acceptance
     wanted = a  # a_k, the mass still wanted
@@ -156,3 +164,44 @@ def reject(
             untried = blank(untried, tokens[..., turn])
             z = torch.where(here, row_sum(untried), z)
     return Tried(torch.stack(odds, dim=-1), wanted, (b / a).nan_to_num(0.0))
+
+
+@or_match
+class Traversal(Verifier):
+    name = "traversal"
+    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    reads = ("tokens", "depths", "ancestor_bits", "children", "levels", "postorder")
+
+    def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
+        probs = all_at_once(probs)
+        odds, share = odds_of_nodes(batch, probs)
+        order = batch.postorder
+        turn = chance.first(torch.where(order >= 0, gather_rows(odds, order.clamp_min(0)), 0.0), 0)
+        node = order.gather(1, turn[:, None])[:, 0]
+        left = left_of(probs, probs.at(node), batch.q_rows(node), gather_rows(share, node))
+        return Verdicts(batch.paths_to(node)[:, : batch.depth + 1], chance.pick(left))
+
+
+def odds_of_nodes(batch: TreeBatch, probs: TargetProbs) -> tuple[Tensor, Tensor]:
+    """(batch, nodes) float64 each: the odds of every node's coin, and the share b / a of q that it has lost by then."""
+    odds = torch.ones(len(batch), batch.nodes + 1, dtype=torch.float64, device=batch.device)
+    share = torch.zeros_like(odds)
+    # One more column takes what padding writes.
+    wanted = torch.ones_like(odds)
+    for depth, width in enumerate(batch.widths):
+        for level in batch.levels[:, depth].split(1 if probs.lazy else batch.levels.shape[2], dim=1):
+            if settled(probs, level < 0):
+                continue
+            nodes = level.clamp_min(0)
+            children = gather_rows(batch.children, nodes)[..., :width]
+            children = torch.where((level >= 0)[..., None], children, -1)
+            p, q, start = probs.at(nodes), batch.q_rows(nodes), wanted.gather(1, nodes)
+            tried = reject(p, q, tokens_of(batch, children), children >= 0, replace=False, acceptance=start)
+            own = torch.where(level >= 0, level, batch.nodes)
+            odds.scatter_(1, own, tried.acceptance)
+            share.scatter_(1, own, tried.share)
+            below = torch.where(children >= 0, children, batch.nodes).flatten(1)
+            wanted.scatter_(1, below, tried.odds.flatten(1))
+            odds.scatter_(1, below, tried.odds.flatten(1))  # what a leaf is asked with
+    odds[:, 0].fill_(1)
+    return odds[:, :-1], share[:, :-1]

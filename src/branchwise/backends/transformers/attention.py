@@ -11,10 +11,8 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Window:
-    """Stands where a model expects its attention mask: how many positions back a layer sees, None for all.
-
-    A class of its own, so a model that computes with the mask by itself fails at once instead of being wrong.
-    """
+    """In the place of an attention mask: how many positions back a layer sees, None for all. A class of its own, so
+    that a model that computes with the mask by itself fails at once instead of being wrong."""
 
     size: int | None
 

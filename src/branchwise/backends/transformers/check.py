@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from branchwise.backends.base import Target
+from branchwise.backends.transformers.probe import refusal
 from branchwise.backends.transformers.runner import ModelRunner
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.errors import UnsupportedModel
 
-EXACT = 1e-3
-"""the most that a tree may differ from the model's own forward in float32"""
+EXACT = 1e-3  # the most that a tree may differ from the model's own forward in float32
 ROUNDED = 0.1
 """the same for the median node in lower precision: a wrong mask or position meets most nodes, and changes them more"""
 MOST_ROUNDED = 0.3
@@ -25,10 +25,8 @@ NUDGES = 4
 
 
 def check_against_own_forward(target: Target, runner: ModelRunner) -> None:
-    """Score two small trees in one pass and compare with the model's own forward along their longest paths.
-
-    Catches what no keyword shows, such as positions that a model takes from the cache instead of from the call.
-    """
+    """Score two small trees in one pass and compare with the model's own forward along their longest paths. Catches
+    what no keyword shows, such as positions that a model takes from the cache instead of from the call."""
     count = target.vocabulary
     first = SequenceState([(11 * i + 5) % count for i in range(3)])
     second = SequenceState([(7 * i + 3) % count for i in range(5)])
@@ -36,25 +34,17 @@ def check_against_own_forward(target: Target, runner: ModelRunner) -> None:
     fork = DraftTree(torch.tensor([second.root, 9 % count, 2 % count]), (-1, 0, 0))
     # Both longest paths have six tokens, so one reference batch needs no padding.
     cases = [(first, comb), (second, fork)][: target.free_slots]
-    sequences = [sequence for sequence, _ in cases]
-    opened: list[SequenceState] = []
-    try:
+    sequences, trees = zip(*cases, strict=True)
+    with ExitStack() as undo:
         for sequence in sequences:
             target.open(sequence)
-            opened.append(sequence)
-        logits = target.score(sequences, TreeBatch([tree for _, tree in cases], target.device)).logits
-    finally:
-        for sequence in opened:
-            target.close(sequence)
-    paths = [tree.topology.path(len(tree) - 1) for _, tree in cases]
-    tokens = [
-        sequence.tokens + tree.tokens[path[1:]].tolist() for (sequence, tree), path in zip(cases, paths, strict=True)
-    ]
-    places = [
-        (row, node, len(sequence.tokens) - 1 + depth)
-        for row, ((sequence, _), path) in enumerate(zip(cases, paths, strict=True))
-        for depth, node in enumerate(path)
-    ]
+            undo.callback(target.close, sequence)
+        logits = target.score(sequences, TreeBatch(trees, target.device)).logits
+    tokens, places = [], []
+    for row, (sequence, tree) in enumerate(cases):
+        path = tree.topology.path(len(tree) - 1)
+        tokens.append(sequence.tokens + tree.tokens[path[1:]].tolist())
+        places += [(row, node, len(sequence.tokens) - 1 + depth) for depth, node in enumerate(path)]
     texts = torch.tensor(tokens, device=target.device)
     own = runner.own_logits(texts)
     errors = [_relative_error(logits[row, node], own[row, place]) for row, node, place in places]
@@ -66,18 +56,13 @@ def check_against_own_forward(target: Target, runner: ModelRunner) -> None:
             rounding = own_rounding(runner, texts, own, [(row, place) for row, _, place in places])
             most = max(most, min(MOST_ROUNDED, 2 * rounding))
     if not error < most:
-        raise UnsupportedModel(
-            f"{target.info.name} cannot be served: trees scored in one pass differ from its own forward by {error:.1%}."
-        )
+        raise refusal(target.info.name, f"trees scored in one pass differ from its own forward by {error:.1%}")
 
 
 def own_rounding(runner: ModelRunner, texts: Tensor, own: Tensor, places: list[tuple[int, int]]) -> float:
-    """How far the model's own logits `own` (batch, length, vocabulary) move, in the median, when it reads its tokens'
-    embeddings rounded to the next number up or down.
-
-    Some models magnify such a step so much that any two ways to compute them are as far apart. Its eager attention is
-    compared with itself: a faster one may leave something out, and a batch or a cache may change no bit.
-    """
+    """How far the model's own logits (batch, length, vocabulary) move, in the median, when its tokens' embeddings are
+    rounded to the next number up or down: some models magnify such a step so much that any two ways to compute them are
+    as far apart. Eager attention is compared with itself, since a faster one may leave something out."""
     if "inputs_embeds" not in inspect.signature(runner.model.forward).parameters:
         return 0.0
     embeddings = runner.model.get_input_embeddings()(texts).detach()

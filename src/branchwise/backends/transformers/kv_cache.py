@@ -1,4 +1,4 @@
-"""The slot store: one preallocated place for the keys and values of all running sequences.
+"""The KV cache: one preallocated place for the keys and values of all running sequences.
 
 A slot holds the rows of one sequence: its committed tokens from row 0 on, and behind them, during a pass, the nodes of
 its tree. Running sequences occupy the first slots (the last moves into a gap), so that a pass over all of them
@@ -21,11 +21,10 @@ from transformers import Cache
 from branchwise.backends.transformers.attention import attend, tree_mask
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
-from branchwise.cuda.graphs import GraphedFunction
+from branchwise.cuda.graphs import GraphedFunction, restored
 from branchwise.cuda.inputs import BATCHES, NODES, PassInputs, PinnedBuffer, fitting
 
-Shape = tuple[int, int]
-"""(heads, width)"""
+Shape = tuple[int, int]  # (heads, width)
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,8 @@ class Layout:
 class PartialTree:
     """The rows of growing trees that earlier passes left behind the committed ones."""
 
-    rows: list[int]
-    """how many, for each sequence"""
-    depths: NDArray[np.int64]
-    """(batch, columns): of every row of the trees, those of the coming pass included"""
+    rows: list[int]  # how many, for each sequence
+    depths: NDArray[np.int64]  # (batch, columns): of every row of the trees, those of the coming pass included
 
 
 class Pass:
@@ -60,23 +57,17 @@ class Pass:
         ancestors: Tensor | None,
         written: PartialTree | None = None,
     ) -> None:
-        """`depths` (batch, nodes); `ancestors` (batch, nodes, nodes), or None for one chain, as in prefill.
-
-        Where the trees have rows already, `ancestors` is (batch, nodes, columns) over all rows of the trees.
-        """
-        device = depths.device
-        nodes = depths.shape[1]
+        """`depths` (batch, nodes); `ancestors` (batch, nodes, rows of a tree), or None for one chain, as in prefill."""
+        device, nodes = depths.device, depths.shape[1]
         before = written.rows if written else [0] * len(lengths)
         starts = [length + rows for length, rows in zip(lengths, before, strict=True)]
         self.keys = max(starts) + nodes
         self.lengths = torch.tensor(lengths, device=device)
         self.rows = torch.tensor(starts, device=device)[:, None] + torch.arange(nodes, device=device)  # (batch, nodes)
-        self.slots: slice | Tensor
-        if slots == list(range(slots[0], slots[0] + len(slots))):
-            self.slots = slice(slots[0], slots[0] + len(slots))
-        else:
-            self.slots = torch.tensor(slots, device=device)
         self.slot_column = torch.tensor(slots, device=device)[:, None]
+        together = slice(slots[0], slots[0] + len(slots))
+        in_order = slots == list(range(together.start, together.stop))
+        self.slots: slice | Tensor = together if in_order else self.slot_column[:, 0]
         self.depths = depths
         self.ancestors = ancestors
         self.written = written
@@ -92,22 +83,19 @@ class Pass:
         if window is None and (self._all_seen or self.causal):
             return None, self.causal
         if window not in self._masks:
-            ancestors = self.ancestors
+            device, nodes, ancestors = self.depths.device, self.depths.shape[1], self.ancestors
             if ancestors is None:
-                nodes = self.depths.shape[1]
-                ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.depths.device).tril_()
-            key_depths = torch.from_numpy(self.written.depths).to(self.depths.device) if self.written else None
+                ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril_()
+            key_depths = torch.from_numpy(self.written.depths).to(device) if self.written else None
             self._masks[window] = tree_mask(self.lengths, self.depths, ancestors, self.keys, window, dtype, key_depths)
         return self._masks[window], False
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the nodes (batch, heads, nodes, width) into a layer of the store; returns all rows that may be read."""
-        found = []
-        for tensor, states in ((keys, new_keys), (values, new_values)):
-            # The two index tensors stand around a slice, so their axes (batch, nodes) come first.
-            tensor[self.slot_column, :, self.rows] = states.transpose(1, 2)
-            found.append(tensor[self.slots, :, : self.keys])
-        return found[0], found[1]
+        """Write the nodes (batch, heads, nodes, width) into a layer of the cache; returns all rows that may be read."""
+        # The two index tensors stand around a slice, so their axes (batch, nodes) come first.
+        keys[self.slot_column, :, self.rows] = new_keys.transpose(1, 2)
+        values[self.slot_column, :, self.rows] = new_values.transpose(1, 2)
+        return keys[self.slots, :, : self.keys], values[self.slots, :, : self.keys]
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
@@ -119,11 +107,8 @@ class Pass:
 
 
 class BlankCache(Cache):
-    """A cache that knows of no positions.
-
-    transformers asks a cache for them before it builds positions and masks. Positions are always given and masks are
-    made here, so the answers decide nothing; a model that uses them all the same fails the probe at load.
-    """
+    """A cache that knows of no positions. transformers asks for them, but positions are always given and masks are made
+    here, so the answers decide nothing; a model that uses them all the same fails the probe at load."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -144,39 +129,38 @@ class KVCache(BlankCache):
     def __init__(
         self,
         layout: Layout,
-        *,
         slots: int,
         rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
         by_kernels: bool = False,
         record: bool = True,
     ) -> None:
-        """`by_kernels` moves rows with a kernel for all layers, where there are kernels, and records that."""
+        """`by_kernels` moves rows with a kernel for all layers, and may `record` that."""
         super().__init__()
         self.slots = slots
         self.rows = rows
         self.by_kernels = by_kernels
+        self._device = device
         self._tensors: dict[tuple[str, Shape], Tensor] = {}
-        self.layers_keys = [self._place("keys", layout.keys, i, dtype, device) for i in range(len(layout.keys))]
-        self.layers_values = [self._place("values", layout.values, i, dtype, device) for i in range(len(layout.values))]
+        self.layers_keys = self._allocated("keys", layout.keys, dtype)
+        self.layers_values = self._allocated("values", layout.values, dtype)
         self._running: list[SequenceState] = []
         self._lengths: dict[SequenceState, int] = {}
         self._touched = [0] * slots  # rows of each slot that may hold something
         tensors = list(self._tensors.values())
-        self._moving = GraphedFunction(move, device, tensors, still=nowhere, capture=by_kernels and record)
-        self._moves: dict[tuple[int, int], Moves] = {}  # by the room for texts and steps
+        self.move = GraphedFunction(move, device, tensors, still=nowhere, capture=by_kernels and record)
+        """moves the rows of accepted paths, (batch, steps) padded with -1, by kernels; `keep` counts them afterwards"""
+        self._moves: dict[tuple[int, int], PinnedBuffer] = {}  # by the most sequences and steps that they hold
         self.current: Pass | PassInputs | None = None
 
-    def _place(
-        self, kind: str, shapes: tuple[Shape, ...], layer: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """(slots, heads, rows, width): the layer's part of the one tensor for its shape."""
-        heads, width = shapes[layer]
-        if (kind, shapes[layer]) not in self._tensors:
-            size = (shapes.count(shapes[layer]), self.slots, heads, self.rows, width)
-            self._tensors[kind, shapes[layer]] = zeros(size, dtype, device)
-        return self._tensors[kind, shapes[layer]][shapes[:layer].count(shapes[layer])]
+    def _allocated(self, kind: str, shapes: tuple[Shape, ...], dtype: torch.dtype) -> list[Tensor]:
+        """(slots, heads, rows, width) of every layer: its part of the one tensor for its shape."""
+        for heads, width in dict.fromkeys(shapes):
+            size = (shapes.count((heads, width)), self.slots, heads, self.rows, width)
+            self._tensors[kind, (heads, width)] = zeros(size, dtype, self._device)
+        return [self._tensors[kind, shape][shapes[:layer].count(shape)] for layer, shape in enumerate(shapes)]
 
     # Slots
 
@@ -200,16 +184,14 @@ class KVCache(BlankCache):
         self._lengths[sequence] = rows
 
     def close(self, sequence: SequenceState) -> None:
-        gap = self._running.index(sequence)
-        last = self._running.pop()
+        gap, last = self._running.index(sequence), self._running.pop()
         del self._lengths[sequence]
         free = len(self._running)
         # With all that its passes wrote: a draft model comes back to rows that are not committed yet.
         used = 0 if last is sequence else self._touched[free]
         for tensor in self._tensors.values():
-            if last is not sequence:
-                tensor[:, gap, :, :used] = tensor[:, free, :, :used]
-            # Nothing of a text stays behind it: an overflow in it would reach whoever reads these rows under a mask.
+            tensor[:, gap, :, :used] = tensor[:, free, :, :used]
+            # Nothing of a text stays behind it: an overflow in it would reach all that read these rows under a mask.
             tensor[:, gap, :, used : self._touched[gap]] = 0
             tensor[:, free, :, : self._touched[free]] = 0
         self._touched[free] = 0
@@ -230,28 +212,26 @@ class KVCache(BlankCache):
         written: PartialTree | None = None,
     ) -> Pass:
         """Make ready for a pass over these sequences; see `Pass` for the rest."""
-        slots = [self._running.index(sequence) for sequence in sequences]
-        lengths = [self._lengths[sequence] for sequence in sequences]
+        slots, lengths = self._seats(sequences)
         self.current = Pass(slots, lengths, depths, ancestors, written)
-        assert self.current.keys <= self.rows, "a pass reaches beyond its slots"
-        self._touch(slots, [self.current.keys] * len(slots))
+        self._touch(slots, [self.current.keys] * len(slots), self.current.keys)
         return self.current
 
     def seat(
-        self, sequences: Sequence[SequenceState], written: Sequence[int], nodes: int, room: int
+        self, sequences: Sequence[SequenceState], written: Sequence[int], nodes: int, padded: int
     ) -> tuple[list[int], list[int]]:
-        """Slots and lengths of these sequences, for a pass on a sheet over so many nodes behind what is `written`.
-
-        The sheet has room for more nodes; what they write behind the tree means nothing.
-        """
-        slots = [self._running.index(sequence) for sequence in sequences]
-        lengths = [self._lengths[sequence] for sequence in sequences]
+        """Slots and lengths of these sequences, for a pass over so many nodes after the rows that are `written`. Padded
+        it has more nodes; what those write behind the tree means nothing."""
+        slots, lengths = self._seats(sequences)
         starts = [length + rows for length, rows in zip(lengths, written, strict=True)]
-        assert max(starts) + nodes <= self.rows, "a pass reaches beyond its slots"
-        self._touch(slots, [start + room for start in starts])
+        self._touch(slots, [start + padded for start in starts], max(starts) + nodes)
         return slots, lengths
 
-    def _touch(self, slots: list[int], ends: list[int]) -> None:
+    def _seats(self, sequences: Sequence[SequenceState]) -> tuple[list[int], list[int]]:
+        return [self._running.index(one) for one in sequences], [self._lengths[one] for one in sequences]
+
+    def _touch(self, slots: list[int], ends: list[int], needed: int) -> None:
+        assert needed <= self.rows, "a pass reaches beyond its slots"
         for slot, end in zip(slots, ends, strict=True):
             self._touched[slot] = max(self._touched[slot], min(end, self.rows))
 
@@ -259,35 +239,24 @@ class KVCache(BlankCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the nodes of this pass, (batch, heads, nodes, width), and return all rows that it may read."""
-        assert self.current is not None, "a model ran on the store outside a pass"
+        assert self.current is not None, "a model ran on the cache outside a pass"
         return self.current.write(self.layers_keys[layer_idx], self.layers_values[layer_idx], key_states, value_states)
 
-    def move(self, slots: Tensor, lengths: Tensor, paths: Tensor) -> None:
-        """Move the rows of accepted paths, (batch, steps) padded with -1, by kernels, where the device knows them; what
-        is committed is for `keep` to say."""
-        self._moving(slots, lengths, paths)
-
     def keep(
-        self, sequences: Sequence[SequenceState], paths: Sequence[tuple[int, ...]], *, moved_there: bool = False
+        self, sequences: Sequence[SequenceState], paths: Sequence[tuple[int, ...]], *, moved: bool = False
     ) -> None:
-        """Move the rows of each accepted path to the front of its tree, unless the device did, and count them as
-        committed."""
-        moved = [] if moved_there else [row for row, path in enumerate(paths) if path != tuple(range(len(path)))]
-        if moved:
-            slots = [self._running.index(sequences[number]) for number in moved]
-            lengths = [self._lengths[sequences[number]] for number in moved]
-            self._move(slots, lengths, [paths[number] for number in moved])
+        """Move the rows of each accepted path to the front of its tree, unless the device has `moved` them, and count
+        them as committed."""
+        gaps = [] if moved else [row for row, path in enumerate(paths) if path != tuple(range(len(path)))]
+        if gaps:
+            self._move(*self._seats([sequences[row] for row in gaps]), [paths[row] for row in gaps])
         for sequence, path in zip(sequences, paths, strict=True):
             self._lengths[sequence] += len(path)
 
     def _move(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> None:
         """Row length + path[i] of each slot becomes row length + i."""
-        device = self.layers_keys[0].device
         if self.by_kernels:
-            size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
-            if size not in self._moves:
-                self._moves[size] = Moves(*size, device)
-            self.move(*self._moves[size].pack(slots, lengths, paths))
+            self.move(*self._packed(slots, lengths, paths))
             return
         moves = [
             (slot, length + node, length + i)
@@ -295,9 +264,26 @@ class KVCache(BlankCache):
             for i, node in enumerate(path)
             if node != i
         ]
-        places, sources, goals = torch.tensor(moves, device=device).unbind(1)
+        places, sources, goals = torch.tensor(moves, device=self._device).unbind(1)
         for tensor in self._tensors.values():
             tensor[:, places, :, goals] = tensor[:, places, :, sources]
+
+    def _packed(
+        self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same numbers on the device, by one copy to a fixed place: (batch,), (batch,) and (batch, steps)."""
+        batch, steps = size = fitting(len(paths), BATCHES), fitting(max(map(len, paths)), NODES)
+        if size not in self._moves:
+            self._moves[size] = PinnedBuffer(batch * (2 + steps), self._device, fill=-1)
+        numbers = self._moves[size].host
+        numbers.fill(-1)
+        numbers[: len(slots)] = slots
+        numbers[batch : batch + len(lengths)] = lengths
+        for row, path in enumerate(paths):
+            start = 2 * batch + row * steps
+            numbers[start : start + len(path)] = path
+        copied = self._moves[size].copy()
+        return copied[:batch], copied[batch : 2 * batch], copied[2 * batch :].view(size)
 
     def cut(self, sequence: SequenceState, length: int) -> None:
         """Count only the first tokens of a sequence as committed; the rows behind them are free again."""
@@ -312,29 +298,8 @@ class KVCache(BlankCache):
         return self.rows
 
 
-class Moves:
-    """Which rows move where, packed for one host-to-device copy."""
-
-    def __init__(self, texts: int, steps: int, device: torch.device) -> None:
-        self._size = texts, steps
-        self._numbers = PinnedBuffer(texts * (2 + steps), device, fill=-1)
-
-    def pack(self, slots: list[int], lengths: list[int], paths: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-        """The same on the device: slots, lengths and paths (texts, steps)."""
-        texts, _ = self._size
-        numbers = self._numbers.host
-        numbers.fill(-1)
-        numbers[: len(slots)] = slots
-        numbers[texts : texts + len(lengths)] = lengths
-        steps = numbers[2 * texts :].reshape(self._size)
-        for row, path in zip(steps, paths, strict=False):
-            row[: len(path)] = path
-        copied = self._numbers.copy()
-        return copied[:texts], copied[texts : 2 * texts], copied[2 * texts :].view(self._size)
-
-
 def move(*inputs: Tensor) -> None:
-    """Move rows in all tensors of a store, all layers of each in one launch; the last three inputs say which."""
+    """Move rows in all tensors of a cache, all layers of each in one launch; the last three inputs say which."""
     from branchwise.cuda import kernels
 
     *tensors, slots, lengths, paths = inputs
@@ -346,27 +311,21 @@ def move(*inputs: Tensor) -> None:
 @contextmanager
 def nowhere(slots: Tensor, lengths: Tensor, paths: Tensor) -> Iterator[None]:
     """Name no slot meanwhile: what moves twice is lost."""
-    named = slots.clone()
-    slots.fill_(-1)
-    try:
+    with restored(slots):
+        slots.fill_(-1)
         yield
-    finally:
-        slots.copy_(named)
 
 
 def batch_ancestors(batch: TreeBatch, device: torch.device) -> Tensor:
     """(batch, nodes, nodes) bool; padding nodes see only themselves besides the prefix."""
-    masks = torch.eye(batch.nodes, dtype=torch.bool).repeat(len(batch), 1, 1)
-    for mask, tree in zip(masks, batch.trees, strict=True):
-        mask[: len(tree), : len(tree)] = tree.topology.ancestors
-    return masks.to(device, non_blocking=True)
+    bits = np.unpackbits(batch.layout.ancestor_bits.view(np.uint8), axis=2, count=batch.nodes, bitorder="little")
+    masks = bits.astype(bool) | np.eye(batch.nodes, dtype=bool)
+    return torch.from_numpy(masks).to(device, non_blocking=True)
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that cost no memory on the CPU until they are touched: a store is mostly rows that nobody reaches.
-
-    Rows must not start as garbage: a masked key still meets the softmax, and NaN times zero is NaN.
-    """
+    """Zeros that cost no memory on the CPU until they are touched: a cache is mostly rows that nobody reaches. Rows
+    must not start as garbage: a masked key still meets the softmax, and NaN times zero is NaN."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     flat = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)

@@ -1,32 +1,87 @@
-"""One forward pass of a transformers model with our attention, and hidden states of the layers that are asked for.
+"""Forward passes of a transformers model with our attention, over trees and over prompts.
 
-The model class stays as it is. Its attention and its masks are routed to us (`hooks.py`), its keys and values through
-`Cache`. Outside a pass the model is left exactly as it was found.
+The model class stays as it is. Its attention and its masks are routed to us (`AttentionHook`), its keys and values
+through `Cache`. Outside a pass the model is left exactly as it was found.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
-from branchwise.backends.transformers.hooks import AttentionHook
-from branchwise.backends.transformers.kv_cache import Layout
-from branchwise.backends.transformers.probe import Probe, ProbeCache
+from branchwise.backends.base import Chunk, Prefill
+from branchwise.backends.transformers.attention import Window
+from branchwise.backends.transformers.kv_cache import KVCache, Layout
+from branchwise.backends.transformers.probe import Probe
 from branchwise.errors import UsageError
 from branchwise.registry import nearest
 
+PADDING_SHARE = 1.25  # prompts share a pass if padding makes it at most so many times as large
+
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
+_names = (f"branchwise-{number}" for number in itertools.count())
+
+
+class AttentionHook:
+    """The attention and mask functions of one target, registered with transformers under a name of their own: nothing
+    can travel through the forward call, because some families drop keywords that they do not know."""
+
+    def __init__(self) -> None:
+        self.name = next(_names)
+        self.store: KVCache | Probe | None = None
+        AttentionInterface.register(self.name, self.attend)
+        AttentionMaskInterface.register(self.name, self.mask)
+
+    def unregister(self) -> None:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(self.name, None)
+
+    def mask(
+        self,
+        *,
+        mask_function: Callable[..., Tensor],
+        local_size: int | None = None,
+        use_vmap: bool = False,
+        **kwargs: Any,
+    ) -> Window:
+        """What the model passes to each layer as its mask: no tensor, just the layer's window."""
+        if isinstance(self.store, Probe):
+            self.store.see_mask(mask_function, local_size, use_vmap)
+        return Window(local_size)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Window,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of one layer over the rows that the cache returned, (batch, heads, rows, width)."""
+        if isinstance(self.store, Probe):
+            self.store.see_attention(attention_mask, kwargs)
+        assert self.store is not None
+        assert self.store.current is not None, "a model was routed here outside a pass"
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.store.current.attend(query, key, value, attention_mask.size, scale, softcap), None
 
 
 class ModelRunner:
@@ -46,34 +101,61 @@ class ModelRunner:
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def watch(self, layers: Sequence[str]) -> bool:
-        """Let passes return the outputs of these modules too; False if they did already."""
+    def watch(self, layers: Sequence[str]) -> None:
+        """Let passes return the outputs of these modules too."""
         modules: dict[str, nn.Module] = dict(self.model.named_modules())
         for layer in layers:
             if layer not in modules:
                 raise UsageError(f"{self.name} has no layer {layer!r}.{nearest(layer, modules)}")
-        wanted = tuple(dict.fromkeys((*self.hidden_layers, *layers)))
-        changed = wanted != self.hidden_layers
-        self.hidden_layers = wanted
-        return changed
+        self.hidden_layers = tuple(dict.fromkeys((*self.hidden_layers, *layers)))
 
     def run(self, tokens: Tensor, positions: Tensor, cache: Any, keep: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits (batch, rows, vocabulary), the last `keep` rows or all, and hidden states (batch, nodes, width)."""
         extra = {"logits_to_keep": keep} if "logits_to_keep" in self._forward_parameters else {}
         hidden: dict[str, Tensor] = {}
         with torch.inference_mode(), self.attending(self.hook.name), self._watching(hidden):
-            output = self.model(
+            logits: Tensor = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **extra
-            )
-        logits: Tensor = output.logits
+            ).logits
         return logits, hidden
 
-    def own_logits(self, tokens: Tensor) -> Tensor:
-        """(batch, length, vocabulary): what the model itself finds after every token, without anything of ours.
+    def prefill(self, store: KVCache, chunks: Sequence[Chunk]) -> list[Prefill]:
+        """What is found for the chunks of prompts, several of about the same length in one pass."""
+        return [found for group in grouped(chunks, store) for found in self._prefill(store, group)]
 
-        Tokens are ids (batch, length), or in their place embeddings (batch, length, width). The model's eager attention
-        is the reference, because faster ones of transformers have dropped soft caps in silence.
-        """
+    def _prefill(self, store: KVCache, chunks: Sequence[Chunk]) -> list[Prefill]:
+        """One pass over all chunks, padded to the longest; padding is overwritten by whatever comes next."""
+        device, longest = self.model.device, max(len(chunk.tokens) for chunk in chunks)
+        if not longest:
+            return [self.nothing_written() for _ in chunks]
+        steps = torch.arange(longest, device=device).expand(len(chunks), -1)
+        current = store.begin([chunk.sequence for chunk in chunks], steps, None)
+        ids = [[*chunk.tokens, *[0] * (longest - len(chunk.tokens))] for chunk in chunks]
+        # The head over a whole prompt is not cheap: only rows from the first wanted one on.
+        keep = max(longest - len(chunk.tokens) + max(chunk.keep, 1) for chunk in chunks)
+        # Without cuDNN, which makes a new plan, for longer than the pass takes, for every length of a prompt.
+        ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(ways) if device.type == "cuda" else nullcontext():
+            positions = current.lengths[:, None] + steps
+            logits, hidden = self.run(torch.tensor(ids, device=device), positions, store, keep)
+        found = []
+        for row, (sequence, tokens, keep) in enumerate(chunks):
+            store.advance(sequence, len(tokens))
+            end = logits.shape[1] - (longest - len(tokens))  # some models return all rows, whatever is to be kept
+            states = {layer: layer_states[row, : len(tokens)] for layer, layer_states in hidden.items()}
+            found.append(Prefill(logits[row, end - keep : end], states))
+        return found
+
+    def nothing_written(self) -> Prefill:
+        """The prefill of a prompt of one token, which is the root."""
+        logits = torch.zeros(0, self.vocabulary, device=self.model.device)
+        state = logits.new_zeros(0, self.model.config.get_text_config().hidden_size, dtype=self.model.dtype)
+        return Prefill(logits, dict.fromkeys(self.hidden_layers, state))
+
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """(batch, length, vocabulary): what the model itself finds after every token, without anything of ours. Tokens
+        are ids (batch, length), or in their place embeddings (batch, length, width). Eager attention is the reference,
+        because faster ones of transformers have dropped soft caps in silence."""
         given = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens}
         with torch.inference_mode(), self.attending("eager"):
             logits: Tensor = self.model(**given, use_cache=False).logits
@@ -81,16 +163,11 @@ class ModelRunner:
 
     def probe(self) -> Layout:
         """Watch one small pass; refuses a model whose attention does not come through the hook."""
-        probe, cache = Probe(self.name, self.model.config), ProbeCache(self.name, self.model.device)
-        self.hook.probe, self.hook.store = probe, cache
-
-        def forward(tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-            return self.run(tokens, positions, cache)[0]
-
+        self.hook.store = probe = Probe(self.name, self.model.config, self.model.device)
         try:
-            return probe.run(forward, cache)
+            return probe.run(self.run)
         finally:
-            self.hook.probe = self.hook.store = None
+            self.hook.store = None
 
     def fingerprint(self, tokenizer: Any) -> str:
         """What a model with its tokenizer is known by: its shape and its vocabulary."""
@@ -103,18 +180,16 @@ class ModelRunner:
         """The modules of the decoder layers, first layer first, and of the norm that follows them."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
-                parent = self.model.get_submodule(name.rpartition(".")[0])
                 prefix = name.rpartition(".")[0]
-                norms = [f"{prefix}.{child}".lstrip(".") for child, _ in parent.named_children() if "norm" in child]
+                siblings = self.model.get_submodule(prefix).named_children()
+                norms = [f"{prefix}.{child}".lstrip(".") for child, _ in siblings if "norm" in child]
                 return (*(f"{name}.{number}" for number in range(count)), *norms)
         return ()
 
     @contextmanager
     def attending(self, name: str) -> Iterator[None]:
-        """Let the model's attention go through a registered implementation for one pass.
-
-        Which one it uses is a property of the model, so targets that share a model take turns.
-        """
+        """Let the model's attention go through a registered implementation for one pass. Which one it uses is a
+        property of the model, so targets that share a model take turns."""
         with _turns.setdefault(self.model, threading.RLock()):
             found = [config._attn_implementation_internal for config in self._configs]
             for config in self._configs:
@@ -129,43 +204,44 @@ class ModelRunner:
     def _watching(self, hidden: dict[str, Tensor]) -> Iterator[None]:
         """Catch the outputs of the watched layers during one pass."""
 
-        def catch(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                hidden[name] = output[0] if isinstance(output, tuple) else output
-
-            return hook
+        def catch(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden[name] = output[0] if isinstance(output, tuple) else output
 
         with ExitStack() as undo:
             for name in self.hidden_layers:
-                undo.callback(self.model.get_submodule(name).register_forward_hook(catch(name)).remove)
+                undo.callback(self.model.get_submodule(name).register_forward_hook(partial(catch, name)).remove)
             yield
 
 
-def bytes_read(model: nn.Module, rows: int | None = None) -> int:
-    """The bytes that one pass reads: all weights but the embeddings, of which it looks up a few rows.
+def grouped(chunks: Sequence[Chunk], store: KVCache) -> list[list[Chunk]]:
+    """The chunks in order, neighbours together as long as little of their pass is padding and it fits the cache."""
+    groups: list[list[Chunk]] = []
+    for chunk in chunks:
+        group = [*groups[-1], chunk] if groups else [chunk]
+        longest = max(len(member.tokens) for member in group)
+        deepest = max(store.length(member.sequence) for member in group) + longest
+        tokens = sum(len(member.tokens) for member in group)
+        if groups and longest * len(group) <= PADDING_SHARE * tokens and deepest <= store.rows:
+            groups[-1] = group
+        else:
+            groups.append([chunk])
+    return groups
 
-    `rows` counts the rows of the head that are computed; by default all.
-    """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+
+def bytes_read(model: nn.Module, rows: int | None = None) -> int:
+    """The bytes that one pass reads: all weights but the embeddings, of which it looks up a few rows, with so many rows
+    of the head, by default all."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     apart = {id(embeddings.weight)} | ({id(head.weight)} if head is not None else set())
-    body = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in apart)
+    body = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in apart)
     if head is None:
         return body
     share = 1.0 if rows is None else rows / len(head.weight)
-    return body + int(share * head.weight.numel() * head.weight.element_size())
-
-
-def without_plans(device: torch.device) -> AbstractContextManager[None]:
-    """Attention without cuDNN, which makes a new plan, for longer than the pass takes, for every length of a prompt."""
-    if device.type != "cuda":
-        return nullcontext()
-    ways = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(ways)
+    return body + int(share * head.weight.nbytes)
 
 
 def embedding_rows(model: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
     """The rows of the input and of the output embeddings, where both are plain matrices."""
-    rows = [getattr(layer, "weight", None) for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
-    given, found = rows
-    return (given, found) if isinstance(given, Tensor) and isinstance(found, Tensor) else None
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    given, found = (layer.weight if isinstance(layer, nn.Embedding | nn.Linear) else None for layer in layers)
+    return None if given is None or found is None else (given, found)

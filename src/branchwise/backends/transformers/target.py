@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,14 @@ from branchwise.backends.base import (
 )
 from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
-from branchwise.backends.transformers.memory import fitting_context
-from branchwise.backends.transformers.prefill import grouped, nothing_written, prefill_eager
-from branchwise.backends.transformers.probe import context_limit
+from branchwise.backends.transformers.probe import context_limit, fitting_context
 from branchwise.backends.transformers.runner import ModelRunner, bytes_read, embedding_rows
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
 from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import chain_topology
 from branchwise.cuda.fuse import Fusion, Group, groups_of
-from branchwise.cuda.graphs import GraphedFunction, Graphs, PassOutputs, have_kernels
-from branchwise.cuda.inflight import InflightPass, advance_inputs, inputs_restored
+from branchwise.cuda.graphs import GraphedFunction, Graphs, InflightPass, advance_inputs, have_kernels, inputs_restored
 from branchwise.cuda.inputs import PassInputs, size_for
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
 from branchwise.errors import UnsupportedModel, UsageError
@@ -52,16 +50,13 @@ log = logging.getLogger(__name__)
 
 LONG_PROMPT = 2048
 """longer prompts are prefilled eagerly, in larger chunks: their kernels run longer than it takes to launch them"""
-PREFILL_NODES = 64
-"""a pass over fewer nodes is too small to prefill with"""
-SHORTEST_CONTEXT = 8
-"""what the comparison at load needs"""
+PREFILL_NODES = 64  # a pass over fewer nodes is too small to prefill with
+SHORTEST_CONTEXT = 8  # what the comparison at load needs
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
 """models that passed the probe, which is made once in the life of a model"""
 
-_unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-"""models whose joined linear layers did not pass it"""
+_unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose joined linear layers did not pass it
 
 
 class TransformersTarget(PipelinedTarget):
@@ -80,11 +75,9 @@ class TransformersTarget(PipelinedTarget):
         graphs: bool = True,
         compile: bool = False,
     ) -> None:
-        """`tokenizer` is for drafters that must know what the tokens mean.
-
-        `kernels` runs tree attention in our kernels, by default wherever there are some, and `graphs` records such
-        passes; without them the model runs as it does on a host. `compile` compiles layers before they are recorded.
-        """
+        """`tokenizer` is for drafters that must know what the tokens mean. `kernels` runs tree attention in our
+        kernels, by default wherever there are some, and `graphs` records such passes; without them the model runs as it
+        does on a host. `compile` compiles layers before they are recorded."""
         self.model = model
         self.runner = ModelRunner(model)
         self.prefill_chunk = prefill_chunk
@@ -120,25 +113,15 @@ class TransformersTarget(PipelinedTarget):
             weakly(self.score),
             embedding_rows(model),
         )
-        self.store = KVCache(
-            layout,
-            slots=slots,
-            rows=length + max_nodes,
-            dtype=dtype,
-            device=device,
-            by_kernels=execution.kernels,
-            record=graphs,
-        )
+        rows = length + max_nodes
+        self.store = KVCache(layout, slots, rows, dtype, device, by_kernels=execution.kernels, record=graphs)
         self.runner.hook.store = self.store
-        taken = row_bytes * self.store.rows
-        log.info("Keys and values of %d texts of %d tokens take %.2f GiB.", slots, length, taken / 2**30)
+        log.info("Keys and values of %d texts of %d tokens take %.2f GiB.", slots, length, row_bytes * rows / 2**30)
 
         self._topk = 0
-        self._prefills: dict[SequenceState, Prefill] = {}
-        """of sequences that were opened whole, for their forks"""
+        self._prefills: dict[SequenceState, Prefill] = {}  # of sequences that were opened whole, for their forks
         self._moved = False  # whether `commit_on_device` has moved the rows that the last pass accepted
-        self._passes = 0
-        """passes so far, and changes of slots: whatever makes the results of an enqueued pass worthless"""
+        self._passes = 0  # passes, and changes of slots: whatever makes the results of an enqueued pass worthless
         self._graphs: Graphs | None = None
         self._advance = GraphedFunction(advance_inputs, device, still=inputs_restored, capture=graphs)
         self._captured: dict[Any, Verifier] = {}
@@ -147,28 +130,26 @@ class TransformersTarget(PipelinedTarget):
         # Only now: joining layers moves their weights, and a graph recorded before would read memory that is gone.
         self._graphs = Graphs(name, device, capture=graphs) if execution.kernels else None
         if groups:
-            self._fusion = Fusion(model, self.store, groups, compile=False)
+            self._fusion = Fusion(self.store, groups)
         if model not in _known:
             self._check()
             if slots > 1:  # with one slot nothing was seen of a batch
                 _known[model] = layout
         if execution.kernels and compile:
-            self._fusion = Fusion(model, self.store, [] if model in _unfusible else groups, compile=True)
+            layers = [model.get_submodule(layer) for layer in self.info.layers[: len(layout.keys)]]
+            self._fusion = Fusion(self.store, [] if model in _unfusible else groups, layers)
             self._forget()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.info.dtype
 
     @property
     def free_slots(self) -> int:
         return self.store.free_slots
 
     def require(self, needs: Needs) -> None:
-        changed = self.runner.watch(needs.hidden_layers)
-        if self._graphs is not None and needs.topk > self._topk:
-            self._topk, changed = min(needs.topk, self.info.vocabulary), True
-        if changed:
+        before = self.runner.hidden_layers, self._topk
+        self.runner.watch(needs.hidden_layers)
+        if self._graphs is not None:
+            self._topk = max(self._topk, min(needs.topk, self.info.vocabulary))
+        if before != (self.runner.hidden_layers, self._topk):
             self._forget()
 
     def bucket(self, batch: int, nodes: int) -> tuple[int, int]:
@@ -180,10 +161,8 @@ class TransformersTarget(PipelinedTarget):
     # Sequences
 
     def reserve(self, sequence: SequenceState) -> None:
-        if len(sequence.tokens) > self.info.context:
-            raise UsageError(
-                f"The prompt has {len(sequence.tokens)} tokens and the context holds {self.info.context}; shorten it."
-            )
+        if (length := len(sequence.tokens)) > self.info.context:
+            raise UsageError(f"The prompt has {length} tokens and the context holds {self.info.context}; shorten it.")
         self._passes += 1
         self.store.open(sequence)
 
@@ -196,7 +175,7 @@ class TransformersTarget(PipelinedTarget):
         assert self.store.length(source) == len(source.tokens) - 1, "the cache is out of step with its sequence"
         self._passes += 1
         self.store.fork(source, sequence)
-        return self._prefills.get(source) or nothing_written(self.runner)
+        return self._prefills.get(source) or self.runner.nothing_written()
 
     def close(self, sequence: SequenceState) -> None:
         self._passes += 1  # slots move
@@ -207,11 +186,9 @@ class TransformersTarget(PipelinedTarget):
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]:
         self._passes += 1
-        if not self._prefills_recorded(chunks):
-            return [
-                part for group in grouped(chunks, self.store) for part in prefill_eager(self.runner, self.store, group)
-            ]
-        return [self._prefill_recorded(chunk) for chunk in chunks]
+        if self._prefills_recorded(chunks):
+            return [self._prefill_recorded(chunk) for chunk in chunks]
+        return self.runner.prefill(self.store, chunks)
 
     def _prefills_recorded(self, chunks: Sequence[Chunk]) -> bool:
         if self._graphs is None or not self._graphs.captures or self.info.max_nodes < PREFILL_NODES:
@@ -222,18 +199,18 @@ class TransformersTarget(PipelinedTarget):
 
     def _prefill_recorded(self, chunk: Chunk) -> Prefill:
         """One chunk as chains in the pass of the largest trees: no graph is recorded anew for another length."""
-        sequence, tokens, keep = chunk
-        parts, size = [nothing_written(self.runner)] if not tokens else [], self.info.max_nodes
-        for start in range(0, len(tokens), size):
-            piece = tokens[start : start + size]
-            layout = lay_out((chain_topology(len(piece)),), size)
+        if not chunk.tokens:
+            return self.runner.nothing_written()
+        parts, size = [], self.info.max_nodes
+        for sequence, tokens, keep in chunk.pieces(size):
+            end = len(tokens)
+            layout = lay_out((chain_topology(end),), size)
             padded = np.zeros((1, size), dtype=np.int64)
-            padded[0, : len(piece)] = piece
+            padded[0, :end] = tokens
             _, found = self._replay([sequence], padded, layout.depths, layout.ancestor_bits, layout=layout)
-            self.store.advance(sequence, len(piece))
-            wanted = min(max(keep - (len(tokens) - start - len(piece)), 0), len(piece))
-            hidden = {layer: states[0, : len(piece)].clone() for layer, states in found.hidden.items()}
-            parts.append(Prefill(found.logits[0, len(piece) - wanted : len(piece)].clone(), hidden))
+            self.store.advance(sequence, end)
+            hidden = {layer: states[0, :end].clone() for layer, states in found.hidden.items()}
+            parts.append(Prefill(found.logits[0, end - keep : end].clone(), hidden))
         return Prefill.joined(parts)
 
     # Trees
@@ -252,21 +229,16 @@ class TransformersTarget(PipelinedTarget):
     def _score_packed(
         self, sequences: Sequence[SequenceState], batch: TreeBatch, after: Verdicts | None = None
     ) -> Scored:
-        tokens = batch.drafted if batch.host_tokens is None else batch.host_tokens
+        drafted = batch.drafted if batch.host_tokens is None else batch.host_tokens
         layout, roots = batch.layout, [sequence.root for sequence in sequences]
         inputs, found = self._replay(
-            sequences, tokens, layout.depths, layout.ancestor_bits, roots=roots, layout=layout, after=after
+            sequences, drafted, layout.depths, layout.ancestor_bits, roots=roots, layout=layout, after=after
         )
         size, nodes = layout.depths.shape
+        tokens, ancestor_bits = inputs.tokens[:size, :nodes], inputs.ancestor_bits[:size, :nodes]
         if batch.host_tokens is None:
-            batch.tokens = inputs.tokens[:size, :nodes].long()
-        scored = ScoredNodes(
-            inputs.tokens[:size, :nodes],
-            inputs.ancestor_bits[:size, :nodes],
-            inputs.slots[:size],
-            inputs.lengths[:size],
-        )
-        return Scored(found.logits, found.hidden, found.topk, scored)
+            batch.tokens = tokens.long()
+        return replace(found, nodes=ScoredNodes(tokens, ancestor_bits, inputs.slots[:size], inputs.lengths[:size]))
 
     def sprout(
         self,
@@ -276,12 +248,9 @@ class TransformersTarget(PipelinedTarget):
         ancestors: NDArray[np.bool_],
         written: PartialTree | None = None,
     ) -> Tensor:
-        """(batch, nodes, vocabulary): what follows new nodes of trees whose other nodes were scored before.
-
-        For a draft model, whose trees grow level by level. `tokens` and `depths` (batch, nodes) are those of the new
-        nodes; depth 0 comes right after the committed tokens. `ancestors` (batch, nodes, columns) marks for each the
-        rows of its tree that it attends to, its own included.
-        """
+        """(batch, nodes, vocabulary): what follows new nodes of a draft model's trees, which grow level by level.
+        Depth 0 comes right after the committed tokens. `ancestors` (batch, nodes, columns) marks for each new node the
+        rows of its tree that it attends to, its own included."""
         if self._graphs is not None:
             return self._replay(sequences, tokens, depths, pack_array(ancestors), written)[1].logits
         self._passes += 1
@@ -292,7 +261,7 @@ class TransformersTarget(PipelinedTarget):
 
     def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
         moved, self._moved = self._moved, False
-        self.store.keep(sequences, [verdict.path for verdict in verdicts], moved_there=moved)
+        self.store.keep(sequences, [verdict.path for verdict in verdicts], moved=moved)
 
     # On a device, before the verdict has reached the host
 
@@ -338,12 +307,9 @@ class TransformersTarget(PipelinedTarget):
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
         after: Verdicts | None = None,
-    ) -> tuple[PassInputs, PassOutputs]:
-        """A pass by kernels over nodes (batch, nodes), from its graph if there is one, and its inputs.
-
-        There may be fewer sequences than trees; nothing is kept of the trees beyond them. Their roots may be those
-        `after` verdicts that are not committed yet.
-        """
+    ) -> tuple[PassInputs, Scored]:
+        """A pass by kernels over nodes (batch, nodes), and its inputs. There may be fewer sequences than trees; nothing
+        is kept of the trees beyond them. Roots may be those `after` verdicts that are not committed yet."""
         assert self._graphs is not None
         self._passes += 1  # graphs share memory: whatever an enqueued pass found is overwritten
         batch, nodes = depths.shape
@@ -360,15 +326,13 @@ class TransformersTarget(PipelinedTarget):
             self._advance(*(place[:batch] for place in places), after.paths, after.tokens)
         return inputs, self._graphs.run(recorded, self._run_packed).cut(batch, nodes)
 
-    def _run_packed(self, inputs: PassInputs) -> PassOutputs:
+    def _run_packed(self, inputs: PassInputs) -> Scored:
         # The model is fused only while no other target of it runs.
-        with (
-            self.runner.attending(self.runner.hook.name),
-            self._fusion() if self._fusion is not None else nullcontext(),
-        ):
+        fused = nullcontext() if self._fusion is None else self._fusion()
+        with self.runner.attending(self.runner.hook.name), fused:
             self.store.current = inputs
             logits, hidden = self.runner.run(inputs.tokens, inputs.positions, self.store)
-        return PassOutputs(logits, top_tokens(logits, self._topk) if self._topk else None, hidden)
+        return Scored(logits, hidden, top_tokens(logits, self._topk) if self._topk else None)
 
     def own_logits(self, tokens: Tensor) -> Tensor:
         """What the model itself finds after every token (batch, length), without anything of ours."""

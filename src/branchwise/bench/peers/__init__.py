@@ -12,8 +12,6 @@ To add one, write a class like these in a file of its own and a line in `PEERS`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from branchwise.bench.contest import Contestant
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
@@ -35,12 +33,9 @@ def build_peer(spec: str, llm: LLM, *, threads: int | None = None) -> Contestant
     """The peer of a spec, for the model that `llm` runs; `threads` are for peers that keep threads of their own."""
     name, colon, place = (part.strip() for part in spec.partition(":"))
     part = PEERS.find(name)
-    usage: str | None = part.usage
-    if usage is None:
-        peer: Any = PEERS.build(spec, name=spec, llm=llm, threads=threads)
-    else:
-        # What follows is one path or address, which may hold ':', ',' and '=' itself.
-        if colon and not place:
-            raise UsageError(f"Nothing follows the colon of {spec!r}; write it as {usage}.")
-        peer = part(place or None, name=spec, llm=llm, threads=threads)
-    return peer  # type: ignore[no-any-return]
+    if part.usage is None:
+        return PEERS.build(spec, name=spec, llm=llm, threads=threads)  # type: ignore[no-any-return]
+    # What follows is one path or address, which may hold ':', ',' and '=' itself.
+    if colon and not place:
+        raise UsageError(f"Nothing follows the colon of {spec!r}; write it as {part.usage}.")
+    return part(place or None, name=spec, llm=llm, threads=threads)  # type: ignore[no-any-return]

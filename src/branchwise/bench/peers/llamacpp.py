@@ -7,6 +7,7 @@ quantised, as its users run them, while ours were dequantised: the distribution 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,7 @@ from typing import Any
 
 import torch
 
-from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.ours import synchronized
-from branchwise.bench.records import PEER
+from branchwise.bench.contest import Answer, Asked, Peer
 from branchwise.errors import ModelError, PairingError, UsageError
 from branchwise.llm import LLM
 from branchwise.models import ALIASES, gguf_path
@@ -26,12 +25,9 @@ SHORTEST_CONTEXT = 1024
 """tokens for each sequence; a longer prompt doubles it, so that the file is rarely loaded again"""
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     """Prompts of a batch run together, each in a slot of its own."""
 
-    kind = PEER
-    comparable = False
-    learns = False
     usage = "llama.cpp:PATH.gguf"
 
     def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None) -> None:
@@ -47,8 +43,7 @@ class LlamaCpp:
         its, ours = len(read_header(self._path).metadata.get("tokenizer.ggml.tokens", ())), llm.engine.target.vocabulary
         if its != ours:
             raise PairingError(
-                f"{self._path} has a vocabulary of {its} tokens and {llm.name} one of {ours}; "
-                "give the GGUF file of the same model."
+                f"{self._path} has a vocabulary of {its} tokens and {llm.name} one of {ours}; give the same model."
             )
         self._llm = llm
         # Its threads spin while they wait: more of them than free cores are far slower than one.
@@ -56,19 +51,17 @@ class LlamaCpp:
         self._slots = self._context = 0
         self._server: Any = None
 
-    def forget(self) -> None: ...
-
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
         self._make_room(len(prompts), max(map(len, prompts)) + asked.max_new_tokens)
         requests = [self._request(prompt, asked, number) for number, prompt in enumerate(prompts)]
         with ThreadPoolExecutor(len(requests)) as pool:
-            start = synchronized(torch.device("cpu"))
+            start = time.perf_counter()
             found = list(pool.map(self._server.handle_completions, requests))
-            seconds = synchronized(torch.device("cpu")) - start
+            seconds = time.perf_counter() - start
         return [self._answer(reply, asked, seconds) for reply in found]
 
     def _request(self, prompt: Sequence[int], asked: Asked, number: int) -> dict[str, Any]:
-        request: dict[str, Any] = {
+        request = {
             "prompt": list(prompt),
             "max_tokens": asked.max_new_tokens,
             "temperature": asked.temperature,
@@ -81,9 +74,7 @@ class LlamaCpp:
             "ignore_eos": not asked.stop_tokens,
             "logit_bias": [[token, False] for token in sorted(asked.forbidden)],
         }
-        if asked.seeds:
-            request["seed"] = asked.seeds[number] % (1 << 32)
-        return request
+        return request | ({"seed": asked.seeds[number] % (1 << 32)} if asked.seeds else {})
 
     def _answer(self, reply: dict[str, Any], asked: Asked, seconds: float) -> Answer:
         if "error" in reply:
@@ -144,6 +135,4 @@ def _gguf(place: str, *, given: bool) -> Path:
         return path
     if given:
         raise ModelError(f"There is no file {place!r} for llama.cpp. Check the path.")
-    raise UsageError(
-        f"llama.cpp reads GGUF files, and {place} was loaded from something else; give one as {LlamaCpp.usage}."
-    )
+    raise UsageError(f"llama.cpp reads GGUF files, and {place} is none; give one as {LlamaCpp.usage}.")

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.records import PEER
+from branchwise.bench.contest import Answer, Asked, Peer
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.openai_client import NEUTRAL, Client, Forms
@@ -35,12 +35,9 @@ class Reply:
     """seconds from the request"""
 
 
-class OpenAI:
+class OpenAI(Peer):
     """Prompts of a batch are sent at once, each in a request of its own."""
 
-    kind = PEER
-    comparable = False
-    learns = False
     usage = "openai:URL,model=NAME"
 
     def __init__(self, place: str | None, *, name: str, llm: LLM, threads: int | None = None) -> None:
@@ -54,22 +51,18 @@ class OpenAI:
         # Richest first. Extras are not part of OpenAI's protocol, and all other contestants start from token ids.
         self._forms = Forms([(ids, extras) for ids in (True, False) for extras in (True, False)])
 
-    def forget(self) -> None: ...
-
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
         _ = self.server.model  # asked for before the clock runs, like the form of requests
         if not self._forms.settled:  # with one token, so that the server caches nothing of the prompt
-            self._forms.send(lambda form: self._ask(form, prompts[0][:1], replace(asked, max_new_tokens=1), 0))
+            self._forms.send(lambda form: self._ask(form, replace(asked, max_new_tokens=1), prompts[0][:1], 0))
         with ThreadPoolExecutor(len(prompts)) as pool:
             start = time.perf_counter()
-            jobs = [
-                pool.submit(self._ask, self._forms.best, prompt, asked, number) for number, prompt in enumerate(prompts)
-            ]
-            found = [job.result() for job in jobs]
+            ask = partial(self._ask, self._forms.best, asked)
+            found = list(pool.map(ask, prompts, range(len(prompts))))
             seconds = time.perf_counter() - start
         return [self._answer(reply, len(prompt), seconds) for reply, prompt in zip(found, prompts, strict=True)]
 
-    def _ask(self, form: tuple[bool, bool], prompt: Sequence[int], asked: Asked, number: int) -> Reply:
+    def _ask(self, form: tuple[bool, bool], asked: Asked, prompt: Sequence[int], number: int) -> Reply:
         """Stream the answer to the prompt of this number in the batch, which selects its seed."""
         ids, extras = form
         payload: dict[str, Any] = {
@@ -102,10 +95,8 @@ class OpenAI:
         """Add an event of the stream to the reply."""
         try:
             if said := event.get("error"):
-                said = said.get("message", said) if isinstance(said, dict) else said
-                raise UsageError(
-                    f"The server at {self.server.url} failed in the middle of an answer: {str(said).rstrip('.')}."
-                )
+                said = str(said.get("message", said) if isinstance(said, dict) else said).rstrip(".")
+                raise UsageError(f"The server at {self.server.url} failed in the middle of an answer: {said}.")
             reply.usage |= event.get("usage") or {}
             for choice in event["choices"]:
                 text, ids = choice.get("text") or "", choice.get("token_ids")

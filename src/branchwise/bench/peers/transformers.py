@@ -11,12 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig
 
-from branchwise.bench.contest import Answer, Asked
-from branchwise.bench.ours import synchronized
-from branchwise.bench.records import PEER
+from branchwise.bench.contest import Answer, Asked, Peer, synchronized
 from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
 from branchwise.models import load_model
@@ -25,33 +23,24 @@ from branchwise.models.show import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_config: Any = GenerationConfig
 
-class Plain:
+
+class Plain(Peer):
     """One token a pass. A batch is padded on the left."""
-
-    kind = PEER
-    comparable = False
-    learns = False
-    usage: str | None = None
-    """how a spec names what the peer cannot run without; None if it takes options of the registry"""
 
     def __init__(self, *, name: str, llm: LLM) -> None:
         self.name = name
         self._model: PreTrainedModel = llm.model
         known = (llm.tokenizer.pad_token_id, llm.tokenizer.eos_token_id, 0)
         self._pad = next(token for token in known if token is not None)
-
-    def forget(self) -> None: ...
+        self._options: dict[str, Any] = {}
+        """further fields of the generation config"""
+        self._helper: dict[str, Any] = {}
+        """further arguments of `generate`"""
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
-        width = max(map(len, prompts))
-        rows = [[self._pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        with self._generating(asked):
-            start = synchronized(self._model.device)
-            written = self._generate(rows, mask, asked)
-            seconds = synchronized(self._model.device) - start
-        answers = [_answer(row, asked, seconds) for row in written.tolist()]
+        answers = self._generate(prompts, asked)
         for answer in answers:
             tokens = len(answer.ids)
             answer.steps = answer.target_passes = tokens
@@ -59,32 +48,47 @@ class Plain:
             answer.by_source = {"target": tokens}
         return answers
 
-    def _generate(self, rows: list[list[int]], mask: list[list[int]], asked: Asked, **more: Any) -> Tensor:
-        """(batch, new tokens): what follows each row; a text that ended early is padded on the right."""
+    def _generate(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
+        """The answers to a batch, without counts."""
+        width = max(map(len, prompts))
+        rows = [[self._pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        sampling: dict[str, Any] = {"do_sample": asked.temperature > 0}
+        if asked.temperature > 0:
+            sampling |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         device = self._model.device
         generate: Any = self._model.generate
-        found: Tensor = generate(
-            torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-            generation_config=_config(asked, self._pad, self._options()),
-            **more,
-        )
-        return found[:, len(rows[0]) :]
-
-    def _options(self) -> dict[str, Any]:
-        """What else the generation config says."""
-        return {}
+        with self._generating(asked.seeds):
+            start = synchronized(device)
+            written = generate(
+                torch.tensor(rows, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=_config(
+                    max_new_tokens=asked.max_new_tokens,
+                    eos_token_id=sorted(asked.stop_tokens) or None,
+                    suppress_tokens=sorted(asked.forbidden) or None,
+                    pad_token_id=self._pad,
+                    **sampling,
+                    **self._options,
+                ),
+                **self._helper,
+            )
+            seconds = synchronized(device) - start
+        return [_answer(row, asked, seconds) for row in written[:, width:].tolist()]
 
     @contextlib.contextmanager
-    def _generating(self, asked: Asked) -> Iterator[None]:
-        """Print nothing, ignore what the checkpoint recommends, and use the given seed.
+    def _generating(self, seeds: Sequence[int]) -> Iterator[None]:
+        """Print nothing, ignore what the checkpoint recommends, and draw from the first seed, if one is given.
 
         A checkpoint's generation config may hold penalties and cuts, which `generate` would add to what is asked.
         """
         recommended = self._model.generation_config
         self._model.generation_config = GenerationConfig()
+        devices = [self._model.device] if self._model.device.type == "cuda" else []
         try:
-            with quiet(), _seeded(asked.seeds, self._model.device):
+            with quiet(), torch.random.fork_rng(devices, enabled=bool(seeds)):
+                if seeds:
+                    torch.manual_seed(seeds[0])
                 yield
         finally:
             self._model.generation_config = recommended
@@ -111,20 +115,14 @@ class Drafting(Plain):
         Its first pass takes the prompt and the first draft together, so every pass is a step: it emits one token of
         the target and those of the draft before it that fit.
         """
-        with self._generating(asked), _widths(self._model) as widths:
-            start = synchronized(self._model.device)
-            [written] = self._generate([prompt], [[1] * len(prompt)], asked, **self._helper()).tolist()
-            seconds = synchronized(self._model.device) - start
-        answer = _answer(written, asked, seconds)
+        with _widths(self._model) as widths:
+            [answer] = self._generate([prompt], asked)
         answer.steps = answer.target_passes = len(widths)
         answer.drafted = sum(widths) - len(prompt) - (len(widths) - 1)
         answer.accepted = len(answer.ids) - len(widths)
         answer.draft_passes = 0
         answer.by_source = {"target": len(widths), self.source: answer.accepted}
         return answer
-
-    def _helper(self) -> dict[str, Any]:
-        return {}
 
 
 class Lookup(Drafting):
@@ -136,10 +134,7 @@ class Lookup(Drafting):
         super().__init__(name=name, llm=llm)
         if tokens < 1:
             raise UsageError(f"tokens must be at least 1, not {tokens}.")
-        self._tokens = tokens
-
-    def _options(self) -> dict[str, Any]:
-        return {"prompt_lookup_num_tokens": self._tokens}
+        self._options = {"prompt_lookup_num_tokens": tokens}
 
 
 class Assisted(Drafting):
@@ -155,10 +150,8 @@ class Assisted(Drafting):
         self._assistant, tokenizer = load_model(place, dtype=llm.model.dtype, device=str(llm.model.device))
         sizes = [model.config.get_text_config().vocab_size for model in (llm.model, self._assistant)]
         if sizes[0] != sizes[1] or tokenizer.get_vocab() != llm.tokenizer.get_vocab():
-            raise PairingError(
-                f"{place} has another vocabulary than {llm.name}, so it cannot draft for it; take a model with the "
-                "same tokenizer."
-            )
+            raise PairingError(f"{place} has another vocabulary than {llm.name}; take a model with the same tokenizer.")
+        self._helper = {"assistant_model": self._assistant}
         self._recommended = self._assistant.generation_config
         self.forget()
 
@@ -169,8 +162,8 @@ class Assisted(Drafting):
         own would cut them where none is asked for.
         """
         about = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-        build: Any = GenerationConfig
-        self._assistant.generation_config = build(**{name: getattr(self._recommended, name, None) for name in about})
+        kept = {name: getattr(self._recommended, name, None) for name in about}
+        self._assistant.generation_config = _config(**kept)
 
     def _write(self, prompt: list[int], asked: Asked) -> Answer:
         with _widths(self._assistant) as widths:
@@ -179,46 +172,15 @@ class Assisted(Drafting):
         answer.draft_cost = _bytes(self._assistant) / _bytes(self._model)
         return answer
 
-    def _helper(self) -> dict[str, Any]:
-        return {"assistant_model": self._assistant}
-
 
 def _bytes(model: Any) -> int:
-    return sum(weights.numel() * weights.element_size() for weights in model.parameters())
-
-
-def _config(asked: Asked, pad: int, options: dict[str, Any]) -> GenerationConfig:
-    sampling: dict[str, Any] = {"do_sample": asked.temperature > 0}
-    if asked.temperature > 0:
-        sampling |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-    build: Any = GenerationConfig
-    config: GenerationConfig = build(
-        max_new_tokens=asked.max_new_tokens,
-        eos_token_id=sorted(asked.stop_tokens) or None,
-        suppress_tokens=sorted(asked.forbidden) or None,
-        pad_token_id=pad,
-        **sampling,
-        **options,
-    )
-    return config
+    return sum(weights.nbytes for weights in model.parameters())
 
 
 def _answer(written: list[int], asked: Asked, seconds: float) -> Answer:
     """The row up to its first stop token; the rest is padding."""
-    ends = (number for number, token in enumerate(written, 1) if token in asked.stop_tokens)
-    end = next(ends, None)
+    end = next((number for number, token in enumerate(written, 1) if token in asked.stop_tokens), None)
     return Answer(written[:end], "length" if end is None else "stop", seconds)
-
-
-@contextlib.contextmanager
-def _seeded(seeds: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Draw from the first seed, if one is given, and restore the state of torch's generators afterwards."""
-    if not seeds:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seeds[0])
-        yield
 
 
 @contextlib.contextmanager

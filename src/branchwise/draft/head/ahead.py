@@ -17,7 +17,7 @@ from branchwise.draft.base import Budget
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Head
 from branchwise.draft.head.ranks import RankedDraft
-from branchwise.draft.policies.ranks import Ranks, places_in
+from branchwise.draft.policies.template import Ranks, places_in
 from branchwise.verify import Verdict, Verdicts
 
 

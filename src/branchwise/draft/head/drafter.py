@@ -25,7 +25,7 @@ from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.model.drafter import Reading
 from branchwise.draft.model.vocabulary import Vocabulary
-from branchwise.draft.policies.ranks import Ranks
+from branchwise.draft.policies.template import Ranks
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.errors import ModelError, UsageError

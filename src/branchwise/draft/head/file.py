@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
-from branchwise.draft.artifact import Format, Tensors
+from branchwise.draft.state import Format, Tensors
 from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.errors import ModelError
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from math import sqrt
 
 from branchwise.backends.base import Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
@@ -33,10 +34,11 @@ from branchwise.verify import Verdict
 class LookupDrafter(TreeDrafter):
     """A drafter over tables."""
 
+    texts: int = 0
+    """sequences that it may have learned from"""
+
     def __init__(self, tree: TreePolicy) -> None:
         super().__init__(tree)
-        self.texts = 0
-        """sequences that it may have learned from"""
         self._cursors: dict[SequenceState, Cursor] = {}
         """of the sequences of the current step"""
         self._expanded: dict[SequenceState, dict[int, tuple[Cursor, Sequence[Candidate]]]] = {}
@@ -51,10 +53,7 @@ class LookupDrafter(TreeDrafter):
         super().bind(target)
 
     def derive_seed(self, sequence: SequenceState) -> int:
-        """The seed of the sequence for the first one, and another for every later one.
-
-        `match` needs none of this: its tokens do not depend on the draft.
-        """
+        """The seed of the sequence for the first one, and another for every later one, unless nothing is drawn."""
         if not self.learns or self.draw is Draw.FIXED:
             return sequence.seed
         self.texts += 1
@@ -93,7 +92,10 @@ class LookupDrafter(TreeDrafter):
 
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
         """The candidates of the nodes as distributions. None of this is a pass of a model."""
-        return [NodeProbs([self._row(request, node) for node in request.nodes]) for request in requests]
+        assert self.target is not None
+        form = self.target.vocabulary, self.target.device
+        found = [[self._expand(request, node)[1] for node in request.nodes] for request in requests]
+        return [NodeProbs([SparseProbs.of({c.token: c.mass for c in row}, *form) for row in rows]) for rows in found]
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         super().update(sequences, scored, verdicts)
@@ -107,17 +109,9 @@ class LookupDrafter(TreeDrafter):
         self._expanded[sequence] = {0: (cursor, candidates)}
         return super()._grow(sequence, budget)
 
-    def _row(self, request: ExpandRequest, node: int) -> SparseProbs:
-        assert self.target is not None
-        _, candidates = self._expand(request, node)
-        weights = {candidate.token: candidate.mass for candidate in candidates}
-        return SparseProbs.of(weights, self.target.vocabulary, self.target.device)
-
     def _expand(self, request: ExpandRequest, node: int) -> tuple[Cursor, Sequence[Candidate]]:
-        """The cursor of a node and its candidates; if it has none, those of its nearest ancestor that has some.
-
-        Any distribution will do for such a node, as long as it is the one that is drawn from.
-        """
+        """The cursor of a node and its candidates; if it has none, those of its nearest ancestor that has some: any
+        distribution will do, as long as it is the one that is drawn from."""
         known = self._expanded[request.sequence]
         if node not in known:
             token = request.tree.tokens[node]
@@ -138,3 +132,46 @@ def _root_only(root: int) -> TreeCoroutine:
     """A tree without a node below its root, which asks for nothing."""
     yield from ()
     return DraftTree.root(root)
+
+
+# From counts to probabilities
+
+DOUBT = 4.0
+"""How many occurrences make a context of one token half certain; one of n tokens needs n ** 1.5 times fewer. So a token
+that was seen once is expected again one time in five behind one token, and nine times in ten behind ten."""
+CERTAIN = 0.02
+"""if less mass than this is left, shorter contexts need not be asked"""
+WIDTH = 8
+"""candidates at one position"""
+
+
+def ppm_backoff(
+    masses: dict[int, float], left: float, counts: Collection[tuple[int, int]], length: int, total: int = 0
+) -> float:
+    """Assign tokens their part of the mass that longer contexts left; returns what this context leaves.
+
+    Cleary and Witten, "Data Compression Using Adaptive Coding and Partial String Matching" (1984): the longest context
+    assigns first, and leaves more the shorter it is and the less often it was seen. A context of `length` tokens was
+    followed by these tokens so often in `counts`, and by any token `total` times, if that is more. It assigns nothing
+    to tokens that have a mass already.
+    """
+    fresh: list[tuple[int, int]] = []
+    counted = 0
+    for pair in counts:
+        if pair[0] in masses:
+            total -= pair[1]
+        else:
+            fresh.append(pair)
+            counted += pair[1]
+    if not fresh:
+        return left
+    doubt = DOUBT / (length * sqrt(length))
+    whole = (total if total > counted else counted) + doubt
+    for token, count in fresh:
+        masses[token] = left * count / whole
+    return left * doubt / whole
+
+
+def ranked(masses: dict[int, float]) -> list[int]:
+    """The most probable tokens, best first; of equally probable ones the first that was found."""
+    return sorted(masses, key=masses.__getitem__, reverse=True)[:WIDTH]

@@ -3,17 +3,17 @@
 RASD (Quan et al., arXiv 2503.03434) attaches what was retrieved to the tree of a draft model where the two agree. Here
 that is the rule for all: a node has a cursor in every member that expected its path, so equal prefixes are one node,
 and every member that knows how to go on from there contributes. One heap over all candidates shares out the budget by
-calibrated probability: how often candidates of that member and that mass came true so far.
-
-With a draft model, the model drafts first, and its distribution prunes what the others retrieved at the nodes that it
-expanded; then one heap shares out the budget.
+calibrated probability: how often candidates of that member and that mass came true so far. A draft model drafts first,
+and its distributions prune what the others retrieved at the nodes that it expanded.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,15 @@ from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS
-from branchwise.draft.base import Budget, LearningDrafter
+from branchwise.draft.base import Budget, LearningDrafter, not_a_state
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.model.member import DraftModelMember
-from branchwise.draft.policies.adaptive_size import AdaptiveSize
+from branchwise.draft.policies.adaptive import AdaptiveRanks, AdaptiveSize
+from branchwise.draft.recycle.drafter import Recycle
 from branchwise.errors import UsageError
 from branchwise.registry import split_spec
-from branchwise.verify import Verdict
+from branchwise.verify import Verdict, Verdicts
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """of the bins of masses; candidates of one bin are calibrated together"""
@@ -49,12 +50,7 @@ class Calibration:
         self.tries, self.hits = [0.0] * cells, [0.0] * cells
 
     def apply(
-        self,
-        name: str,
-        found: Sequence[Candidate],
-        agreed: Container[int],
-        masses: dict[int, float],
-        sources: dict[int, str],
+        self, name: str, found: Sequence[Candidate], agreed: set[int], masses: dict[int, float], sources: dict[int, str]
     ) -> None:
         """Enter the calibrated masses of a member's candidates, of which others agree on some; for each token the
         highest mass of all members stays, and the member that gave it."""
@@ -75,14 +71,12 @@ class Calibration:
         self.hits = [FADING * count for count in self.hits]
 
 
+@dataclass(eq=False, slots=True)
 class FusedCursor:
     """The cursors of all members, and their candidates as soon as they were asked for."""
 
-    __slots__ = ("candidates", "cursors")
-
-    def __init__(self, cursors: Sequence[Cursor]) -> None:
-        self.cursors = cursors
-        self.candidates: list[Sequence[Candidate]] | None = None
+    cursors: Sequence[Cursor]
+    candidates: list[Sequence[Candidate]] | None = None
 
 
 class FusedCandidates(Sequence[Candidate]):
@@ -157,15 +151,13 @@ class Fusion(LookupDrafter, LearningDrafter):
         return {member.name: torch.tensor([record.tries, record.hits]) for member, record in named}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        def forms(found: dict[str, Tensor]) -> dict[str, object]:
-            return {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
-
-        if forms(tensors) != forms(self.save()):
-            raise UsageError("The state holds no records of these drafters; start a new one.")
+        own = self.save()
+        if tensors.keys() != own.keys() or any(tensors[name].shape != own[name].shape for name in own):
+            raise not_a_state(self.name, "it should hold the records of these drafters")
         for member, record in zip(self.members, self.records, strict=True):
             tries, hits = tensors[member.name]
             if not bool(((hits >= 0) & (hits <= tries) & tries.isfinite()).all()):
-                raise UsageError("The records in the state are no counts; start a new one.")
+                raise not_a_state(self.name, "its records are no counts")
             record.tries, record.hits = tries.tolist(), hits.tolist()
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -257,12 +249,10 @@ def _agreed(proposed: list[Sequence[Candidate]]) -> set[int]:
     """Tokens that several members propose. Pruning removes a token for all members, so it changes nothing here."""
     known: set[int] = set()
     agreed: set[int] = set()
-    for found in proposed:
-        if found:
-            tokens = {one.token for one in found}
-            if known:
-                agreed |= known & tokens
-            known |= tokens
+    for found in filter(None, proposed):
+        tokens = {one.token for one in found}
+        agreed |= known & tokens
+        known |= tokens
     return agreed
 
 
@@ -284,3 +274,62 @@ def _member(spec: str) -> LookupDrafter:
     if isinstance(member, Fusion):
         raise UsageError("A fusion is not fused again; name its drafters with a + between them.")
     return member
+
+
+MEMBERS = "recycle+stand(max=3)+suffix(min=1)"
+
+
+class DefaultDrafter(Fusion):
+    """`memories`: a fusion of recycle, stand and suffix on a host; on a GPU recycle alone, unless a tree is given.
+
+    On a host a pass is long and every row of it costs, so several drafters share a small tree. On a GPU a pass over a
+    hundred nodes costs little more than over one, and less than the host would take to lay so many: there the adjacency
+    table drafts a wide tree of ranks that is looked up on the device, and the step never waits for the host. What was
+    learned on one of them is saved and restored on the other.
+    """
+
+    name = "memories"
+
+    def __init__(self, tree: TreePolicy | None = None) -> None:
+        super().__init__(MEMBERS, tree)
+        self._tree_given = tree is not None
+        self._alone: Recycle | None = None
+        self._trees = self.members[0].tree, AdaptiveRanks()
+        """of the adjacency table, on a host and on a GPU"""
+
+    @property
+    def _speaker(self) -> Any:
+        """The fusion that this is, or recycle alone."""
+        return super() if self._alone is None else self._alone
+
+    @property
+    def needs(self) -> Needs:
+        return self._speaker.needs  # type: ignore[no-any-return]
+
+    def bind(self, target: TargetInfo) -> None:
+        recycle = self.members[0]
+        assert isinstance(recycle, Recycle)
+        alone = target.device.type != "cpu" and not self._tree_given
+        recycle.tree = self._trees[alone]
+        self._alone = recycle if alone else None
+        if not alone:
+            super().bind(target)
+            return
+        for one in (self, *self.members):
+            LookupDrafter.bind(one, target)  # the other members keep what they know and take no part
+        recycle.bind(target)
+
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        self._speaker.start(sequence, prefill)
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        return self._speaker.draft(sequences, budgets)  # type: ignore[no-any-return]
+
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        self._speaker.update_on_device(scored, verdicts)
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        return self._speaker.draft_next(budgets)  # type: ignore[no-any-return]
+
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        self._speaker.update(sequences, scored, verdicts)

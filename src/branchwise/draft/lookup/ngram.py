@@ -10,6 +10,7 @@ token that followed more often; of tokens that followed equally often the most r
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -18,9 +19,8 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
-from branchwise.draft.lookup.base import LookupDrafter
-from branchwise.draft.lookup.ppm import WIDTH, ppm_backoff, ranked
-from branchwise.draft.policies.chain import Chain
+from branchwise.draft.lookup.base import WIDTH, LookupDrafter, ppm_backoff, ranked
+from branchwise.draft.policies.paths import Chain
 from branchwise.errors import UsageError
 
 PLACES = 8
@@ -53,7 +53,7 @@ class NGram(LookupDrafter):
         return self._drafted
 
     def locate(self, sequence: SequenceState) -> Cursor:
-        index = self._index(sequence)
+        index = self._indexes.setdefault(sequence, Index(self.sizes))
         index.read(sequence.tokens)
         return index, tuple(sequence.tokens[-self.sizes.start :])
 
@@ -65,12 +65,10 @@ class NGram(LookupDrafter):
         left = 1.0
         for size in self.sizes:
             position = index.places.get(end[-size:]) if size <= len(end) else None
-            if position is not None:
-                fresh = index.followers(size, position, masses)
-                if fresh:
-                    left = ppm_backoff(masses, left, fresh.items(), size)
-                    if len(masses) >= WIDTH:
-                        break
+            if position is not None and (fresh := index.followers(size, position, masses)):
+                left = ppm_backoff(masses, left, fresh.items(), size)
+                if len(masses) >= WIDTH:
+                    break
         end = end[1 - self.sizes.start :] if self.sizes.start > 1 else ()
         return [new(Candidate, (token, masses[token], (index, (*end, token)), "")) for token in ranked(masses)]
 
@@ -82,16 +80,10 @@ class NGram(LookupDrafter):
         super().finish(sequence)
         self._indexes.pop(sequence, None)
 
-    def _index(self, sequence: SequenceState) -> Index:
-        index = self._indexes.get(sequence)
-        if index is None:
-            index = self._indexes[sequence] = Index(self.sizes)
-        return index
-
     def _copy(self, sequence: SequenceState, budget: Budget) -> DraftTree:
         tokens = sequence.tokens
         length = min(self.copied, budget.depth, budget.nodes - 1)
-        found = self._index(sequence).find(tokens)
+        found = self._indexes.setdefault(sequence, Index(self.sizes)).find(tokens)
         if found is None or length < 1:
             return DraftTree.root(sequence.root)
         # An occurrence close to the end runs out of text; going round from there continues the repetition.
@@ -107,11 +99,8 @@ class Index:
     tokens: list[int] = field(default_factory=list)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     """n-gram -> the most recent position of a token that followed it"""
-    earlier: dict[int, list[int]] = field(default_factory=dict)
+    earlier: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """size -> for every position the one before, of the same n-gram; 0 if there is none"""
-
-    def __post_init__(self) -> None:
-        self.earlier = {size: [] for size in self.sizes}
 
     def read(self, tokens: list[int]) -> None:
         start = len(self.tokens)
@@ -131,16 +120,12 @@ class Index:
         """The position at which the longest n-gram at the end of the text was continued last."""
         self.read(tokens)
         for size in self.sizes:
-            place = self.places.get(tuple(tokens[-size:]))
-            if place is not None:
+            if (place := self.places.get(tuple(tokens[-size:]))) is not None:
                 return place
         return None
 
     def followers(self, size: int, place: int, known: Container[int] = ()) -> dict[int, int]:
-        """The tokens that followed an n-gram at its last occurrences, and how often; the most recent first.
-
-        Without `known` tokens.
-        """
+        """How often tokens followed an n-gram at its last occurrences, without known ones; the most recent first."""
         tokens, earlier = self.tokens, self.earlier[size]
         found: dict[int, int] = {}
         for _ in range(PLACES):

@@ -22,11 +22,9 @@ CHILDREN = 8
 
 
 class Retrieval(LookupDrafter):
-    """`retrieval:FOLDER,max=16,min=2`: continue the longest end of the text, `max` down to `min` tokens, as the
-    index does.
+    """`retrieval:FOLDER,max=16,min=2`: what followed the longest end of the text, `max` down to `min` tokens.
 
-    Continuations are counted at no more than `hits` places, so a look-up takes the same time for frequent words as for
-    rare ones.
+    Continuations are counted at no more than `hits` places, so that frequent words take no longer than rare ones.
     """
 
     name = "retrieval"
@@ -35,10 +33,7 @@ class Retrieval(LookupDrafter):
         self, folder: str, max: int = 16, min: int = 2, hits: int = HITS, tree: TreePolicy | None = None
     ) -> None:
         if not 1 <= min <= max or hits < 1:
-            raise UsageError(
-                f"Drafter 'retrieval' needs 1 <= min <= max and hits of at least 1, not min={min}, max={max}, "
-                f"hits={hits}."
-            )
+            raise UsageError(f"Drafter 'retrieval' needs 1 <= min <= max and 1 <= hits, not {min=}, {max=}, {hits=}.")
         super().__init__(tree or TopK(24, depth=12, width=8))
         self.index = Index(folder)
         self.max, self.min, self.hits = max, min, hits
@@ -67,9 +62,7 @@ class Retrieval(LookupDrafter):
 def trust(length: int, hits: int) -> float:
     """The probability that one of the tokens that followed so many tokens at so many places follows them again.
 
-    The longer the match and the more places, the less is it a coincidence. Counted on code that an index of other code
-    does not hold: a token that followed two tokens once follows them again every seventh time, one that followed seven
-    of them more often than not; and of tokens that followed two tokens at many places, two fifths of their share come
-    true.
+    Fitted to code that an index of other code does not hold: a token that followed two tokens once follows them again
+    every seventh time, a token that followed seven more often than not.
     """
     return length / (length + 3) * hits / (hits + 8 / length**2)

@@ -1,12 +1,9 @@
 """STAND: n-grams with the distributions behind them, not only the tokens.
 
 Song et al., "Accelerated Test-Time Scaling with Model-Free Speculative Sampling" (arXiv 2506.04708). Several answers to
-one question follow the same thoughts in other words. So every n-gram on the way keeps the best tokens of the target's
-distributions behind it, averaged over all its occurrences, and the next text with that n-gram finds what the target may
-write there, also tokens that it did not write before. The probabilities are those of the model at temperature 1, before
-any warping, so a tree can be drawn from them.
-
-It is for many texts of a kind, and keeps what it learned from one request to the next.
+one question follow the same thoughts in other words. So every n-gram keeps the best tokens of the target's
+distributions behind it, averaged over all its occurrences, and the next text with that n-gram also finds tokens that
+the target did not write before. The probabilities are those of the model at temperature 1, before any warping.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,11 +19,12 @@ from torch import Tensor
 
 from branchwise.backends.base import Needs, Prefill, Scored
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.base import LearningDrafter
+from branchwise.draft.base import LearningDrafter, not_a_state
 from branchwise.draft.builder import Candidate, TreePolicy, new
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens_at
+from branchwise.draft.sparse import flaw_of
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
@@ -123,8 +120,7 @@ class Stand(LookupDrafter, LearningDrafter):
 
     def _words(self, line: int) -> list[tuple[int, float]]:
         """The tokens of a line and their masses, best first."""
-        words = self._read.get(line)
-        if words is None:
+        if (words := self._read.get(line)) is None:
             stored = zip(self._tokens[line].tolist(), self._masses[line].tolist(), strict=True)
             if len(self._read) >= MOST_READ:
                 self._read.clear()
@@ -133,8 +129,7 @@ class Stand(LookupDrafter, LearningDrafter):
 
     def _longest(self, cursor: Gram) -> int | None:
         for size in range(min(self.max, len(cursor)), self.min - 1, -1):
-            line = self._lines.get(cursor[-size:])
-            if line is not None:
+            if (line := self._lines.get(cursor[-size:])) is not None:
                 return line
         return None
 
@@ -148,8 +143,9 @@ class Stand(LookupDrafter, LearningDrafter):
     def _mix(self, gram: Gram, probs: dict[int, float]) -> None:
         line = self._lines.get(gram)
         if line is None:
-            line, count, mixed = self._new_line(), 0, probs
-            self._lines[gram] = line
+            full = len(self._lines) == self.ngrams
+            line = self._lines.popitem(last=False)[1] if full else len(self._lines)
+            self._lines[gram], count, mixed = line, 0, probs
         else:
             self._lines.move_to_end(gram)
             count = int(self._counts[line])
@@ -164,43 +160,23 @@ class Stand(LookupDrafter, LearningDrafter):
         self._counts[line] = count + 1
         self._read.pop(line, None)
 
-    def _new_line(self) -> int:
-        if len(self._lines) < self.ngrams:
-            return len(self._lines)
-        return self._lines.popitem(last=False)[1]
-
     def _checked(self, tensors: dict[str, Tensor]) -> list[Gram]:
         """The n-grams of a stored state that fits."""
-
-        def refuse(why: str) -> UsageError:
-            return UsageError(f"This is no state of 'stand' for this model: {why}; leave it out and start afresh.")
-
         kinds = {"grams": torch.int32, "counts": torch.int32, "tokens": torch.int32, "masses": torch.float32}
         if {name: tensor.dtype for name, tensor in tensors.items()} != kinds:
-            raise refuse(f"it should hold {', '.join(kinds)}")
+            raise not_a_state(self.name, f"it should hold {', '.join(kinds)}")
         grams, counts, tokens, masses = (tensors[name] for name in kinds)
         shapes = [(len(grams), self.max), (len(grams),), (len(grams), self.k), (len(grams), self.k)]
         if [tuple(tensor.shape) for tensor in (grams, counts, tokens, masses)] != shapes:
-            raise refuse(f"it is not about n-grams of {self.max} tokens and {self.k} behind each")
-        if not len(grams):
-            return []
+            raise not_a_state(self.name, f"it is not about n-grams of {self.max} tokens and {self.k} behind each")
         most = sys.maxsize if self.target is None else self.target.vocabulary
-        empty = (grams == -1).sum(dim=1)
-        known = (grams >= 0) & (grams < most)
-        if bool((known.sum(dim=1) + empty != self.max).any()) or not 0 <= int(tokens.min()) <= int(tokens.max()) < most:
-            raise refuse("a token is outside the vocabulary")
-        if bool((grams[:, 1:].lt(0) & grams[:, :-1].ge(0)).any()) or int(empty.max()) > self.max - self.min:
-            raise refuse(f"an n-gram has fewer than {self.min} tokens")
-        if int(counts.min()) < 1 or not bool(
-            ((masses >= 0).all(dim=1) & (masses.double().sum(dim=1) <= 1 + 1e-5)).all()
-        ):
-            raise refuse("its masses are not averages of probabilities")
-        lines = torch.where(masses > 0, tokens, -1 - torch.arange(self.k)).tolist()
-        if any(len(set(line)) < self.k for line in lines):
-            raise refuse("an n-gram has the same token twice behind it")
-        if any(more > less for line in masses.tolist() for less, more in pairwise(line)):
-            raise refuse("its tokens are not in order")
-        found = [tuple(token for token in gram if token >= 0) for gram in grams.tolist()]
-        if len(set(found)) < len(found):
-            raise refuse("an n-gram comes twice")
+        if flaw := flaw_of(tokens, masses, most):
+            raise not_a_state(self.name, flaw)
+        found = [tuple(token for token in gram if token != -1) for gram in grams.tolist()]
+        if not all(0 <= token < most for gram in found for token in gram):
+            raise not_a_state(self.name, "a token is outside the vocabulary")
+        if bool((grams[:, 1:].lt(0) & grams[:, :-1].ge(0)).any()) or any(len(gram) < self.min for gram in found):
+            raise not_a_state(self.name, f"an n-gram has fewer than {self.min} tokens")
+        if len(set(found)) < len(found) or bool((counts < 1).any()):
+            raise not_a_state(self.name, "an n-gram comes twice or never")
         return found

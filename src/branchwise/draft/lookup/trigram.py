@@ -2,8 +2,7 @@
 
 Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.12021): a map from two tokens to a few
 successors stands for the target, and goes on learning from what the target writes. Theirs begins with the counts of a
-corpus; this one begins empty and is seeded by the prompt. Theirs reads the last tokens again at every step, so that an
-occurrence is credited the more often the slower the text grows; here each one counts once.
+corpus and credits the last tokens again at every step; this one begins empty, and each occurrence counts once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.base import LearningDrafter
+from branchwise.draft.base import LearningDrafter, not_a_state
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.topk import TopK
@@ -25,9 +24,7 @@ from branchwise.errors import UsageError
 Pair = tuple[int, int]
 
 MOST = 64
-"""the largest count of a successor; instead of growing further, all counts of its pair are halved, so that new ones can
-rise"""
-
+"""the largest count of a successor; beyond it all counts of its pair are halved, so that new ones can rise"""
 LOOKED_UP = 1024
 """pairs whose candidates are cached"""
 
@@ -37,18 +34,14 @@ class Trigram(LookupDrafter, LearningDrafter):
 
     The pair that was not seen for longest is forgotten first. A new successor takes the place of the one with the
     lowest count, and of those of the oldest. Of n occurrences of a pair with k different successors one with the count
-    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once, so that much is left for unknown
-    ones.
+    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once.
     """
 
     name = "trigram"
 
     def __init__(self, size: int = 65536, successors: int = 12, tree: TreePolicy | None = None) -> None:
         if size < 1 or successors < 1:
-            raise UsageError(
-                "Drafter 'trigram' keeps at least 1 pair of tokens and 1 successor of each, as in "
-                "trigram:size=65536,successors=12."
-            )
+            raise UsageError("Drafter 'trigram' keeps at least 1 pair of tokens and 1 successor of each.")
         super().__init__(tree or TopK(24, depth=6, width=8))
         self.size, self.successors = size, successors
         self._rows: dict[Pair, dict[int, int]] = {}
@@ -69,14 +62,12 @@ class Trigram(LookupDrafter, LearningDrafter):
         if row is None:
             return []
         whole = sum(row.values()) + len(row)
-        last = cursor[1]
         # The sort keeps the order of equals: reversed, the one that was seen last comes first.
         ranked = sorted(row.items(), key=itemgetter(1))[::-1]
         if len(self._looked_up) == LOOKED_UP:
             self._looked_up.clear()
-        found = [Candidate(token, count / whole, (last, token)) for token, count in ranked]
-        self._looked_up[cursor] = found
-        return found
+        found = [Candidate(token, count / whole, (cursor[1], token)) for token, count in ranked]
+        return self._looked_up.setdefault(cursor, found)
 
     def advance(self, cursor: Cursor, token: int) -> Cursor:
         return None if cursor is None else (cursor[1], token)
@@ -101,7 +92,7 @@ class Trigram(LookupDrafter, LearningDrafter):
         try:
             saved = _rows_of(tensors, None if self.target is None else self.target.vocabulary)
         except (LookupError, TypeError, ValueError, RuntimeError):
-            raise UsageError("These are no tri-grams of this vocabulary; begin anew with another file.") from None
+            raise not_a_state(self.name, "these are no tri-grams of its vocabulary") from None
         self._rows, self._looked_up = {}, {}
         for pair, row in saved:
             while len(row) > self.successors:
@@ -136,19 +127,15 @@ class Trigram(LookupDrafter, LearningDrafter):
 
 def _rows_of(tensors: dict[str, Tensor], vocabulary: int | None) -> list[tuple[Pair, dict[int, int]]]:
     """What `save` wrote, the oldest pair first; anything else raises one error or another."""
-    parts = [tensors[name] for name in ("pairs", "successors", "tokens", "counts")]
-    pairs, lengths, tokens, counts = parts
+    parts = pairs, lengths, tokens, counts = [tensors[name] for name in ("pairs", "successors", "tokens", "counts")]
     numbers = torch.cat([pairs.flatten(), tokens])
-    if any(part.dtype != torch.int32 for part in parts) or not bool((lengths > 0).all()):
-        raise ValueError("not of our making")
-    if not bool((numbers >= 0).all()) or (vocabulary is not None and bool((numbers >= vocabulary).any())):
-        raise ValueError("tokens outside the vocabulary")
-    if not bool(((counts > 0) & (counts <= MOST)).all()):
-        raise ValueError("counts outside their range")
+    ranges = ((lengths, 1, None), (counts, 1, MOST + 1), (numbers, 0, vocabulary))
+    inside = all(least <= n and (end is None or n < end) for part, least, end in ranges for n in part.tolist())
     items = iter(zip(tokens.tolist(), counts.tolist(), strict=True))
     rows = [dict(islice(items, length)) for length in lengths.tolist()]
     keys: list[Pair] = [(first, second) for first, second in pairs.tolist()]
     # A pair or a successor that was written twice is one here, and a missing one is missing.
-    if len(set(keys)) < len(keys) or [len(row) for row in rows] != lengths.tolist() or next(items, None) is not None:
-        raise ValueError("parts that do not fit together")
+    whole = len(set(keys)) == len(keys) and [len(row) for row in rows] == lengths.tolist() and not list(items)
+    if not inside or not whole or any(part.dtype != torch.int32 for part in parts):
+        raise ValueError("not of our making")
     return list(zip(keys, rows, strict=True))

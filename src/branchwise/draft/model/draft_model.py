@@ -1,16 +1,28 @@
-"""The weights of a draft model: loaded once, and shared by all drafters that use them."""
+"""The weights of a draft model, loaded once and shared by all drafters that use them, and its KV cache.
+
+After a step the text has grown by the accepted nodes and one more token. The rows of nodes that the draft model has
+computed are kept in its KV cache; the rest of the text is written in the pass that computes the distribution after the
+new root. If a text has changed otherwise, the longest common prefix is kept.
+"""
 
 from __future__ import annotations
 
 import threading
-import weakref
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from branchwise.backends.base import Execution
+from branchwise.backends.transformers.kv_cache import PartialTree
+from branchwise.core.sequence import SequenceState
+from branchwise.draft.builder import TreeBuilder
 from branchwise.errors import ModelError
 from branchwise.models import load_model
 
@@ -28,25 +40,20 @@ MOST_IDLE = 4
 class Weights:
     """A draft model with its tokenizer."""
 
-    _loaded: ClassVar[weakref.WeakValueDictionary[tuple[str, torch.dtype, str], Weights]] = (
-        weakref.WeakValueDictionary()
-    )
+    _loaded: ClassVar[WeakValueDictionary[tuple[str, torch.dtype, str], Weights]] = WeakValueDictionary()
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.name = name
-        self.model = model
-        self.tokenizer = tokenizer
+        self.name, self.model, self.tokenizer = name, model, tokenizer
         self.lock = threading.RLock()
         """held while the model runs with the head of a drafter"""
         self._idle: list[tuple[Any, TransformersTarget]] = []
-        self._kinds: weakref.WeakKeyDictionary[TransformersTarget, Any] = weakref.WeakKeyDictionary()
+        self._kinds: WeakKeyDictionary[TransformersTarget, Any] = WeakKeyDictionary()
         self._heads: dict[bytes | None, Head] = {}
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, device: torch.device) -> Weights:
         key = name, dtype, str(device)
-        found = cls._loaded.get(key)
-        if found is None:
+        if (found := cls._loaded.get(key)) is None:
             found = cls._loaded[key] = cls(name, *load_model(name, dtype=dtype, device=str(device)))
         return found
 
@@ -57,11 +64,8 @@ class Weights:
     def acquire(
         self, count: int, context: int, head: Head | None = None, execution: Execution | None = None
     ) -> TransformersTarget:
-        """A KV cache for this many texts of at most this length, for one drafter until it releases the cache.
-
-        Drafters that take turns share it: its memory, and the CUDA graphs recorded with this head. Without an
-        `execution` passes run as they do by default.
-        """
+        """A KV cache for this many texts of at most this length, for one drafter until it releases the cache: drafters
+        that take turns share its memory and the CUDA graphs recorded with this head."""
         from branchwise.backends.transformers.target import TransformersTarget  # transformers takes seconds to import
 
         kind = count, context, head, execution
@@ -81,31 +85,15 @@ class Weights:
                 self._idle.append((self._kinds[slots], slots))
                 del self._idle[:-MOST_IDLE]
 
-    def context(self, wanted: int) -> int:
-        """The wanted context, or the context of the model if that is shorter."""
-        from branchwise.backends.transformers.probe import context_limit
-
-        return min(wanted, context_limit(self.model.config))
-
-    def bytes_read(self, rows: int | None = None) -> int:
-        """The bytes that one pass reads, of the head so many rows; by default all."""
-        from branchwise.backends.transformers.runner import bytes_read
-
-        return bytes_read(self.model, rows)
-
     def own_head(self, rows: Tensor | None = None) -> Head:
         """The head of the model, or some rows of it; the same object for the same rows."""
         key = None if rows is None else rows.cpu().numpy().tobytes()
         if key not in self._heads:
-            self._heads[key] = Head(self.head, rows)
+            head = self.model.get_output_embeddings()
+            if not isinstance(head, nn.Linear):
+                raise ModelError(f"The draft model {self.name} has no linear head that could be trimmed or observed.")
+            self._heads[key] = Head(head, rows)
         return self._heads[key]
-
-    @property
-    def head(self) -> nn.Linear:
-        head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ModelError(f"The draft model {self.name} has no linear head that could be trimmed or observed.")
-        return head
 
 
 class Head(nn.Module):
@@ -120,3 +108,134 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         self.seen = hidden
         return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+if TYPE_CHECKING:
+    from branchwise.backends.transformers.target import TransformersTarget
+
+AT_ONCE = 16
+"""tokens of a text that are written along with its root, in the pass of the whole batch; more are prefilled apart"""
+
+
+@dataclass(eq=False)
+class DraftSlot:
+    """The cache of one text."""
+
+    key: SequenceState = field(default_factory=lambda: SequenceState([0]))
+    """the key of its slot in the cache of the draft model; the sequence itself is the key in the target's cache"""
+    cached: list[int] = field(default_factory=list)
+    """tokens of the draft model whose rows are committed: after a pass the whole text, root included"""
+    tree: TreeBuilder = field(default_factory=lambda: TreeBuilder([0]))
+    rows: dict[int, int] = field(default_factory=dict)
+    """node of the tree -> its row after the committed rows; the root has none"""
+
+
+class DraftKVCache:
+    """Texts in the slots of a draft model."""
+
+    def __init__(
+        self, weights: Weights, acquire: Callable[[], TransformersTarget], token_of: Callable[[int], int]
+    ) -> None:
+        """Slots are acquired while there are texts. `token_of` maps a token of a tree to one of the draft model."""
+        self.token_of, self._weights, self._acquire = token_of, weights, acquire
+        self._acquired: TransformersTarget | None = None
+        self._texts: dict[SequenceState, DraftSlot] = {}
+
+    @property
+    def slots(self) -> TransformersTarget:
+        assert self._acquired is not None, "there is no text"
+        return self._acquired
+
+    def close(self, sequence: SequenceState) -> None:
+        if (followed := self._texts.pop(sequence, None)) is not None:
+            self.slots.close(followed.key)
+            if not self._texts:
+                self._weights.release(self.slots)
+                self._acquired = None
+
+    def roots(
+        self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], trees: Sequence[TreeBuilder]
+    ) -> tuple[Tensor, list[slice]]:
+        """Write what is new in the texts (tokens of the draft model), and compute the logits after each root.
+
+        Returns logits (batch, nodes, vocabulary), and where the row of each root is. The trees, bare roots so far, are
+        those that will grow.
+        """
+        for sequence in sequences:
+            if sequence not in self._texts:
+                if self._acquired is None:
+                    self._acquired = self._acquire()
+                self._texts[sequence] = DraftSlot()
+                self.slots.store.open(self._texts[sequence].key)
+        followed = [self._texts[sequence] for sequence in sequences]
+        ahead = [self._catch_up(one, text) for one, text in zip(followed, texts, strict=True)]
+        nodes = max(map(len, ahead))
+        tokens = np.array([new + [0] * (nodes - len(new)) for new in ahead], dtype=np.int64)
+        depths = np.tile(np.arange(nodes), (len(ahead), 1))
+        chain = np.tile(np.tri(nodes, dtype=np.bool_), (len(ahead), 1, 1))
+        logits = self.slots.sprout([one.key for one in followed], tokens, depths, chain)
+        for one, new, tree in zip(followed, ahead, trees, strict=True):
+            self.slots.store.advance(one.key, len(new))
+            one.cached += new
+            one.tree, one.rows = tree, {}
+        return logits, [slice(len(new) - 1, len(new)) for new in ahead]
+
+    def sprouts(self, sequences: Sequence[SequenceState], wanted: Sequence[list[int]]) -> tuple[Tensor, list[slice]]:
+        """The logits after the wanted nodes of every tree (batch, nodes, vocabulary), and where they are."""
+        followed = [self._texts[sequence] for sequence in sequences]
+        before = [len(one.rows) for one in followed]
+        nodes = max(map(len, wanted))
+        shape = len(followed), nodes, max(before) + nodes
+        tokens, depths = np.zeros(shape[:2], dtype=np.int64), np.zeros(shape[:2], dtype=np.int64)
+        row_depths, ancestors = np.zeros((shape[0], shape[2]), dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+        joined: list[dict[int, int]] = []
+        for b, (one, new) in enumerate(zip(followed, wanted, strict=True)):
+            assert not one.rows.keys() & set(new), "a node was asked for twice"
+            rows = one.rows | {node: before[b] + place for place, node in enumerate(new)}
+            for node, row in rows.items():
+                # The root is committed, so its children follow the committed tokens directly.
+                row_depths[b, row] = one.tree.depths[node] - 1
+            for place, node in enumerate(new):
+                tokens[b, place] = self.token_of(one.tree.tokens[node])
+                depths[b, place] = one.tree.depths[node] - 1
+                while node > 0:
+                    ancestors[b, place, rows[node]] = True
+                    node = one.tree.parents[node]
+            for place in range(len(new), nodes):  # padding sees the text and itself
+                ancestors[b, place, before[b] + place] = True
+            joined.append(rows)
+
+        keys = [one.key for one in followed]
+        logits = self.slots.sprout(keys, tokens, depths, ancestors, PartialTree(before, row_depths))
+        for one, rows in zip(followed, joined, strict=True):
+            one.rows = rows
+        return logits, [slice(len(new)) for new in wanted]
+
+    def _catch_up(self, followed: DraftSlot, text: list[int]) -> list[int]:
+        """Keep the rows that are still valid; returns the tokens that are not written yet, at least the root."""
+        cached, store = followed.cached, self.slots.store
+        known = len(cached)
+        if cached != text[:known] or known == len(text):
+            known = sum(1 for _ in takewhile(bool, map(eq, cached, text[:-1])))
+            followed.rows = {}
+        del cached[known:]
+        store.cut(followed.key, known)  # also removes rows of an interrupted pass
+        path = self._accepted(followed, text[known:-1])
+        store.keep([followed.key], [tuple(followed.rows[node] for node in path)])
+        cached += text[known : known + len(path)]
+        followed.rows = {}
+        ahead = text[len(cached) :]
+        if len(ahead) > AT_ONCE:
+            self.slots.extend(followed.key, ahead[:-1])
+            cached += ahead[:-1]
+        return text[len(cached) :]
+
+    def _accepted(self, followed: DraftSlot, tokens: list[int]) -> list[int]:
+        """The path of the last tree with these tokens, as far as it has rows."""
+        tree, node, path = followed.tree, 0, []
+        children = {(tree.parents[child], self.token_of(tree.tokens[child])): child for child in followed.rows}
+        for token in tokens:
+            if (child := children.get((node, token))) is None:
+                break
+            path.append(node := child)
+        return path

@@ -3,9 +3,9 @@
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", and Chen et al., "Accelerating Large
 Language Model Decoding with Speculative Sampling" (both 2023); every paper on trees since drafts so.
 
-The draft model runs on the same class as the target, with its own slots (`draft_kv.py`). One pass writes what is new in
-the texts and computes the distributions after their roots; then every level is one pass over its new nodes, for all
-texts.
+The draft model runs on the same class as the target, with its own KV cache (`draft_model.py`). One pass writes what is
+new in the texts and computes the distributions after their roots; then every level is one pass over its new nodes, for
+all texts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,23 +24,19 @@ from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams, Warp
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.padded import PaddedGraphedFunction
+from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
-from branchwise.draft.model.draft_kv import DraftKVCache
-from branchwise.draft.model.draft_model import Head, Weights
-from branchwise.draft.model.mixing import TargetProbsMixer
-from branchwise.draft.model.trim import frequent_tokens
-from branchwise.draft.model.vocabulary import Vocabulary, common
-from branchwise.draft.policies.chain import Chain
-from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights
+from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
+from branchwise.draft.policies.paths import Chain
+from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
 
 FOR_GREEDY = 0.6
 """The temperature of draft distributions for a greedy text: the best token of the draft is the target's best token more
 often than its probability says. Policies that weigh nodes by their probability depend on it (DySpec uses 0.6)."""
-
 MOST_READINGS = 8
 """sampling parameters for which a reading is cached, the most recently used"""
 
@@ -58,11 +54,8 @@ class ModelDrafter(TreeDrafter):
         tree: TreePolicy | None = None,
     ) -> None:
         """`model` is a name, or loaded weights. `temperature` and `top_k` are those of the draft; by default its
-        distributions are warped like those of the text.
-
-        `trim` restricts the head to the N tokens that the target writes most. `recall` mixes in earlier distributions
-        of the target after the same two tokens.
-        """
+        distributions are warped like those of the text. `trim` restricts the head to the N tokens that the target
+        writes most. `recall` mixes in earlier distributions of the target after the same two tokens."""
         super().__init__(tree or Chain())
         if temperature is not None and not temperature > 0:
             raise UsageError(f"A draft model draws at a temperature above 0, not {temperature}.")
@@ -78,6 +71,9 @@ class ModelDrafter(TreeDrafter):
         self._readings: OrderedDict[object, Reading] = OrderedDict()
 
     def bind(self, target: TargetInfo) -> None:
+        from branchwise.backends.transformers.probe import context_limit  # transformers takes seconds to import
+        from branchwise.backends.transformers.runner import bytes_read
+
         super().bind(target)
         given = self.model
         self.weights = given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device)
@@ -92,18 +88,17 @@ class ModelDrafter(TreeDrafter):
         if self.trim is not None or self.tree.needs_hidden:
             self._head = self.weights.own_head(None if self.trim is None else self.vocabulary.columns)
         # The same text may take more tokens of another tokenizer.
-        context = self.weights.context(target.context + 1 if self.vocabulary.same else 2 * target.context)
+        wanted = target.context + 1 if self.vocabulary.same else 2 * target.context
+        self._context = min(wanted, context_limit(self.weights.model.config))
         execution = target.execution
-        if self.tree.needs_hidden:
-            execution = replace(
-                execution, graphs=False
-            )  # the hidden states of a recorded pass are known to its graph alone
-        acquire = partial(self.weights.acquire, target.slots, context, self._head, execution)
+        if self.tree.needs_hidden:  # the hidden states of a recorded pass are known to its graph alone
+            execution = replace(execution, graphs=False)
+        acquire = partial(self.weights.acquire, target.slots, self._context, self._head, execution)
         self.weights.release(acquire())  # a model that cannot be served is refused here
-        self._following = DraftKVCache(acquire, self.weights.release, self.vocabulary.draft_token)
-        self._context = context
+        self._following = DraftKVCache(self.weights, acquire, self.vocabulary.draft_token)
         rows = None if self.trim is None else len(self.vocabulary.columns)
-        self.cost = None if target.weight_bytes is None else self.weights.bytes_read(rows) / target.weight_bytes
+        read = bytes_read(self.weights.model, rows)
+        self.cost = None if target.weight_bytes is None else read / target.weight_bytes
 
     def finish(self, sequence: SequenceState) -> None:
         self._following.close(sequence)
@@ -117,8 +112,13 @@ class ModelDrafter(TreeDrafter):
         roots = [request.nodes == [0] for request in requests]
         assert all(roots) or not any(roots), "trees of one batch grow level by level together"
         self.passes += 1
+        sequences = [request.sequence for request in requests]
         with self.weights.lock, self._headed():
-            logits, places = self._roots(requests) if roots[0] else self._sprouts(requests)
+            if roots[0]:
+                texts = [self._text(sequence) for sequence in sequences]
+                logits, places = self._following.roots(sequences, texts, [request.tree for request in requests])
+            else:
+                logits, places = self._following.sprouts(sequences, [request.nodes for request in requests])
             hidden = self._head.seen if self._head is not None and self.tree.needs_hidden else None
         probs = self._probs(requests, [logits[row, at] for row, at in enumerate(places)])
         return [
@@ -126,27 +126,11 @@ class ModelDrafter(TreeDrafter):
             for row, (own, at) in enumerate(zip(probs, places, strict=True))
         ]
 
-    def _roots(self, requests: Sequence[ExpandRequest]) -> tuple[Tensor, list[slice]]:
-        sequences = [request.sequence for request in requests]
-        for sequence in sequences:
-            self._following.open(sequence)
-        texts = [self._text(sequence) for sequence in sequences]
-        logits, places = self._following.roots(sequences, texts, [request.tree for request in requests])
-        return logits, [slice(place, place + 1) for place in places]
-
-    def _sprouts(self, requests: Sequence[ExpandRequest]) -> tuple[Tensor, list[slice]]:
-        logits = self._following.sprouts(
-            [request.sequence for request in requests], [request.nodes for request in requests]
-        )
-        return logits, [slice(len(request.nodes)) for request in requests]
-
     # Distributions
 
     def _probs(self, requests: Sequence[ExpandRequest], logits: Sequence[Tensor]) -> list[Tensor]:
-        """For every request the distributions to draw from, (nodes, the target's vocabulary).
-
-        Texts with the same sampling parameters are warped together.
-        """
+        """For every request the distributions to draw from, (nodes, the target's vocabulary). Texts with the same
+        sampling parameters are warped together."""
         ways: dict[Reading, list[int]] = {}
         for row, request in enumerate(requests):
             ways.setdefault(self._reading(request.sequence.sampling), []).append(row)
@@ -155,12 +139,7 @@ class ModelDrafter(TreeDrafter):
             parts = [logits[row] for row in rows]
             probs = reading(torch.cat(parts) if len(parts) > 1 else parts[0])
             found.update(zip(rows, probs.split([len(part) for part in parts]), strict=True))
-        if self.recall is None:
-            return [found[row] for row in range(len(requests))]
-        return [
-            self.recall.mix(request.sequence, request.tree, request.nodes, found[row])
-            for row, request in enumerate(requests)
-        ]
+        return [self._mixed(request, found[row]) for row, request in enumerate(requests)]
 
     def _reading(self, sampling: SamplingParams) -> Reading:
         bias = tuple(sampling.logit_bias.items())
@@ -262,10 +241,8 @@ class Reading:
 
 
 def sound(probs: Tensor) -> Tensor:
-    """Distributions (rows, tokens), where a row that overflowed or lost all its mass becomes uniform.
-
-    A verifier divides by q, so a drawn token must have a probability, whatever the draft model computed.
-    """
+    """Distributions (rows, tokens), where a row that overflowed or lost all its mass becomes uniform: a verifier has to
+    divide by the probability of a drawn token."""
     masses = probs.sum(dim=-1, keepdim=True)
     good = masses.isfinite() & (masses > 0)
     if probs.device.type == "cpu" and bool(good.all()):
@@ -273,10 +250,10 @@ def sound(probs: Tensor) -> Tensor:
     return torch.where(good, probs, 1 / probs.shape[-1])
 
 
+@dataclass
 class Spelled:
     """A text of the target in the tokens of another tokenizer."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.read = 0
-        """the number of the target's tokens that are converted"""
+    tokens: list[int] = field(default_factory=list)
+    read: int = 0
+    """the number of the target's tokens that are converted"""

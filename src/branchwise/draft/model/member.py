@@ -1,5 +1,4 @@
-"""A draft model as a member of a fusion (RASD, arXiv 2503.03434): the tree that it has just drafted is looked up like
-the memory of a lookup drafter.
+"""A draft model as a member of a fusion (RASD, arXiv 2503.03434): what it has just drafted is looked up like a memory.
 
 For the nodes that it expanded it also has distributions, by which the fusion judges what other members propose.
 """
@@ -15,10 +14,9 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreeCoroutine, TreePolicy
+from branchwise.draft.builder import Candidate, Cursor
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.verify import Verdict
 
@@ -33,8 +31,7 @@ class DraftModelMember(LookupDrafter):
 
     def __init__(self, spec: str) -> None:
         super().__init__(TREE)
-        self._recorder = RecordingPolicy(TREE)
-        self._drafter: TreeDrafter = DRAFTERS.build(spec, tree=self._recorder)
+        self._drafter: TreeDrafter = DRAFTERS.build(spec, tree=TREE)
         self._known: dict[SequenceState, Drafted] = {}
 
     def bind(self, target: TargetInfo) -> None:
@@ -49,10 +46,12 @@ class DraftModelMember(LookupDrafter):
 
     def draft_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
         """Draft for all texts together, before the fusion looks anything up."""
+        probs: dict[SequenceState, dict[tuple[int, ...], Tensor]] = {}
+        self._drafter.kept_probs = probs
         trees = self._drafter.draft(sequences, budgets)
         self.passes = self._drafter.passes
         for sequence, tree in zip(sequences, trees, strict=True):
-            self._known[sequence] = Drafted(tree, self._recorder.probs.pop(sequence, {}))
+            self._known[sequence] = Drafted(tree, probs.get(sequence, {}))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         """Recall learns from the scored tree, which is the tree of the fusion."""
@@ -84,31 +83,3 @@ class Drafted:
             above = paths[parent]
             paths.append((*above, token))
             self.below.setdefault(above, []).append((token, min(float(probs[above][token]), 1.0)))
-
-
-class RecordingPolicy(TreePolicy):
-    """A policy that also records the distributions it is sent."""
-
-    def __init__(self, policy: TopK) -> None:
-        self.policy = policy
-        self.draw = policy.draw
-        self.probs: dict[SequenceState, dict[tuple[int, ...], Tensor]] = {}
-
-    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        return self.policy.grow(root, budget, sampler)
-
-    def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        probs = self.probs[sequence] = {}
-        growing = self.grow(sequence.root, budget, sampler)
-        found: NodeProbs | None = None
-        while True:
-            try:
-                request = growing.send(found)
-            except StopIteration as end:
-                finished: DraftTree = end.value
-                return finished
-            found = yield request
-            if isinstance(request, SampleRequest):
-                continue
-            tree, nodes = request
-            probs.update((tuple(tree.path(node)), row) for node, row in zip(nodes, found.probs, strict=True))

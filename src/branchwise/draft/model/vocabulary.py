@@ -5,20 +5,25 @@ propose. Any such distribution is lossless, because it is recorded as q.
 
 A draft model with another tokenizer drafts over the tokens whose spelling both share (Timor et al., "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202). A trimmed
-one computes only the head rows of tokens that the target writes often (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv
-2502.14856).
+one computes only the head rows of tokens that the target writes often (Goel et al., "VocabTrim", arXiv 2506.22694;
+FR-Spec, arXiv 2502.14856): counts over text that the target generated choose better than counts over any other text.
+`branchwise calibrate vocab` counts, and stores the counts of each target in the cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import TargetInfo
+from branchwise.draft.state import Format
 from branchwise.errors import ModelError
+from branchwise.models import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,8 +86,7 @@ class Vocabulary:
         return {token: place for place, token in enumerate(self.tokens.tolist())}
 
     def spread(self, probs: Tensor) -> Tensor:
-        """(rows, size): distributions over the tokens that can be proposed, (rows, n), extended to the target's
-        vocabulary."""
+        """(rows, size): distributions (rows, n) over the tokens that can be proposed, over the whole vocabulary."""
         if self.whole:
             return probs
         return probs.new_zeros(len(probs), self.size).index_copy_(1, self.tokens, probs)
@@ -111,10 +115,8 @@ def common(
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
-    """The bytes of every token, independent of how its tokenizer writes them -> the token.
-
-    Special tokens are keyed by their own spelling, and the end-of-text token also by "end of text".
-    """
+    """The bytes of every token, independent of how its tokenizer writes them -> the token. Special tokens are keyed by
+    their own spelling, and the end-of-text token also by "end of text"."""
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_tokens) | {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
     byte_level = sum(token.startswith("Ġ") for token in vocabulary) > sum(token.startswith("▁") for token in vocabulary)
@@ -131,20 +133,15 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[object, int]:
     return found
 
 
-def _byte_characters() -> dict[str, int]:
-    """The printable character that byte-level tokenizers write for each byte: itself, or one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+"""the printable character that byte-level tokenizers write for each byte, itself or one from 256 on -> the byte"""
 
 
 def _bytes_of_byte_level(token: str) -> bytes | None:
-    if any(character not in _BYTES for character in token):
-        return None
-    return bytes(_BYTES[character] for character in token)
+    known = all(character in _BYTES for character in token)
+    return bytes(_BYTES[character] for character in token) if known else None
 
 
 def _bytes_of_pieces(token: str) -> bytes:
@@ -152,3 +149,50 @@ def _bytes_of_pieces(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
+
+
+# Tokens that a trimmed head keeps
+
+FORMAT = Format("token table", "count tokens with: branchwise calibrate vocab --model TARGET", ModelError)
+
+
+def table_of(target: TargetInfo) -> Path:
+    """The file with the counts of a target."""
+    return cache_dir() / "vocab" / f"{target.fingerprint}.safetensors"
+
+
+def save_counts(target: TargetInfo, counts: Tensor, about: dict[str, str]) -> Path:
+    """Keep how often the target wrote each token (vocabulary,), with a few words about the count."""
+    path = table_of(target)
+    FORMAT.write(path, about, {"counts": counts.to(torch.int64)}, parents=True)
+    return path
+
+
+def read_counts(target: TargetInfo) -> Tensor:
+    path = table_of(target)
+    if not path.exists():
+        raise ModelError(f"A trimmed head needs to know which tokens the target writes; {FORMAT.remedy}.")
+    counts = FORMAT.read(path, lambda _, tensors: tensors["counts"])
+    if counts.shape != (target.vocabulary,):
+        raise ModelError(f"The counts in {path} are not of this target; {FORMAT.remedy}.")
+    return counts
+
+
+def frequent_tokens(target: TargetInfo, count: int) -> Tensor:
+    """(count,) int64, ascending: the tokens that the target writes most; of those it never wrote, short ones first."""
+    counts = read_counts(target).double()
+    if count >= len(counts):
+        return torch.arange(len(counts))
+    counts[_basic(target)] += 0.5  # only breaks ties: counts are integers
+    order = counts.argsort(descending=True, stable=True)
+    return order[:count].sort().values
+
+
+def _basic(target: TargetInfo) -> Tensor:
+    """Tokens that any text may need: single characters, bytes and special tokens."""
+    tokenizer: Any = target.tokenizer
+    if tokenizer is None:
+        return torch.zeros(0, dtype=torch.long)
+    short = {number for token, number in tokenizer.get_vocab().items() if len(token) == 1 or token.startswith("<0x")}
+    wanted = short | {number for number in tokenizer.all_special_ids if number is not None}
+    return torch.tensor(sorted(number for number in wanted if number < target.vocabulary), dtype=torch.long)

@@ -14,21 +14,25 @@ it, whatever else is in the tree; so it does not matter which nodes decided wher
 from __future__ import annotations
 
 import heapq
+import math
+from weakref import WeakKeyDictionary
 
+from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
-from branchwise.draft.no_replacement import FIRST_TURNS, NoReplacementSampler, no_replacement_samplers
-from branchwise.draft.sampler import DraftSampler
+from branchwise.draft.sampler import FIRST_TURNS, DraftSampler, NoReplacementSampler, no_replacement_samplers
 from branchwise.errors import UsageError
+
+LEAST, MOST = 1e-6, 0.9
+"""the range of the controller of thresholds"""
 
 
 class Dynamic(TreePolicy):
     """`dynamic:N`: N nodes below the root, or as many as the budget allows.
 
     A pass of the drafter is made when the best slot is below a node that has no distribution yet, and then for every
-    such node that could still get a child. So a tree takes at least as many passes as it is deep, and at most as many
-    as it has nodes: a chain takes that many, a bushy tree about its depth.
+    such node that could still get a child: at least as many passes as the tree is deep, at most one for each node.
     """
 
     draw = Draw.WITHOUT_REPLACEMENT
@@ -47,9 +51,7 @@ class Dynamic(TreePolicy):
             if slots[0][-1] not in remaining:
                 # Values only fall: of the slots that there are, no more than the best `room` will ever be drawn in.
                 bare = sorted(node for *_, node in heapq.nsmallest(room, slots) if node not in remaining)
-                found = yield tree, bare
-                probs = found.drawable
-                tree.probs.update(zip(bare, probs, strict=True))
+                probs = yield from tree.expand(bare)
                 remaining.update((yield from no_replacement_samplers(probs, bare, sampler, FIRST_TURNS)))
             value, _, parent = heapq.heappop(slots)
             token, share, rest = remaining[parent].draw(sampler, len(tree))
@@ -59,3 +61,61 @@ class Dynamic(TreePolicy):
             if rest > 0:
                 heapq.heappush(slots, (value * rest, 2 * child + 1, parent))
         return tree.finish(self.draw)
+
+
+class Threshold(TreePolicy):
+    """`threshold:T,N`: slots of value T and more, at most N nodes below the root; DySpec's form for slow drafters.
+
+    All nodes of a layer are known together, so a layer costs one pass. How large such a tree becomes depends on the
+    text, so a controller steers T, beginning with the given one, towards N nodes. It looks at finished trees alone: a
+    token can change T only for the trees after its own. Each sequence has a controller of its own: sequences of one
+    seed share their noise, so the sizes of other trees would reveal something about the next one.
+    """
+
+    draw = Draw.WITHOUT_REPLACEMENT
+
+    def __init__(self, threshold: float = 0.02, nodes: int = 24) -> None:
+        if not 0 < threshold < 1 or nodes < 1:
+            raise UsageError(f"Threshold takes a value between 0 and 1 and 1 node or more, not {threshold:g},{nodes}.")
+        self.threshold, self.nodes = threshold, nodes
+        self._controllers: WeakKeyDictionary[SequenceState, Threshold] = WeakKeyDictionary()
+
+    def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        """By the threshold that the earlier trees of the sequence have steered."""
+        if sequence not in self._controllers:
+            self._controllers[sequence] = Threshold(self.threshold, self.nodes)
+        return self._controllers[sequence].grow(sequence.root, budget, sampler)
+
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        least, left = self.threshold, min(self.nodes, budget.nodes - 1)
+        tree = TreeBuilder([root])
+        layer = [(-1.0, 0)]  # (-value, the node that gets a child); the most valuable first, so the cap cuts the others
+        for _ in range(budget.depth):
+            if not layer or left <= 0:
+                break
+            nodes = [node for _, node in layer]
+            probs = yield from tree.expand(nodes)
+            remaining = yield from no_replacement_samplers(probs, nodes, sampler, FIRST_TURNS)
+            heapq.heapify(layer)
+            below = []
+            while layer and left > 0:
+                value, parent = heapq.heappop(layer)
+                token, share, rest = remaining[parent].draw(sampler, len(tree))
+                child = tree.add(parent, token)
+                left -= 1
+                if -value * share >= least:
+                    below.append((value * share, child))
+                if rest > 0 and -value * rest >= least:
+                    heapq.heappush(layer, (value * rest, parent))
+            layer += below
+        self._steer(len(tree) - 1, len(layer))
+        return tree.finish(self.draw)
+
+    def _steer(self, drawn: int, unserved: int) -> None:
+        """Move the threshold halfway, in logarithms, to where the tree would have had the wanted size. Slots that the
+        cap left unserved count as drawn: else no tree would seem too large. A tree that the budget of its sequence cut
+        short says nothing about the threshold."""
+        if unserved and drawn < self.nodes:
+            return
+        wished = self.threshold * math.sqrt((drawn + unserved) / self.nodes)
+        self.threshold = min(max(wished, LEAST), MOST)

@@ -4,11 +4,8 @@ Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.120
 simulation goes down from the root by the PUCT rule of AlphaZero, which weighs the rewards of simulations through a
 child against how probable the child is and how seldom it was visited. At the first child that was never visited a
 rollout begins, which draws its tokens. The reward of a simulation is the sum of the masses along it, and counts for
-every node on it. (In the code that came with the paper it is nearly always 1.)
-
-The heap of `topk` takes the most probable prefixes in one go. Simulations come close to them and pay for it with
-look-ups and arithmetic; in return they reserve visits for every child of a node they go through, so that siblings near
-the root are tried more broadly than by their masses alone.
+every node on it. Compared with the heap of `topk`, which takes the most probable prefixes in one go, siblings near the
+root are tried more broadly than by their masses alone.
 
 The random numbers of rollouts are a stream of their own that begins with the token of the root. So nothing is left to
 chance: the tree depends on the text alone and on what was learned before, it is fixed, and `match` is exact for it.
@@ -35,11 +32,9 @@ WIDTH = 12
 
 
 class Puct(TreePolicy):
-    """`puct:N,simulations=150,length=4`: the N prefixes visited most in so many simulations of so many tokens, or as
-    many as they found.
+    """`puct:N,simulations=150,length=4`: the N prefixes visited most in so many simulations of so many tokens.
 
-    It is made for candidates that are looked up at next to no cost. A source of distributions is asked for them one by
-    one, so for a draft model `topk` is the better choice.
+    It is made for candidates that are looked up at next to no cost; for a draft model `topk` is the better choice.
     """
 
     draw = Draw.FIXED
@@ -47,19 +42,17 @@ class Puct(TreePolicy):
 
     def __init__(self, nodes: int, simulations: int = 150, length: int = 4) -> None:
         if min(nodes, simulations, length) < 1:
-            raise UsageError(
-                "PUCT takes nodes, simulations and length of at least 1, as in puct:24,simulations=150,length=4."
-            )
+            raise UsageError("PUCT takes nodes, simulations and length of at least 1, as in puct:24,simulations=150.")
         self.nodes, self.simulations, self.length = nodes, simulations, length
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
         nodes, depth = min(self.nodes, budget.nodes - 1), min(self.length, budget.depth)
-        start = SearchNode(None, cursor)
+        start = SearchNode(Candidate(root, 0.0, cursor))
         uniform = Random(root).random
         if nodes > 0 and depth > 0 and candidates(cursor):
             for _ in range(self.simulations):
                 simulate(start, candidates, depth, uniform)
-        return most_visited(root, start, nodes)
+        return most_visited(start, nodes)
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         """The search begins again whenever it has needed a distribution that was not known yet."""
@@ -80,13 +73,10 @@ class Puct(TreePolicy):
 class SearchNode:
     """A prefix that simulations have visited."""
 
-    __slots__ = ("bonus", "candidate", "candidates", "children", "cursor", "mass", "mean", "reward", "visits")
+    __slots__ = ("bonus", "candidate", "candidates", "children", "mass", "mean", "reward", "visits")
 
-    def __init__(self, candidate: Candidate | None, cursor: Cursor) -> None:
-        self.candidate = candidate
-        """its last token; None for the root"""
-        self.mass = 0.0 if candidate is None else candidate.mass
-        self.cursor = cursor
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate, self.mass = candidate, candidate.mass
         self.candidates: Sequence[Candidate] | None = None
         """what may come next, once it was looked up"""
         self.children: list[SearchNode] = []
@@ -106,10 +96,9 @@ def simulate(start: SearchNode, candidates: Candidates, length: int, uniform: Ca
     node, path, reward = start, [start], 0.0
     while len(path) <= length:
         if node.candidates is None:
-            node.candidates = candidates(node.cursor)
+            node.candidates = candidates(node.candidate.cursor)
         if len(node.children) < len(node.candidates):  # none is visited twice before all were visited once
-            candidate = node.candidates[len(node.children)]
-            child = SearchNode(candidate, candidate.cursor)
+            child = SearchNode(node.candidates[len(node.children)])
             node.children.append(child)
             path.append(child)
             reward += child.mass + rollout(child, candidates, length - len(path) + 1, uniform)
@@ -138,13 +127,10 @@ def select(node: SearchNode) -> SearchNode:
 
 
 def rollout(node: SearchNode, candidates: Candidates, length: int, uniform: Callable[[], float]) -> float:
-    """The masses along a path of up to so many tokens, each drawn from the candidates.
-
-    It ends early if a draw falls on the mass that no candidate has.
-    """
+    """The masses along a path of tokens drawn from candidates, until a draw falls on the mass that none of them has."""
     if length == 0:
         return 0.0
-    reward, following = 0.0, candidates(node.cursor)
+    reward, following = 0.0, candidates(node.candidate.cursor)
     node.candidates = following
     while True:
         left = uniform()
@@ -161,9 +147,9 @@ def rollout(node: SearchNode, candidates: Candidates, length: int, uniform: Call
         following = candidates(candidate.cursor)
 
 
-def most_visited(root: int, start: SearchNode, nodes: int) -> TreeBuilder:
+def most_visited(start: SearchNode, nodes: int) -> TreeBuilder:
     """The tree of the prefixes with the most visits. None has more than the prefix before it, so a heap finds them."""
-    tree, order = TreeBuilder([root]), 0
+    tree, order = TreeBuilder([start.candidate.token]), 0
     heap: list[tuple[int, int, int, SearchNode]] = []  # (-visits, tie-breaker, parent, prefix)
     parent, node = 0, start
     while len(tree) <= nodes:
@@ -173,8 +159,5 @@ def most_visited(root: int, start: SearchNode, nodes: int) -> TreeBuilder:
         if not heap:
             break
         _, _, above, node = heapq.heappop(heap)
-        assert node.candidate is not None
-        parent = tree.add(above, node.candidate.token)
-        if node.candidate.source:
-            tree.sources[parent] = node.candidate.source
+        parent = tree.add(above, node.candidate.token, node.candidate.source)
     return tree

@@ -6,9 +6,6 @@ scores above a threshold. Their score is that of a small network; a plain limit 
 What keeps it exact: a rule sees the distributions after nodes that are drawn, and decides whether anything is drawn
 from them. It never sees a token before it is admitted. Several paths are a case apart: they are independent draws of
 one depth, and a depth that they decide together makes them depend on each other.
-
-The pass that a rule looks at is the pass that the next level would have been drawn from. A stop saves the passes below
-it, and the nodes that the target would have scored in vain.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from branchwise.core.tree import Draw
-from branchwise.draft.artifact import Format
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
+from branchwise.draft.state import Format
 from branchwise.errors import ModelError, PairingError, UsageError
 
 
@@ -56,9 +53,7 @@ class Stopping(TreePolicy):
                 f"A tree {name or type(policy).__name__!r} may not stop early: it would no longer be drawn as its "
                 "verifiers expect; use chain:L or rsd-c:4,2,1 with stop=, or leave stop= out."
             )
-        self.policy = policy
-        self.stop = stop
-        self.draw = policy.draw
+        self.policy, self.stop, self.draw = policy, stop, policy.draw
         self.needs_hidden = policy.needs_hidden or stop.needs_hidden
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -96,7 +91,7 @@ class Entropy(Stop):
         self.nats = nats
 
     def enough(self, found: NodeProbs, depth: int) -> bool:
-        return bool((entropy(found.probs) > self.nats).all())
+        return bool((torch.special.entr(found.probs).sum(dim=-1) > self.nats).all())
 
 
 class Learned(Stop):
@@ -137,12 +132,6 @@ KINDS = ("soft", "hard")
 TOP = 10
 
 
-def entropy(probs: Tensor) -> Tensor:
-    """(nodes,): of distributions (nodes, vocabulary), in nats."""
-    nats: Tensor = torch.special.entr(probs).sum(dim=-1)
-    return nats
-
-
 def features(kind: str, found: NodeProbs) -> Tensor:
     """(nodes, width): a hidden state for the soft network, entropy and largest probabilities for the hard one."""
     if kind == "soft":
@@ -150,7 +139,7 @@ def features(kind: str, found: NodeProbs) -> Tensor:
         return found.hidden.float()
     largest = found.probs.topk(min(TOP, found.probs.shape[-1]), dim=-1).values
     largest = nn.functional.pad(largest, (0, TOP - largest.shape[-1]))
-    return torch.cat([entropy(found.probs)[:, None], largest], dim=1).float()
+    return torch.cat([torch.special.entr(found.probs).sum(dim=-1, keepdim=True), largest], dim=1).float()
 
 
 def widths_of(kind: str, hidden: int) -> tuple[int, ...]:
@@ -165,8 +154,6 @@ def network_of(widths: tuple[int, ...]) -> nn.Sequential:
         layers += [nn.Linear(inner, outer), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
-
-# Files
 
 FORMAT = Format("stop", "train one with branchwise train stop", ModelError)
 
@@ -197,13 +184,7 @@ class Scorer:
 
 
 def write_scorer(scorer: Scorer, file: Path) -> None:
-    known = {
-        "kind": scorer.kind,
-        "widths": scorer.widths,
-        "threshold": scorer.threshold,
-        "draft": scorer.draft,
-        "notes": dict(scorer.notes),
-    }
+    known = {name: getattr(scorer, name) for name in ("kind", "widths", "threshold", "draft", "notes")}
     FORMAT.write(file, known, scorer.network.state_dict())
 
 

@@ -9,16 +9,17 @@ Over candidates that are looked up, which costs next to nothing, the same tree n
 the most probable node that may come next on top. Probabilities only fall along a path, so whatever its size, the tree
 is the best of that size.
 
-Nothing is drawn here: the tree depends on the text alone, so it is fixed, and `match` is exact for it.
+Nothing is drawn here: the trees depend on the text alone, so they are fixed, and `match` is exact for them.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any
 
 from torch import Tensor
@@ -34,8 +35,7 @@ class TopK(TreePolicy):
     """`topk:N,depth=D,width=W,gain=g`: the N best nodes below the root, at most D deep.
 
     Of every level only the W best nodes are expanded, each into its W most probable children: one pass a level, over W
-    nodes. With a gain the tree ends if a level adds less than that to the expected tokens: between what a pass of the
-    draft costs in passes of the target, and 1.
+    nodes. With a gain the tree ends if a level adds less than that to the expected tokens.
     """
 
     draw = Draw.FIXED
@@ -80,8 +80,11 @@ class TopK(TreePolicy):
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
         """The very best nodes, with at most W children each."""
-        nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)
-        return best_first(root, cursor, candidates, nodes=nodes, depth=depth, width=self.width)[0]
+        nodes, tree = min(self.nodes, budget.nodes - 1), TreeBuilder([root])
+        depth = min(self.depth, budget.depth)
+        for _ in islice(grow_best_first(tree, cursor, candidates, depth=depth, width=self.width), max(nodes, 0)):
+            pass
+        return tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +111,7 @@ def tree_of(nodes: Sequence[PathNode]) -> TreeBuilder:
 
 
 class TopKRequest(SampleRequest):
-    """For each distribution its most probable tokens, as many as `sizes` says, and the logarithms of their masses, best
-    first.
+    """For each distribution its most probable tokens, as many as `sizes` says, with the logarithms of their masses.
 
     Nothing of it is left to chance, but a device is asked for it as for draws: once for all sequences of a batch.
     """
@@ -127,27 +129,10 @@ class TopKRequest(SampleRequest):
         assert isinstance(self.probs, Tensor), "most probable tokens are found in rows"
         assert self.sizes is not None, "nobody said how many"
         rows = self.sampler.best(self.probs, max(self.sizes))
+        few = (row[:size] for row, size in zip(rows, self.sizes, strict=True))
+        best = [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in few]
         # Rounding may leave a mass above 1; a child must not seem more probable than its parent for it.
-        return [
-            [
-                (int(token), min(math.log(mass), 0.0))
-                for token, mass in sorted(row[:size], key=lambda pair: (-pair[1], pair[0]))
-                if mass > 0
-            ]
-            for row, size in zip(rows, self.sizes, strict=True)
-        ]
-
-
-# Over candidates
-
-
-def best_first(
-    root: int, cursor: Cursor, candidates: Candidates, *, nodes: int, depth: int, width: int = 64, least: float = 0.0
-) -> tuple[TreeBuilder, list[float]]:
-    """At most `nodes` nodes below the root in falling order, and how probable the path to each is, the root's first."""
-    tree = TreeBuilder([root])
-    growing = grow_best_first(tree, cursor, candidates, depth=depth, width=width, least=least)
-    return tree, [1.0, *islice(growing, max(nodes, 0))]
+        return [[(int(token), min(math.log(mass), 0.0)) for token, mass in row if mass > 0] for row in best]
 
 
 def grow_best_first(
@@ -178,8 +163,106 @@ def grow_best_first(
             return
         value, parent, rank, (token, _, cursor, source), siblings = heapq.heappop(heap)
         offer(parent, rank + 1, siblings)
-        newest = tree.add(parent, token)
+        newest = tree.add(parent, token, source)
         reach.append(-value)
-        if source:
-            tree.sources[newest] = source
         yield -value
+
+
+class Graph(TreePolicy):
+    """`graph:N,width=4,depth=6,repeat=1,sibling=0.2,leaf=0.05`: N nodes below the root after unrolling.
+
+    Gong et al., "Graph-Structured Speculative Decoding" (arXiv 2407.16207). Most drafted tokens recur in other
+    branches. A node that repeats the last words of one in another branch is a copy of it: it is linked to that node and
+    not expanded. The target cannot share nodes, since what it makes of a token depends on all tokens before. So in the
+    end the graph is unrolled to a tree, best paths first, and a copy gets the children of its original with their
+    probabilities there, which costs acceptance, never exactness.
+
+    Every node proposes its `width` most probable children, but none below `sibling` times the best of them. Nodes are
+    the same if they and the `repeat` tokens before them are; with -1 no two are. A node with less than `leaf` of its
+    parent's distribution is not expanded. One pass a level, over the originals alone.
+    """
+
+    draw = Draw.FIXED
+
+    def __init__(
+        self, nodes: int, width: int = 4, depth: int = 6, repeat: int = 1, sibling: float = 0.2, leaf: float = 0.05
+    ) -> None:
+        if min(nodes, width, depth) < 1 or repeat < -1 or not 0 <= sibling <= 1 or not 0 <= leaf <= 1:
+            raise UsageError(
+                "A graph takes nodes, width and depth of at least 1, repeat of at least -1, and sibling and leaf "
+                "from 0 to 1, as in graph:24,width=4,depth=6."
+            )
+        self.nodes, self.width, self.depth, self.repeat = nodes, width, depth, repeat
+        self.sibling, self.leaf = sibling, leaf
+
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        most, depth = min(self.nodes + 1, budget.nodes), min(self.depth, budget.depth)
+        start = Vertex(root, None, 0.0, 0.0)
+        originals: dict[tuple[int, ...], list[Vertex]] = defaultdict(list)  # by their last tokens
+        tree, places = TreeBuilder([root]), {start: 0}  # of expanded nodes: copies and leaves cost no pass
+        best, level = [start], [start] if most > 1 else []
+        for _ in range(depth):
+            if not level:
+                break
+            for vertex in level:
+                if vertex.parent is not None:
+                    places[vertex] = tree.add(places[vertex.parent], vertex.token)
+            found = yield tree, [places[vertex] for vertex in level]
+            likeliest = yield TopKRequest.of(sampler, found.probs, self.width)
+            for vertex, likely in zip(level, likeliest, strict=True):
+                vertex.children = [
+                    Vertex(token, vertex, value, vertex.total + value)
+                    for token, value in likely
+                    if math.exp(value - likely[0][1]) >= self.sibling
+                ]
+            below = [child for vertex in level for child in vertex.children]
+            best = heapq.nsmallest(most, [*best, *below], key=lambda vertex: -vertex.total)
+            fresh, least = set(below), best[-1].total if len(best) == most else -math.inf
+            level = []
+            for vertex in best:  # of two equal nodes in one level the more probable is the original
+                if vertex not in fresh:
+                    continue
+                path = vertex.path
+                ending = tuple(ancestor.token for ancestor in path[: self.repeat + 1])
+                if self.repeat >= 0:  # never a copy of its own ancestor: a repetition has distributions of its own
+                    vertex.original = next((other for other in originals[ending] if other not in path), None)
+                # As in `topk`: if the tree is full, only a node better than its worst is worth a pass.
+                if vertex.original is None and vertex.total > least and math.exp(vertex.value) >= self.leaf:
+                    originals[ending].append(vertex)
+                    level.append(vertex)
+        return tree_of(list(islice(unrolled(start, depth), most))).finish(self.draw)
+
+
+@dataclass(eq=False)
+class Vertex:
+    """A node of the graph: expanded, or linked to its original, or a leaf."""
+
+    token: int
+    parent: Vertex | None
+    value: float
+    """log-probability after its parent"""
+    total: float
+    """log-probability of its path"""
+    children: list[Vertex] = field(default_factory=list)
+    original: Vertex | None = None
+
+    @property
+    def path(self) -> list[Vertex]:
+        """The nodes from this one up to the root."""
+        path, vertex = [self], self.parent
+        while vertex is not None:
+            path.append(vertex)
+            vertex = vertex.parent
+        return path
+
+
+def unrolled(start: Vertex, depth: int) -> Iterator[PathNode]:
+    """The nodes of the tree that a graph stands for, the most probable path first; the depth ends circles of links."""
+    number = count()  # of equal ones the first comes first
+    waiting = [(0.0, next(number), start, PathNode(0.0, None, start.token), 0)]
+    while waiting:
+        _, _, vertex, path_node, level = heapq.heappop(waiting)
+        yield path_node
+        for child in (vertex.original or vertex).children if level < depth else ():
+            below = PathNode(path_node.value + child.value, path_node, child.token)
+            heapq.heappush(waiting, (-below.value, next(number), child, below, level + 1))

@@ -1,15 +1,31 @@
-"""The adjacency table that `recycle` learns: for every token the successors that were probable on average."""
+"""The adjacency table that `recycle` learns, for every token its most probable successors, and paths drawn from it.
+
+On a device a kernel (`paths_kernel.py`) draws all paths of all texts, with one wait for the device: one copy uploads
+the roots and seeds, one copy downloads what was drawn, and the kernel writes q. With the same table and the same seed
+these are the tokens, the nodes and the distributions of the host, `Paths.grow` over `SparseProbs`, number for number.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from branchwise.backends.base import TargetInfo
+from branchwise.core.batch import PadShape
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.graphs import GraphedFunction
+from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
+from branchwise.draft.base import Budget, not_a_state
 from branchwise.draft.builder import Candidate, new
+from branchwise.draft.policies.paths import Paths
 from branchwise.draft.recycle.topk import HostTopTokens, Ints, ReportedTopTokens
-from branchwise.errors import UsageError
+from branchwise.draft.sparse import flaw_of
 
 Halves = NDArray[np.float16]
 PADDING, REJECTED, ACCEPTED = range(3)
@@ -18,8 +34,10 @@ HALF_DOWN = 1 - 2.0**-11
 """times this, a mass rounded to float16 is never more than it was, and a row never more than 1"""
 MOST_READ = 1024
 """rows that are cached as they were read"""
-PADDING, REJECTED, ACCEPTED = range(3)
-"""what became of a node, for the kernels"""
+FIELDS = 4
+"""numbers of a text: its root, its seed, the position of the root, and whether it is greedy"""
+MOST_PATHS = 64
+"""that one program of the kernel holds"""
 
 
 class AdjacencyTable:
@@ -46,8 +64,7 @@ class AdjacencyTable:
 
     def row(self, token: int) -> list[Candidate]:
         """The successors of a token."""
-        row = self._read.get(token)
-        if row is None:
+        if (row := self._read.get(token)) is None:
             tokens, masses = self._arrays or (self.tokens, self.masses)
             stored = zip(tokens[token].tolist(), masses[token].tolist(), strict=True)
             row = [new(Candidate, (found, mass, found, "")) for found, mass in stored if mass > 0]
@@ -71,27 +88,14 @@ class AdjacencyTable:
 
     def put(self, tensors: dict[str, Tensor]) -> None:
         """Replace the table by a stored one."""
-
-        def refuse(why: str) -> UsageError:
-            return UsageError(f"This is no state of 'recycle' for this model: {why}; leave it out and start afresh.")
-
-        tokens, masses = tensors.get("tokens"), tensors.get("masses")
-        if tokens is None or masses is None or len(tensors) != 2:
-            raise refuse("it should hold tokens and masses")
-        if tokens.shape != self.tokens.shape or masses.shape != self.masses.shape:
-            raise refuse(f"it has {tuple(tokens.shape)} successors where {tuple(self.tokens.shape)} are expected")
-        if tokens.dtype != torch.int32 or masses.dtype != torch.float16:
-            raise refuse(f"its numbers are {tokens.dtype} and {masses.dtype}")
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < len(self):
-            raise refuse(f"a token is outside the vocabulary of {len(self)}")
-        sums = masses.double().sum(dim=1)
-        if not bool(((masses >= 0).all(dim=1) & (sums <= 1)).all()):
-            raise refuse("its masses are not probabilities")
-        if bool((masses[:, 1:] > masses[:, :-1]).any()):
-            raise refuse("its successors are not in order")
-        lines = torch.where(masses > 0, tokens, -1 - torch.arange(self.width)).sort(dim=1).values
-        if bool((lines[:, 1:] == lines[:, :-1]).any()):
-            raise refuse("a token has the same successor twice")
+        if {name: tensor.dtype for name, tensor in tensors.items()} != {"tokens": torch.int32, "masses": torch.float16}:
+            raise not_a_state("recycle", "it should hold tokens and masses")
+        tokens, masses = tensors["tokens"], tensors["masses"]
+        if not tokens.shape == masses.shape == self.tokens.shape:
+            wanted = tuple(self.tokens.shape)
+            raise not_a_state("recycle", f"it has {tuple(tokens.shape)} successors where {wanted} are expected")
+        if flaw := flaw_of(tokens, masses, len(self)):
+            raise not_a_state("recycle", flaw)
         self.tokens.copy_(tokens)
         self.masses.copy_(masses)
         self._read.clear()
@@ -116,3 +120,57 @@ def averaged(
     halves = (best.numpy() * np.float32(HALF_DOWN)).astype(np.float16)
     both = torch.from_numpy(np.concatenate([old, new], axis=1))
     return both.gather(1, places).numpy() * (halves > 0), halves
+
+
+class DevicePaths:
+    """The paths of a policy over a table, whose tokens and masses (vocabulary, width) are on a device."""
+
+    def __init__(
+        self, policy: Paths, tokens: Tensor, masses: Tensor, target: TargetInfo, draw: Callable[..., Tensor]
+    ) -> None:
+        """`draw` is `draw_paths` of the kernels."""
+        self.policy = policy
+        # No longer than the nodes that a pass may score.
+        length = max(policy.within(Budget(target.max_nodes, policy.length)), 1)
+        rows = PadShape.for_paths(policy.count, length).inner
+        self._q = torch.zeros(0, rows, len(tokens), device=tokens.device)
+        self._inputs: dict[int, PinnedBuffer] = {}  # by the number of texts
+        shape: dict[str, Any] = {"count": policy.count, "length": length, "common": policy.common}
+        self._draw = GraphedFunction(draw, tokens.device, (tokens, masses), capture=target.execution.graphs, **shape)
+
+    def __call__(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        """A tree for every text. The next call overwrites its q."""
+        drawn = self._drawn(sequences).tolist()  # the only synchronisation
+        return [
+            self._tree(sequence.root, min(self.policy.within(budget), len(paths[0])), paths, q)
+            for sequence, budget, paths, q in zip(sequences, budgets, drawn, self._q, strict=False)
+        ]
+
+    def _drawn(self, sequences: Sequence[SequenceState]) -> Tensor:
+        """(texts, paths, levels, 2): tokens and nodes on the device; the kernel also writes q."""
+        size = fitting(len(sequences), BATCHES)  # few sizes, each of which is recorded
+        if size not in self._inputs:
+            self._inputs[size] = PinnedBuffer(size * FIELDS, self._q.device, torch.int64)
+        if len(self._q) < size:
+            self._q = self._q.new_zeros(size, *self._q.shape[1:])
+        inputs = self._inputs[size]
+        inputs.host.reshape(size, FIELDS)[: len(sequences)] = [
+            (sequence.root, sequence.rng_seed, len(sequence.tokens) - 1, sequence.sampling.temperature == 0)
+            for sequence in sequences
+        ]
+        return self._draw(inputs.copy().view(size, FIELDS), self._q[:size])
+
+    def _tree(self, root: int, length: int, paths: list[list[list[int]]], q: Tensor) -> DraftTree:
+        """The first levels of drawn paths, each a list of (token, node)."""
+        if paths[0][0][0] < 0:
+            return DraftTree.root(root)  # the row of the root is empty
+        nodes, ends = {0: (-1, root)}, [0] * len(paths)
+        for level in range(length):
+            for path, steps in enumerate(paths):
+                token, node = steps[level]
+                nodes[node] = ends[path], token
+                ends[path] = node
+        parents, tokens = zip(*(nodes[node] for node in range(len(nodes))), strict=True)
+        draw = self.policy.draw
+        leaves = tuple(ends) if draw is Draw.PATHS else ()
+        return DraftTree(torch.tensor(tokens), parents, draw, q[: max(parents) + 1] if length else None, leaves)

@@ -2,11 +2,9 @@
 
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling" (arXiv
 2408.08696). A pass over a tree computes distributions for all its nodes, and most of them are discarded with the nodes.
-The drafter keeps the best successors of every token in a table, also those after rejected tokens.
-
-Differences from the paper: the table starts with distributions of the prompt; it keeps probabilities with the tokens,
-as a running average, so that a tree can grow where they are high; and a token that was never seen proposes nothing. The
-probabilities are those of the model at temperature 1, before any warping.
+The drafter keeps the best successors of every token in a table, also those after rejected tokens. Unlike the paper's,
+the table starts with the prompt, and keeps running averages of the model's probabilities at temperature 1, so that a
+tree can grow where they are high.
 """
 
 from __future__ import annotations
@@ -31,10 +29,9 @@ from branchwise.draft.base import Budget, LearningDrafter
 from branchwise.draft.builder import Candidate, TreePolicy
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.policies.paths import Paths
-from branchwise.draft.policies.ranks import Ranks, places_in, ways
+from branchwise.draft.policies.template import Ranks, places_in, ways
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.recycle.adjacency import ACCEPTED, PADDING, REJECTED, AdjacencyTable
-from branchwise.draft.recycle.device_paths import MOST_PATHS, DevicePaths
+from branchwise.draft.recycle.adjacency import ACCEPTED, MOST_PATHS, PADDING, REJECTED, AdjacencyTable, DevicePaths
 from branchwise.draft.recycle.topk import HostTopTokens, ReportedTopTokens, host_top_tokens, top_tokens_at
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts
@@ -50,11 +47,11 @@ class Recycle(LookupDrafter, LearningDrafter):
     """`recycle:k=8,rate=0.5,rows=16`: a table of k successors for every token.
 
     A new distribution counts `rate` in the average, and wholly if its token is seen for the first time. On the host a
-    step learns from at most `rows` nodes of a text: the end of the accepted path, then rejected nodes level by level. A
-    token has no row before it was scored once, and a rejected token is often written soon.
+    step learns from at most `rows` nodes of a text: the end of the accepted path, then rejected nodes level by level,
+    whose tokens are often written soon.
 
     On a device with kernels the table is on the device: it learns from all nodes, and nothing is read back. The tokens
-    of a tree of ranks are looked up on the device, and paths are drawn on it (`device_paths.py`). Other trees are laid
+    of a tree of ranks are looked up on the device, and paths are drawn on it (`DevicePaths`). Other trees are laid
     on the host, with the table on the host; the device then reports the best tokens after each node.
     """
 
@@ -96,8 +93,8 @@ class Recycle(LookupDrafter, LearningDrafter):
         super().bind(target)
         width = min(self.k, target.vocabulary)
         fits = isinstance(self.tree, Ranks) or (isinstance(self.tree, Paths) and self.tree.count <= MOST_PATHS)
-        self.on_device = fits and width <= MOST_WIDTH and have_kernels(target.device)
-        self.on_device &= target.execution.kernels
+        fits &= width <= MOST_WIDTH and target.execution.kernels
+        self.on_device = fits and have_kernels(target.device)
         wanted = target.vocabulary, width, target.device if self.on_device else torch.device("cpu")
         self._captures = target.execution.graphs
         if self._table is None or self._bound_to != wanted:
@@ -114,15 +111,8 @@ class Recycle(LookupDrafter, LearningDrafter):
         self._roots.clear()
         if self.on_device:
             self._tables = self._table.tokens, self._table.masses
-            self._learning = GraphedFunction(
-                learn_judged,
-                place,
-                self._tables,
-                writes=True,
-                capture=self._captures,
-                learner=self._kernels.learn_marked,
-                rate=self.rate,
-            )
+            how = {"capture": self._captures, "learner": self._kernels.learn_marked, "rate": self.rate}
+            self._learning = GraphedFunction(learn_judged, place, self._tables, writes=True, **how)
 
     def locate(self, sequence: SequenceState) -> int:
         return sequence.root
@@ -166,16 +156,12 @@ class Recycle(LookupDrafter, LearningDrafter):
         assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
         self.tree.begin_batch(len(budgets), self.target)
         shapes = [self.tree.within(budget, self.table.width) for budget in budgets]
-        return [
-            DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
-            for row, shape in zip(found, shapes, strict=False)
-        ]
+        pairs = zip(found, shapes, strict=False)
+        return [DraftTree(self._part(row, shape), shape.parents, Draw.FIXED) for row, shape in pairs]
 
     def looked_up(self, roots: list[int]) -> Tensor:
         """(roots, nodes): the tokens of whole trees, without waiting for the device; the next call overwrites them.
-
-        Tokens below an empty row are arbitrary, and are verified like all others.
-        """
+        Tokens below an empty row are arbitrary, and are verified like all others."""
         size = fitting(len(roots), BATCHES)  # few sizes, each of which is recorded
         if size not in self._roots:
             self._roots[size] = PinnedBuffer(size, self.table.tokens.device)
@@ -185,7 +171,10 @@ class Recycle(LookupDrafter, LearningDrafter):
 
     def _looked(self, roots: Tensor) -> Tensor:
         if self._whole is None:
-            self._look()
+            assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
+            table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
+            ranks = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
+            self._lookup = GraphedFunction(self._kernels.walk, table.device, (table, ranks), capture=self._captures)
         found: Tensor = self._lookup(roots)
         return found
 
@@ -199,13 +188,6 @@ class Recycle(LookupDrafter, LearningDrafter):
                 self._parts.clear()
             self._parts[shape] = _upload(places_in(self._whole, shape), whole)
         return whole.index_select(0, self._parts[shape])
-
-    def _look(self) -> None:
-        """Prepare to look up whole trees."""
-        assert isinstance(self.tree, Ranks), "only a tree of ranks is looked up"
-        table, self._whole = self.table.tokens, self.tree.whole(self.table.width)
-        ranks = torch.tensor(ways(self._whole), dtype=torch.int32).to(table.device, non_blocking=True)
-        self._lookup = GraphedFunction(self._kernels.walk, table.device, (table, ranks), capture=self._captures)
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
         if not len(logits := prefill.logits):
@@ -240,8 +222,7 @@ class Recycle(LookupDrafter, LearningDrafter):
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.on_device:
-            pairs = zip(sequences, verdicts, strict=True)
-            self._expected = [(sequence, verdict.token) for sequence, verdict in pairs]
+            self._expected = [(sequence, verdict.token) for sequence, verdict in zip(sequences, verdicts, strict=True)]
             return
         nodes = [_worth(tree, verdict.path, self.rows) for tree, verdict in zip(self._drafted, verdicts, strict=True)]
         drafted = [tree.tokens.tolist() for tree in self._drafted]
@@ -257,10 +238,7 @@ class Recycle(LookupDrafter, LearningDrafter):
         self.table.put(tensors)
 
     def _learn_in_turn(self, tokens: list[int], found: HostTopTokens | ReportedTopTokens) -> None:
-        """Average the distributions after tokens into the table, in order.
-
-        A token that occurs several times is averaged several times: each turn has every token at most once.
-        """
+        """Average the distributions after tokens into the table, in order; each turn has every token at most once."""
         turns: list[dict[int, int]] = []  # token -> row
         for row, token in enumerate(tokens):
             turn = next((turn for turn in turns if token not in turn), None)
@@ -308,10 +286,7 @@ def learn_judged(
 
 
 def _worth(tree: DraftTree, path: tuple[int, ...], most: int) -> list[int]:
-    """The nodes of a tree to learn from on the host, the most important last: the accepted path ends the list.
-
-    The table predicted the start of a long path, so only its end is kept.
-    """
+    """The nodes to learn from on the host: some rejected ones, then the end of the accepted path."""
     path = path[-most:]
     others = [node for node in range(1, len(tree)) if node not in path]
     return [*others[: most - len(path)], *path]

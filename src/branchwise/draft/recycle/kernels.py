@@ -2,11 +2,9 @@
 
 `learn_marked` and `walk` of `tests/device_twins.py` are the same in torch. A tournament finds the best tokens of a row
 while it is read, as in topk.py: a program reads part of a row in blocks, a block is cut into groups of a few adjacent
-tokens, and the k best tokens are among the groups with the k best winners. Only these groups are read again. The sum
-over the row is computed on the way.
-
-A value and its token are packed into one integer, so that the best is the maximum, and of equal values the lowest token
-wins: the result depends neither on how a row is cut nor on the order of programs.
+tokens, and the k best tokens are among the groups with the k best winners. Only these groups are read again. A value
+and its token are packed into one integer, so that the best is the maximum, and of equal values the lowest token wins:
+the result depends neither on how a row is cut nor on the order of programs.
 
 This module is imported only if there is a CUDA device, and by tests, which run it in Triton's interpreter.
 """
@@ -81,17 +79,13 @@ def learn_marked(
     rate: float,
     tiles: Tiling | None = None,
 ) -> None:
-    """Learn from tokens, distributions and marks (batch, nodes).
-
-    Of several nodes with one token only the last writes, where accepted nodes count after rejected ones. Padding is not
-    read.
-    """
+    """Learn from tokens, distributions and marks (batch, nodes). Of several nodes with one token only the last writes,
+    where accepted nodes count after rejected ones."""
     batch, nodes, vocabulary = logits.shape
     rows, k = batch * nodes, table.shape[1]
     assert tokens.shape == marks.shape == (batch, nodes), "tokens, distributions and marks do not belong together"
     assert masses.shape == table.shape == (vocabulary, k), "the table belongs to another vocabulary"
-    assert table.is_contiguous(), "a table must be whole"
-    assert masses.is_contiguous(), "a table must be whole"
+    assert all(part.is_contiguous() for part in (table, masses)), "a table must be contiguous"
     assert logits.stride(2) == 1, "an element of a row must lie beside the next"
     tiles = tiles or tiling(rows, vocabulary, k)
     assert k <= tiles.lanes * LOADS.value, "fewer groups than successors"
@@ -120,8 +114,7 @@ def _peaks(
     logit_text, logit_node, mark_text, mark_node, vocabulary, nodes, blocks,
     k: tl.constexpr, block_k: tl.constexpr, lanes: tl.constexpr, stripe: tl.constexpr,
 ):  # fmt: skip
-    """The k best tokens in one part of one row, best first, its highest logit, and the sum of exponentials against
-    that."""
+    """The k best tokens in one part of a row, best first, its highest logit, and the sum of exponentials against it."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     text, node = (row // nodes).to(tl.int64), (row % nodes).to(tl.int64)
     if tl.load(marks + text * mark_text + node * mark_node) == PADDING:
@@ -170,8 +163,7 @@ def _average(
     token_text, token_node, logit_text, logit_node, mark_text, mark_node, rows, nodes, parts, rate,
     k: tl.constexpr, block_k: tl.constexpr, block_parts: tl.constexpr, block_rows: tl.constexpr,
 ):  # fmt: skip
-    """The distribution of one node averaged into the row of its token, unless another node of that token counts as
-    later."""
+    """The distribution of one node averaged into the row of its token, unless a later node has the same token."""
     row = tl.program_id(0)
     text, node = (row // nodes).to(tl.int64), (row % nodes).to(tl.int64)
     mark = tl.load(marks + text * mark_text + node * mark_node)
@@ -262,8 +254,7 @@ def walk(table: Tensor, ways: Tensor, roots: Tensor) -> Tensor:
     every node is looked up from the root, so no level waits for the level above it.
     """
     nodes, depth = ways.shape
-    assert table.is_contiguous(), "a table must be whole"
-    assert ways.is_contiguous(), "the ways must be whole"
+    assert all(part.is_contiguous() for part in (table, ways)), "tables must be contiguous"
     found = torch.empty(len(roots), nodes, dtype=torch.int64, device=roots.device)
     with on(roots.device):
         _walk[(len(roots), triton.cdiv(nodes, 128))](

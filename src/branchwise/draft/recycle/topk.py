@@ -52,8 +52,7 @@ class HostTopTokens(NamedTuple):
     def of(self, rows: list[int], tokens: Ints) -> Floats:
         """(n, m): the probabilities of tokens (n, m), each line in the distribution of one of n rows."""
         values = self.logits.take(torch.from_numpy(self.starts[rows] + tokens)).float()
-        found: Floats = values.sub_(torch.from_numpy(self.total[rows])).exp_().numpy()
-        return found
+        return values.sub_(torch.from_numpy(self.total[rows])).exp_().numpy()
 
 
 class ReportedTopTokens(NamedTuple):
@@ -69,8 +68,7 @@ class ReportedTopTokens(NamedTuple):
     """(rows, n) float32: their probabilities"""
 
     def of(self, rows: list[int], tokens: Ints) -> Floats:
-        """(n, m): the probabilities of tokens (n, m), each line in the distribution of one of n rows; 0 for tokens that
-        were not reported."""
+        """The same; 0 for tokens that were not reported."""
         hits = self.further[rows][:, None, :] == tokens[:, :, None]
         found: Floats = (hits * self.chances[rows][:, None, :]).sum(axis=2)
         return found
@@ -95,9 +93,7 @@ def host_top_tokens(
     logits: Tensor, k: int, rows: Tensor | None = None, sums: Sums | None = None
 ) -> HostTopTokens | ReportedTopTokens:
     """The k best tokens of rows (n,) of logits (many, vocabulary), or of all rows; fewer if the vocabulary is smaller.
-
-    A device reports twice as many as are kept.
-    """
+    A device reports twice as many as are kept."""
     vocabulary = logits.shape[1]
     if logits.device.type != "cpu":
         asked = logits if rows is None else logits.index_select(0, rows)
@@ -122,10 +118,8 @@ _seen: WeakKeyDictionary[Scored, tuple[dict[int, int], Sums]] = WeakKeyDictionar
 def _sums_of(scored: Scored, rows: list[int]) -> Sums:
     """The sums of rows of a pass, kept as long as the pass: several drafters of a fusion ask about the same rows."""
     if scored not in _seen or not _seen[scored][0].keys() >= set(rows):
-        _seen[scored] = (
-            {row: place for place, row in enumerate(rows)},
-            _sums(scored.logits.flatten(0, 1), torch.tensor(rows)),
-        )
+        sums = _sums(scored.logits.flatten(0, 1), torch.tensor(rows))
+        _seen[scored] = {row: place for place, row in enumerate(rows)}, sums
     places, sums = _seen[scored]
     if rows == list(places):
         return sums

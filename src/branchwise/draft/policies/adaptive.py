@@ -1,26 +1,33 @@
 """As large a tree as pays: the size that gives most tokens a second, judged step by step.
 
 A node earns the probability that it is accepted and costs the time by which it makes the pass longer. Passes are timed
-during generation, from the end of a draft to the verdict on it: no two machines, models and batches have the same
-curve, and it changes with the length of the text. If no tree pays, nothing is drafted, and the step is that of plain
-decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the timing of Sequoia, arXiv 2402.12374, online.)
+during generation, from the end of a draft to the verdict on it. If no tree pays, nothing is drafted, and the step is
+that of plain decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the timing of Sequoia, arXiv 2402.12374.)
+
+A tree of ranks is laid without a look at probabilities: on a device the host never reads them. What its nodes earn is
+how often each node of the shape was accepted so far. Its sizes are few, and each is tried at the beginning, so that a
+device records its graphs once and early. A batch has one size, because its trees are padded to the largest.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from weakref import WeakKeyDictionary
 
-from branchwise.backends.base import Scored, TargetInfo
-from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree
+import numpy as np
+from numpy.typing import NDArray
+
+from branchwise.backends.base import TargetInfo
+from branchwise.core.batch import PadShape
+from branchwise.core.topology import Topology
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import Candidates, Cursor, TreeBuilder
+from branchwise.draft.builder import Candidates, Cursor, Judged, TreeBuilder
+from branchwise.draft.policies.template import RECYCLING, Ranks, places_in
 from branchwise.draft.policies.topk import TopK, grow_best_first
-from branchwise.verify import Verdict
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
 """Nodes below the root that a tree may have: few sizes, so that each is timed often. With the root they fill whole
@@ -39,14 +46,24 @@ WORTH = 1.03
 """the expected speed of a tree, in plain decoding, from which on it is drafted"""
 LEAST = 1 / 512
 """nodes with a less probable path never pay"""
+RANK_SIZES = (0, 7, 31)
+"""the same of a tree of ranks, besides all of its nodes: with the root they fill the sizes of passes"""
+PRIOR = 8.0
+"""the weight, in tries, of the acceptance that is assumed of a node before anything was counted"""
+FADING = 0.995
+"""the factor of counts from one step to the next"""
+EVERY = 8
+"""steps after which the size of a tree of ranks is chosen again"""
+MOST_TREES = 256
+RECORDED = 4
+"""passes of a size on a device before they are timed: by then all that a step does is recorded"""
 
 
 class PassCostModel:
     """The cost of a pass over so many rows, in passes over one row, estimated from passes that were timed.
 
     The speed of a machine varies. So a pass is compared with the pass before it alone: if the two differ more or less
-    than expected, the estimates of both sizes are corrected, each the less the better it is known. A plain step is the
-    unit, and costs 1.
+    than expected, the estimates of both sizes are corrected, each the less the better it is known.
     """
 
     def __init__(self, settling: int = 1, slope: float = SLOPE) -> None:
@@ -86,8 +103,7 @@ class PassCostModel:
         return self._counts.get(rows, 0) >= self._settling + FEW
 
     def costs(self, wanted: Sequence[int]) -> list[float]:
-        """The costs of passes over so many rows, in rising order. More rows never cost less: a lower estimate is
-        noise."""
+        """The costs of passes over so many rows, rising: that more rows cost less is noise."""
         blocks: list[tuple[float, float, int]] = []  # (mean cost, how well it is known, sizes)
         for rows in wanted:
             mean, weight, count = math.exp(self._cost(rows)), 1.0 + self._counts.get(rows, 0), 1
@@ -104,18 +120,13 @@ class PassCostModel:
     def _correction(self, rows: int) -> float:
         """Of a size, interpolated between the known sizes around it; beyond the largest, that of the largest."""
         known = self._corrections
-        if rows in known:
-            return known[rows]
-        below = max(size for size in known if size < rows)
-        above = min((size for size in known if size > rows), default=below)
-        share = (rows - below) / (above - below) if above > below else 0.0
-        return (1 - share) * known[below] + share * known[above]
+        if rows not in known:
+            return float(np.interp(rows, sorted(known), [known[size] for size in sorted(known)]))
+        return known[rows]
 
 
 _cost_models: WeakKeyDictionary[TargetInfo, dict[int, PassCostModel]] = WeakKeyDictionary()
 """target -> size of a batch -> costs of its passes, shared by all drafters of the target"""
-RECORDED = 4
-"""passes of a size on a device before they are timed: by then all that a step does is recorded"""
 
 
 def cost_model_of(target: TargetInfo | None, batch: int) -> PassCostModel:
@@ -147,22 +158,14 @@ class AdaptiveSize(TopK):
         self._laid_at = time.perf_counter()
         return tree
 
-    def update(
-        self,
-        sequences: Sequence[SequenceState],
-        trees: Sequence[DraftTree],
-        scored: Scored,
-        verdicts: Sequence[Verdict],
-    ) -> None:
-        rows = max(map(len, trees))
+    def update(self, judged: Sequence[Judged]) -> None:
+        rows = max(len(one.tree) for one in judged)
         rounded = next((1 + size for size in SIZES if 1 + size >= rows), rows)
         self._costs.record(rounded, time.perf_counter() - self._laid_at)
 
     def _size(self, growing: Iterator[float], nodes: int) -> int:
-        """How many nodes below the root give most tokens a second; no more are grown than are needed to decide.
-
-        Nodes come in falling order: if two sizes more were no better, larger ones will not be.
-        """
+        """How many nodes below the root give most tokens a second. Nodes come in falling order: if two sizes more were
+        no better, larger ones will not be, and no more are grown."""
         sizes = [*(size for size in SIZES if size < nodes), nodes]
         plain, *costs = self._costs.costs([1 + size for size in sizes])
         tokens, grown, best, worse = 1.0, 0, (1 / plain, 0), 0
@@ -173,3 +176,76 @@ class AdaptiveSize(TopK):
                 break
             best, worse = ((tokens / cost, grown), 0) if tokens / cost > best[0] else (best, worse + 1)
         return best[1] if best[0] * plain > WORTH else 0
+
+
+class AdaptiveRanks(Ranks):
+    """`paced-ranks:NAME` or `paced-ranks:FILE.json`: as many nodes of `ranks` as pay, or over a draft model all."""
+
+    def __init__(self, shape: str = RECYCLING) -> None:
+        super().__init__(shape)
+        self._order = np.array(self._promising[1:])
+        self._assumed = np.ones(len(self.shape))  # acceptance before anything was counted: Zipf's law below each node
+        for node, children in enumerate(self.shape.children):
+            shares = 1 / np.arange(1, len(children) + 1)
+            self._assumed[list(children)] = 0.6 * self._assumed[node] * shares / max(shares.sum(), 1)
+        self._tries, self._hits = np.zeros(len(self.shape)), np.zeros(len(self.shape))
+        self._places: dict[Topology, NDArray[np.int64]] = {}
+        self._sizes: list[int] = []
+        self._wanted, self._turn = len(self.shape) - 1, 0
+        self._most = len(self.shape)
+        """nodes that the last budget allowed"""
+        self._costs: PassCostModel | None = None
+        self._rows: Callable[[int], int] = int
+        """rows of a pass over a tree of so many nodes"""
+        self._laid_at, self._laid_rows = 0.0, 1
+        """when the trees of the last step were laid, and how many rows their pass has"""
+
+    def begin_batch(self, size: int, target: TargetInfo | None) -> None:
+        self._costs = costs = cost_model_of(target, size)
+        self._rows = int if target is None else lambda nodes: target.bucket(size, nodes)[1]
+        largest = min(len(self.shape), self._most) - 1
+        self._sizes = [*(nodes for nodes in RANK_SIZES if nodes < largest), largest]
+        untried = [nodes for nodes in self._sizes if not costs.knows(self._rows(1 + nodes))]
+        if untried or not costs.knows_plain:  # once in a while a plain step must be timed
+            self._wanted, self._turn = untried[0] if untried else 0, 0
+            return
+        if self._turn % EVERY == 0:
+            self._wanted = self._size(costs)
+        self._turn += 1
+
+    @property
+    def pad_shape(self) -> PadShape:
+        return PadShape(nodes=1 + self._wanted)
+
+    def within(self, budget: Budget, width: int = sys.maxsize) -> Topology:
+        self._most = budget.nodes
+        return super().within(Budget(min(budget.nodes, 1 + self._wanted), budget.depth), width)
+
+    def drafted(self) -> None:
+        """The step is timed from here on."""
+        self._laid_at, self._laid_rows = time.perf_counter(), self._rows(1 + self._wanted)
+
+    def update(self, judged: Sequence[Judged]) -> None:
+        if self._costs is not None:
+            # A smaller tree counts as the size that was wanted: on a device it is scored in the same pass.
+            self._costs.record(self._laid_rows, time.perf_counter() - self._laid_at)
+        self._tries *= FADING
+        self._hits *= FADING
+        for _, tree, _, verdict in judged:
+            if (places := self._places.get(tree.topology)) is None:
+                if len(self._places) > MOST_TREES:
+                    self._places.clear()
+                places = self._places[tree.topology] = np.array(places_in(self.shape, tree.topology))
+            self._tries[places] += 1
+            self._hits[places[list(verdict.path)]] += 1
+
+    def _size(self, model: PassCostModel) -> int:
+        """How many nodes below the root give most tokens a second."""
+        accepted = (PRIOR * self._assumed + self._hits) / (PRIOR + self._tries)
+        tokens = 1 + np.cumsum(accepted[self._order])  # by how many nodes there are below the root, from 1
+        plain, *costs = model.costs([self._rows(1 + size) for size in self._sizes])
+        gains = [tokens[size - 1] * plain / cost for size, cost in zip(self._sizes[1:], costs, strict=True)]
+        if not gains:
+            return 0
+        best = int(np.argmax(gains))
+        return self._sizes[1 + best] if gains[best] > WORTH else 0
