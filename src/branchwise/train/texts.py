@@ -1,13 +1,14 @@
 """Texts that a model writes, thousands at a time: what heads and students learn from.
 
-A pass serves one token of every text. Prompts of a group are padded on the left, so all texts of a group write their
-keys and values into one column, and attention reads the columns that are used so far; nothing is recorded or paged.
+Every text has a slot of its own in one KV cache. A step writes one token of every text, from the model to the drawn
+token, without the host; on CUDA it is one recorded graph over our own attention. Now and then the host takes finished
+texts out and puts the next prompts into their slots.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from branchwise.cuda.graphs import GraphedFunction, have_kernels
+
 PREFILL = 1 << 16
 """tokens of a pass over prompts"""
 LOOK = 16
-"""tokens after which finished texts are looked for"""
+"""steps between two looks at which texts have finished"""
 _names = (f"branchwise-writer-{number}" for number in itertools.count())
 
 
@@ -32,9 +35,9 @@ class Writer:
         self.device: torch.device = self.model.device
         self._stops = torch.tensor(sorted(stops), device=self.device)
         self._name = next(_names)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._start, self._mask = 0, torch.zeros(0)
+        self._kernels = have_kernels(self.device)
+        self._filling: Tensor | None = None
+        """slots whose prompts are being written; None in a step"""
 
     def __enter__(self) -> Writer:
         AttentionInterface.register(self._name, self._attend)
@@ -47,8 +50,9 @@ class Writer:
         self.model.set_attn_implementation(self._own)
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(self._name, None)
-        self._keys, self._values = [], []
+        self._store = self._step = None
 
+    @torch.inference_mode()
     def write(
         self,
         prompts: Sequence[Sequence[int]],
@@ -58,72 +62,88 @@ class Writer:
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[list[int]]:
         """An answer of at most `length` tokens to every prompt, with the token that ended it if one did."""
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        torch.manual_seed(seed)
+        slots = min(self.slots, len(prompts))
+        self._make_room(slots, max(map(len, prompts)) + length, length)
+        waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         answers: list[list[int]] = [[] for _ in prompts]
-        rng = torch.Generator(self.device).manual_seed(seed)
-        for start in range(0, len(order), self.slots):
-            group = order[start : start + self.slots]
-            heat = torch.tensor([temperatures[number] for number in group], device=self.device)
-            for number, answer in self._group([prompts[number] for number in group], heat, length, rng):
-                answers[group[number]] = answer
-            progress(start + len(group))
+        running: dict[int, int] = {}  # slot -> number of its prompt
+        done = 0
+        while waiting or running:
+            free = [slot for slot in range(slots) if slot not in running]
+            begun = dict(zip(free, waiting, strict=False))
+            del waiting[: len(begun)]
+            for group in self._groups(begun, prompts):
+                self._fill(group, [prompts[begun[slot]] for slot in group], [temperatures[begun[s]] for s in group])
+            running |= begun
+            for _ in range(LOOK):
+                self._step()
+            alive = self._alive.tolist()
+            ended = [slot for slot in running if not alive[slot]]
+            for slot, (answer, count) in zip(ended, self._taken(ended), strict=True):
+                answers[running.pop(slot)] = answer[:count]
+            done += len(ended)
+            progress(done)
         return answers
 
-    @torch.inference_mode()
-    def _group(
-        self, prompts: Sequence[Sequence[int]], heat: Tensor, length: int, rng: torch.Generator
-    ) -> Iterator[tuple[int, list[int]]]:
-        longest = max(map(len, prompts))
-        tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
-        blank = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.device)
-        tokens = tokens.to(self.device)
-        self._make_room(len(prompts), longest + length)
-        last = self._prefill(tokens, blank, longest)
-        alive = torch.arange(len(prompts), device=self.device)
-        written = torch.full((len(prompts), length), -1, device=self.device)
-        for turn in range(length):
-            token = self._draw(last, heat, rng)
-            written[alive, turn] = token
-            if turn + 1 == length:
-                break
-            if turn % LOOK == LOOK - 1:
-                going = ~torch.isin(written[alive], self._stops).any(dim=1)
-                kept = int(going.sum())
-                if kept == 0:
-                    break
-                if kept < 0.8 * len(alive):
-                    alive, heat, blank, token = (part[going] for part in (alive, heat, blank, token))
-                    self._keys = [keys[going] for keys in self._keys]
-                    self._values = [values[going] for values in self._values]
-            last = self._pass(token[:, None], blank, longest + turn)[:, -1]
-        stopped = torch.isin(written, self._stops)
-        ends = torch.where(stopped.any(dim=1), stopped.int().argmax(dim=1) + 1, (written >= 0).sum(dim=1))
-        for row, (answer, end) in enumerate(zip(written.tolist(), ends.tolist(), strict=True)):
-            yield row, answer[:end]
+    def _make_room(self, slots: int, rows: int, length: int) -> None:
+        config = self.model.config.get_text_config()
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = 2, config.num_hidden_layers, slots, config.num_key_value_heads, rows, width
+        self._store = torch.zeros(size, device=self.device, dtype=self.model.dtype)
+        self._token, self._lengths, self._count = (
+            torch.zeros(slots, device=self.device, dtype=kind) for kind in (torch.long, torch.int32, torch.long)
+        )
+        """of every slot the last token, the rows in the cache before it, and the tokens that were written"""
+        self._alive = torch.zeros(slots, device=self.device, dtype=torch.bool)
+        self._heat = torch.zeros(slots, 1, device=self.device)
+        self._written = torch.zeros(slots, length, device=self.device, dtype=torch.long)
+        self._slots = torch.arange(slots, device=self.device, dtype=torch.int32)
+        self._depths = torch.zeros(slots, 1, device=self.device, dtype=torch.int32)
+        self._bits = torch.ones(slots, 1, 1, device=self.device, dtype=torch.int32)
+        state = self._token, self._lengths, self._count, self._alive, self._written
+        self._step = GraphedFunction(self._advance, self.device, state, writes=True)
 
-    def _prefill(self, tokens: Tensor, blank: Tensor, longest: int) -> Tensor:
-        """Write the prompts, some texts at a time; the logits after each."""
-        whole = self._keys, self._values
-        found, size = [], max(1, PREFILL // longest)
-        for start in range(0, len(tokens), size):
-            part = slice(start, start + size)
-            self._keys, self._values = ([rows[part] for rows in store] for store in whole)  # views: writes stay
-            found.append(self._pass(tokens[part], blank[part], 0)[:, -1])
-        self._keys, self._values = whole
-        return torch.cat(found)
+    def _groups(self, begun: dict[int, int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Slots whose prompts are written in one pass; prompts come in order of their length."""
+        groups: list[list[int]] = []
+        for slot, number in begun.items():
+            if not groups or (len(groups[-1]) + 1) * len(prompts[number]) > PREFILL:
+                groups.append([])
+            groups[-1].append(slot)
+        return groups
 
-    def _pass(self, tokens: Tensor, blank: Tensor, start: int) -> Tensor:
-        """Logits after the last of the tokens (batch, tokens), which stand in columns from `start` on."""
-        columns = torch.arange(start + tokens.shape[1], device=self.device)
-        rows = columns[start:]
-        self._start = start
-        seen = (columns[None, None, :] <= rows[None, :, None]) & (columns[None, None, :] >= blank[:, None, None])
-        self._mask = seen | (columns == rows[:, None])  # padding sees itself, so that it stays finite
-        positions = (rows[None] - blank[:, None]).clamp_min(0)
-        found: Tensor = self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
-        return found
+    def _fill(self, slots: list[int], prompts: list[Sequence[int]], heat: list[float]) -> None:
+        """Write prompts without their last tokens, which the first step takes."""
+        places, longest = torch.tensor(slots, device=self.device), max(map(len, prompts)) - 1
+        if longest:
+            tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
+            for row, prompt in zip(tokens, prompts, strict=True):
+                row[: len(prompt) - 1] = torch.tensor(prompt[:-1])
+            self._filling = places
+            positions = torch.arange(longest, device=self.device).expand(len(prompts), -1)
+            self.model.base_model(tokens.to(self.device), position_ids=positions, use_cache=False)
+            self._filling = None
+        self._token[places] = torch.tensor([prompt[-1] for prompt in prompts], device=self.device)
+        lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device, dtype=torch.int32)
+        self._lengths[places], self._count[places], self._alive[places] = lengths, 0, True
+        self._heat[places, 0] = torch.tensor(heat, device=self.device, dtype=torch.float32)
+
+    def _taken(self, slots: list[int]) -> list[tuple[list[int], int]]:
+        places = torch.tensor(slots, device=self.device, dtype=torch.long)
+        return list(zip(self._written[places].tolist(), self._count[places].tolist(), strict=True))
+
+    def _advance(self, token: Tensor, lengths: Tensor, count: Tensor, alive: Tensor, written: Tensor) -> None:
+        """One token more of every text that is alive; others stay as they are."""
+        logits = self.model(token[:, None], position_ids=lengths[:, None].long(), use_cache=False).logits[:, -1]
+        noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()
+        drawn = (logits.float() - noise * self._heat).argmax(dim=-1)  # a race at this temperature; at 0 the best token
+        place = count.clamp_max(written.shape[1] - 1)[:, None]
+        written.scatter_(1, place, torch.where(alive, drawn, written.gather(1, place)[:, 0])[:, None])
+        token.copy_(torch.where(alive, drawn, token))
+        lengths += alive
+        count += alive
+        alive &= ~torch.isin(drawn, self._stops) & (count < written.shape[1])
 
     def _attend(
         self,
@@ -135,35 +155,29 @@ class Writer:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        batch, heads, rows, width = query.shape
-        end = self._start + rows
-        keys, values = self._keys[layer], self._values[layer]
-        keys[:, :, self._start : end] = key
-        values[:, :, self._start : end] = value
-        keys, values = keys[:, :, :end], values[:, :, :end]
-        # The query heads of a group as further rows: fused kernels with a mask would copy keys for every head.
-        groups = heads // keys.shape[1]
-        folded = query.reshape(batch, keys.shape[1], groups * rows, width)
-        mask = self._mask[:, None].repeat(1, 1, groups, 1)
-        found = functional.scaled_dot_product_attention(folded, keys, values, mask, scale=scaling)
-        return found.reshape(batch, heads, rows, -1).transpose(1, 2), None
+        """(batch, tokens, heads, width): attention of one layer over the texts in its slots."""
+        keys, values = self._store[:, module.layer_idx]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if self._filling is not None:  # prompts begin their slots, so that they see themselves alone
+            keys[self._filling, :, : key.shape[2]], values[self._filling, :, : key.shape[2]] = key, value
+            found = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            )
+            return found.transpose(1, 2), None
+        rows = torch.arange(len(query), device=query.device)
+        keys[rows, :, self._lengths], values[rows, :, self._lengths] = key[:, :, 0], value[:, :, 0]
+        if self._kernels:
+            from branchwise.cuda import kernels
 
-    def _make_room(self, batch: int, columns: int) -> None:
-        config = self.model.config.get_text_config()
-        heads = config.num_key_value_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        size = batch, heads, columns, width
-        self._keys, self._values = (
-            [torch.zeros(size, device=self.device, dtype=self.model.dtype) for _ in range(config.num_hidden_layers)]
-            for _ in range(2)
+            found = kernels.tree_attention(
+                query, keys, values, self._slots, self._lengths, self._depths, self._depths, self._bits, scale=scale
+            )
+            return found, None
+        seen = torch.arange(keys.shape[2], device=query.device) <= self._lengths[:, None]
+        found = functional.scaled_dot_product_attention(
+            query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True
         )
-
-    def _draw(self, logits: Tensor, heat: Tensor, rng: torch.Generator) -> Tensor:
-        """A token from each row at its temperature, the best one at 0."""
-        noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=rng).log_().neg_()
-        scaled = logits.float() + noise * heat[:, None]  # adding noise times heat divides the logits by the heat
-        return scaled.argmax(dim=-1)
+        return found.transpose(1, 2), None
 
 
 def without_loops(answers: Sequence[Sequence[int]], size: int = 8, times: int = 4, rest: int = 24) -> list[list[int]]:
