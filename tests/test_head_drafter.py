@@ -72,7 +72,6 @@ class Watching(HeadDrafter):
                 self.seen.append((*text, probs.probs[row].clone(), self._extra(request)))
         return found
 
-
     def _extra(self, request: ExpandRequest) -> Tensor:
         known = self._cache.extra_tokens[self._cache.slot[request.sequence]]
         return known[known >= 0]

@@ -23,7 +23,14 @@ FORMS = {
 
 def head_of(form: str, taps: int = 2) -> Head:
     torch.manual_seed(0)
-    sizes = {"width": WIDTH, "taps": tuple(map(str, range(taps))), "heads": 4, "kv_heads": 2, "head_width": 6, "mlp": 32}
+    sizes = {
+        "width": WIDTH,
+        "taps": tuple(map(str, range(taps))),
+        "heads": 4,
+        "kv_heads": 2,
+        "head_width": 6,
+        "mlp": 32,
+    }
     head = Head(HeadConfig(**sizes, **FORMS[form]), 1 / 100 ** (torch.arange(3) / 3)).double()
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
@@ -70,4 +77,6 @@ def test_a_row_sees_its_own_branch_and_no_other() -> None:
     for query, (row, depth) in enumerate(zip(rows.tolist(), depths.tolist(), strict=True)):
         keys = {(int(rows[key]), int(depths[key])) for key in seen[query].nonzero().flatten()}
         anchor = row - depth
-        assert keys == {(place, 0) for place in range(anchor + 1)} | {(anchor + j, j) for j in range(1, depth + 1) if 0 <= anchor + j < 6}
+        assert keys == {(place, 0) for place in range(anchor + 1)} | {
+            (anchor + j, j) for j in range(1, depth + 1) if 0 <= anchor + j < 6
+        }

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from branchwise.cli import group
+from branchwise.cli.console import print_notice
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing
-from branchwise.registry import split_spec
+from branchwise.registry import check_known, split_spec
 
 if TYPE_CHECKING:
     from branchwise.bench.prompts import Item
@@ -117,6 +118,67 @@ def stop(
         print(json.dumps({"file": str(out), "kind": kind, "draft": spec, "threshold": threshold, **asdict(lesson)}))
     else:
         _print_lesson(lesson, kind, threshold, out)
+
+
+@train.command()
+@grouped
+def head(
+    *,
+    loading: Loading,
+    minutes: Annotated[float, Option(help="How long the head learns; writing texts comes before.")] = 5.0,
+    texts: Annotated[int, Option(help="Texts that the target writes to learn from.")] = 60_000,
+    form: Annotated[str, Option(help="carry, eagle, fspad, fspad-gate, parallelspec or two-layers.")] = "carry",
+    mlp: Annotated[int | None, Option(help="Width of the head's MLP.", show_default="five times the model's")] = None,
+    table: Annotated[int, Option(help="Tokens that it can propose, the most frequent ones.")] = 32_768,
+    avoid: Annotated[
+        list[Path] | None, Option(help="Prompts of an evaluation, which no text may begin with; repeatable.")
+    ] = None,
+    seed: Annotated[int, Option(help="The same seed takes the same prompts and batches.")] = 0,
+    out: Annotated[Path, Option(help="The file to write; work in progress is kept beside it.")] = Path(
+        "head.safetensors"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Train a head that drafts from the target's own hidden states.
+
+    The target writes texts, and a small network learns from them what comes next. After Ctrl-C the same command goes
+    on. The file then drafts: --draft head:head.safetensors
+
+    branchwise train head --model smollm2 --minutes 5 --out smollm2.head
+    """
+    at_least(1, texts=texts, table=table, mlp=mlp)
+    if not minutes > 0:
+        raise UsageError(f"--minutes must be above 0, not {minutes}.")
+    from branchwise.draft.head.file import TrainedHead
+    from branchwise.train.head.learn import Recipe
+    from branchwise.train.head.run import FORMS, Sizes, Training, prepare
+
+    check_known("form", form, FORMS)
+    check_out(out, TrainedHead.load, "head")
+    from branchwise.bench.prompts import load_items
+
+    evaluation = [turn for item in load_items(avoid) for turn in item.turns] if avoid else []
+    llm = loading.load(draft="none", max_batch=1)
+    info, width = llm.engine.target.info, llm.engine.target.info.hidden_width
+    folder = out.with_name(f"{out.name}.run")
+    sizes = Sizes(mlp=mlp or 5 * width, table=table, **FORMS[form])
+    try:
+        with showing() as progress:
+            run = Training(llm.model, info, folder, sizes, Recipe(minutes, seed=seed), progress)
+            learn, held_out = prepare(llm, folder, texts, seed=seed, avoid=evaluation, progress=progress)
+            found = run.run(learn, held_out)
+    except KeyboardInterrupt:
+        print_notice(f"Stopped; the same command goes on with what is in {folder}.")
+        raise
+    found.save(out)
+    last = found.about["curve"][-1]
+    weights = sum(weight.numel() for weight in found.head.parameters())
+    if as_json:
+        print(json.dumps({"file": str(out), "form": form, "weights": weights, **last}))
+        return
+    hits = " ".join(f"{hit:.2f}" for hit in last["hits"])
+    print(f"{weights / 1e6:.1f} M weights, {last['steps']} steps. Held-out texts, hits by depth: {hits}")
+    print(f"Use it with --draft head:{out}")
 
 
 def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:

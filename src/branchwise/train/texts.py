@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -29,10 +29,10 @@ _names = (f"branchwise-writer-{number}" for number in itertools.count())
 class Writer:
     """Writes texts with a transformers model. Use it as a context: it lends the model another attention."""
 
-    def __init__(self, model: nn.Module, stops: Sequence[int], slots: int) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any, stops: Sequence[int], slots: int) -> None:
+        self.model = model
         self.slots = slots
-        self.device: torch.device = self.model.device
+        self.device: torch.device = model.device
         self._stops = torch.tensor(sorted(stops), device=self.device)
         self._name = next(_names)
         self._kernels = have_kernels(self.device)
@@ -50,7 +50,7 @@ class Writer:
         self.model.set_attn_implementation(self._own)
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(self._name, None)
-        self._store = self._step = None
+        del self._store, self._step
 
     @torch.inference_mode()
     def write(
@@ -147,7 +147,7 @@ class Writer:
 
     def _attend(
         self,
-        module: nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -7,6 +7,7 @@ it stands behind the rows of its text and is overwritten when the tree is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class HeadCache:
         self.padding = slots
         """the slot that no text has"""
         self._free = list(range(slots))
-        width, kind = config.width, {"device": device, "dtype": dtype}
+        width, kind = config.width, cast("dict[str, Any]", {"device": device, "dtype": dtype})
         self.store = torch.zeros(2, config.layers, slots + 1, config.kv_heads, FIRST, config.head_width, **kind)
         """(keys and values, layers, slots, heads, cells, width)"""
         self.columns = torch.arange(FIRST - 1, device=device)
@@ -48,7 +49,7 @@ class HeadCache:
     @property
     def scratch(self) -> int:
         """The cell that no text reaches."""
-        return self.store.shape[4] - 1
+        return int(self.store.shape[4]) - 1
 
     def open(self, sequence: SequenceState, extra: Tensor, rows: Tensor) -> None:
         slot = self.slot[sequence] = self._free.pop()
@@ -98,4 +99,4 @@ class HeadCache:
 
     @property
     def bytes(self) -> int:
-        return self.store.nbytes
+        return int(self.store.nbytes)

@@ -101,9 +101,7 @@ class HeadDrafter(TreeDrafter):
         self._readings.clear()
         self._ahead = None
         if isinstance(self.tree, Ranks) and target.execution.graphs and not self.head.config.masks:
-            self._ahead = Ahead(
-                self.tree, target, self.head, self._cache, self._embeddings, self._output, self._table
-            )
+            self._ahead = Ahead(self.tree, target, self.head, self._cache, self._embeddings, self._output, self._table)
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes
@@ -161,12 +159,10 @@ class HeadDrafter(TreeDrafter):
         if roots[0]:
             predicted = self._roots([request.sequence for request in requests])
         elif self.head.config.masks:
-            predicted = [self._ahead(request) for request in requests]
+            predicted = [self._foreseen(request) for request in requests]
         else:
             predicted = self._level(requests)
-        return [
-            NodeProbs(self._probs(request, rows)) for request, rows in zip(requests, predicted, strict=True)
-        ]
+        return [NodeProbs(self._probs(request, rows)) for request, rows in zip(requests, predicted, strict=True)]
 
     # Passes
 
@@ -221,7 +217,7 @@ class HeadDrafter(TreeDrafter):
         keys = max(text.root + 1 + len(text.cells) + len(r.nodes) for text, r in zip(texts, requests, strict=True))
         cells, positions = torch.full((len(requests), rows), -1), torch.zeros(len(requests), rows, dtype=torch.long)
         tokens, seen = torch.zeros_like(positions), torch.zeros(len(requests), rows, keys, dtype=torch.bool)
-        features = torch.zeros(len(requests), rows, self.head.config.width, device=self._rows.device, dtype=self._rows.dtype)
+        features = self._rows.new_zeros(len(requests), rows, self.head.config.width)
         for row, (request, text) in enumerate(zip(requests, texts, strict=True)):
             tree = request.tree
             for place, node in enumerate(request.nodes):
@@ -238,7 +234,7 @@ class HeadDrafter(TreeDrafter):
             text.carried |= {node: carry[row, place] for place, node in enumerate(request.nodes)}
         return [predict[row, : len(request.nodes)] for row, request in enumerate(requests)]
 
-    def _ahead(self, request: ExpandRequest) -> Tensor:
+    def _foreseen(self, request: ExpandRequest) -> Tensor:
         """What a parallel head predicted for the depths of these nodes."""
         ahead = self._texts[request.sequence].ahead
         assert ahead is not None

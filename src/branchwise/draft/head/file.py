@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
-from branchwise.draft.state import Format, Tensors
 from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.draft.state import Format, Tensors
 from branchwise.errors import ModelError
 
 FORMAT = Format("head", "train one with: branchwise train head --target MODEL", ModelError)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class Head(nn.Module):
         """`frequencies` (head width / 2) are those of the target's rotary positions."""
         super().__init__()
         self.config = config
-        width, norm = config.width, lambda: nn.RMSNorm(config.width, eps=config.epsilon)
+        width, norm = config.width, partial(nn.RMSNorm, config.width, eps=config.epsilon)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         self.tap_norms = nn.ModuleList(norm() for _ in config.taps)
         self.join = nn.Linear(len(config.taps) * width, width, bias=False)
@@ -102,7 +103,8 @@ class Head(nn.Module):
 
     def features(self, hidden: Sequence[Tensor]) -> Tensor:
         """(…, width): the hidden states of the tapped layers, (…, width) each, as what a row reads."""
-        return self.join(torch.cat([norm(state) for norm, state in zip(self.tap_norms, hidden, strict=True)], dim=-1))
+        joined: Tensor = self.join(torch.cat([norm(h) for norm, h in zip(self.tap_norms, hidden, strict=True)], dim=-1))
+        return joined
 
     def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Rows:
         """Rows of features (or of what earlier rows carried) and of the target's embeddings, (batch, rows, width) each.
@@ -116,8 +118,8 @@ class Head(nn.Module):
         read = torch.cat([self.feature_norm(state), embedded], dim=-1)
         for number, block in enumerate(self.blocks):
             if number:
-                read = block.input_norm(state)
-            state = block(state, read, turn, lambda q, k, v, number=number: attend(number, q, k, v))
+                read = self.blocks[number].get_submodule("input_norm")(state)
+            state = block(state, read, turn, partial(attend, number))
         if self.config.carry:
             return Rows(*state.chunk(2, dim=-1))
         return Rows(state, state)
@@ -157,7 +159,8 @@ class Block(nn.Module):
         found = attend(rotated(query, *turn), rotated(key, *turn), value)
         state = state + self.out(found.transpose(1, 2).reshape(batch, rows, -1))
         gate, up = self.gate_up(self.mlp_norm(state)).chunk(2, dim=-1)
-        return state.repeat(1, 1, self.outputs) + self.down(functional.silu(gate) * up)
+        out: Tensor = state.repeat(1, 1, self.outputs) + self.down(functional.silu(gate) * up)
+        return out
 
 
 class Gate(nn.Module):
@@ -178,9 +181,11 @@ class Gate(nn.Module):
 
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
         if not self.full:
-            return features * (1 + self.up(self.down(embedded)).tanh())
-        mixed = self.mix(torch.cat([embedded, features], dim=-1))
-        return mixed + self.down(functional.silu(self.select(embedded)) * self.up(self.norm(mixed)))
+            found: Tensor = features * (1 + self.up(self.down(embedded)).tanh())
+            return found
+        mixed: Tensor = self.mix(torch.cat([embedded, features], dim=-1))
+        selected: Tensor = self.down(functional.silu(self.select(embedded)) * self.up(self.norm(mixed)))
+        return mixed + selected
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ class Score:
 class Watched:
     """A target model in training: hidden states of some layers, and its embedding and output rows."""
 
-    def __init__(self, model: nn.Module, taps: Sequence[str], table: Tensor) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any, taps: Sequence[str], table: Tensor) -> None:
+        self.model = model
         self.taps = [model.get_submodule(name) for name in taps]
         self.embeddings: Tensor = self.model.get_input_embeddings().weight
         self.output: Tensor = self.model.get_output_embeddings().weight
@@ -147,7 +147,7 @@ class Learner:
         for optimiser, full in zip(self.optimisers, (self.recipe.muon, self.recipe.adam), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = full * self.rate
-        loss = sum(self._losses(texts, self._loss))
+        loss = torch.stack(list(self._losses(texts, self._loss))).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
         for optimiser in self.optimisers:
@@ -227,7 +227,9 @@ class Learner:
     def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Where in the table the target's best token stands, and whether it does, (batch, rows) each."""
         flat = states.reshape(-1, states.shape[-1])
-        best = torch.cat([functional.linear(part, self.target.output).argmax(-1) for part in flat.split(self.recipe.chunk)])
+        best = torch.cat(
+            [functional.linear(part, self.target.output).argmax(-1) for part in flat.split(self.recipe.chunk)]
+        )
         places = self.target.place[best].view(states.shape[:-1])
         return places.clamp_min(0), places >= 0
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
 from branchwise.draft.head.file import TrainedHead
-from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.draft.head.network import Block, Head, HeadConfig
 from branchwise.errors import UsageError
+from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
 from branchwise.train import prompts
 from branchwise.train.head.learn import Learner, Recipe, Score, Text, Watched, batches
@@ -38,6 +38,17 @@ ARTICLE = 192
 """tokens of a text that is written to be read again"""
 TAPPED = (1 / 15, 0.5, 0.9, 1.0)
 """depths of the tapped layers: late layers say most, the last one most of all"""
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "eagle": {"carry": False},
+    "carry": {"carry": True},
+    "fspad": {"carry": True, "gate": "full"},
+    "fspad-gate": {"carry": False, "gate": "full"},
+    "parallelspec": {"carry": False, "masks": 6, "bias": 128},
+    "two-layers": {"carry": True, "layers": 2},
+}
+"""published forms of a head, and ours"""
 
 
 @dataclass(frozen=True)
@@ -79,9 +90,10 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
     )
     theta = float((config.rope_parameters or {}).get("rope_theta", 10_000.0))
     head = Head(shape, theta ** (-torch.arange(0, width, 2) / width))
-    for block in head.blocks:
-        torch.nn.init.zeros_(block.out.weight)
-        torch.nn.init.zeros_(block.down.weight)
+    for block in head.modules():
+        if isinstance(block, Block):  # at first a row says what it reads
+            torch.nn.init.zeros_(block.out.weight)
+            torch.nn.init.zeros_(block.down.weight)
     return head
 
 
@@ -170,6 +182,28 @@ def write_texts(
         if len(answer) > 4:
             found.append(Text(torch.tensor([*prompt, *answer], dtype=torch.int32), len(prompt)))
     return found
+
+
+def prepare(
+    llm: LLM, folder: Path, count: int, *, seed: int, avoid: Sequence[str], progress: Progress = silent
+) -> tuple[list[Text], list[Text]]:
+    """Texts to learn from and held-out ones: those in the folder, or new ones."""
+    texts = Texts(folder / "texts.pt")
+    if not texts.file.exists():
+        slots = 2048 if llm.engine.target.device.type == "cuda" else 8
+        texts.write(
+            write_texts(
+                llm.model,
+                llm.tokenizer,
+                sorted(llm.stop_tokens),
+                count,
+                slots=slots,
+                avoid=avoid,
+                seed=seed,
+                progress=progress,
+            )
+        )
+    return texts.read()
 
 
 def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:

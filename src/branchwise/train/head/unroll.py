@@ -2,8 +2,8 @@
 
 A row is (place, depth). At depth 0 it reads the target's hidden states at its place. At depth j it stands for a token
 that was drafted j tokens behind the last place that the target has seen, its anchor = place - depth, so it may look at
-hidden states up to its anchor and at the drafted rows of the same anchor, at nothing else. All texts are teacher-forced:
-what was drafted is what the text says. This is the training-time test of EAGLE-3 (arXiv 2503.01840) and, with mask
+hidden states up to its anchor and at the drafted rows of the same anchor, at nothing else. What was
+drafted is what the text says. This is the training-time test of EAGLE-3 (arXiv 2503.01840) and, with mask
 tokens in place of what rows carry on, the group-wise mask of ParallelSpec (arXiv 2410.05589).
 """
 
@@ -30,8 +30,10 @@ def unroll(head: Head, features: Tensor, embeddings: Tensor, depth: int, window:
     `features` (batch, rows, width) come from `head.features`; `embeddings` are of the token after each row. Row t
     predicts the token two places on; at depth j the first j rows have no anchor and mean nothing.
     """
-    return _parallel(head, features, embeddings, depth, window) if head.config.masks else _by_steps(
-        head, features, embeddings, depth, window
+    return (
+        _parallel(head, features, embeddings, depth, window)
+        if head.config.masks
+        else _by_steps(head, features, embeddings, depth, window)
     )
 
 
