@@ -79,7 +79,7 @@ SLOW: dict[str, str] = {
     "test_device_paths.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
     "test_device_paths.py::test_the_kernel_draws_the_same": "1-1-0|5-4-2",
     "test_device_paths.py::test_the_first_tokens_have_the_targets_law": "paths:2x2-cascade",
-    "test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does": NONE,
+    "test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does": "llama-True",
     "test_graphs.py::test_a_fused_pass_scores_as_the_model_does": "qwen2-window",
     "test_graphs.py::test_drafting_with_a_model_by_kernels_writes_the_same_texts": NONE,
     "test_rounding.py::test_layers_of_a_large_residual_stream_run_compiled": "dtype1",
