@@ -88,4 +88,4 @@ def test_every_kernel_runs_in_the_interpreter(quick: Cases) -> None:
     assert len(quick["test_attention.py::test_tree_attention_equals_the_plain_one"]) >= 5
     assert len(quick["test_recycle_kernels.py::test_learning_equals_the_plain_one"]) >= 5
     assert quick["test_device_paths.py::test_the_kernel_draws_the_same"]
-    assert quick["test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does"]
+    assert quick["test_graphs.py::test_a_fused_pass_scores_as_the_model_does"]
