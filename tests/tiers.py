@@ -49,6 +49,10 @@ SLOW: dict[str, str] = {
     "test_verify_cascade.py::test_the_cascade_is_exact_with_any_mixture": "(3,2,3 ties|3,3,2 far)-.*",
     "test_verify_cascade.py::test_the_cascade_leads_the_other_verifiers_of_the_same_paths": "medium",
     "test_fork.py::test_with_one_branch_short_texts_have_the_law_of_the_target": NONE,
+    "test_recycle.py::test_the_text_is_that_of_plain_decoding": NONE,
+    "test_model_drafter.py::test_the_text_is_that_of_plain_decoding": "another model-wild",
+    "test_lookup.py::test_texts_of_one_seed_do_not_tell_a_memory_of_each_others_draws": NONE,
+    "test_verify_identities.py::test_with_one_path_all_block_verifiers_agree_on_any_laws": NONE,
     "test_stand.py::test_memory_is_bounded_over_200_000_tokens": NONE,
     # Audits of a tiny model with many samples
     "test_audit_planted.py::test_the_audit_of_a_server_finds_it": "careless-NOT LOSSLESS",
@@ -64,8 +68,10 @@ SLOW: dict[str, str] = {
     "test_verify_batches.py::test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes": (
         "cascade on paths-all rows|traversal on without-replacement-rows on the walk"
     ),
-    "test_verify_batches.py::test_a_batch_gives_each_sequence_what_it_gets_alone": ".* on paths-device",
-    "test_verify_batches.py::test_a_tree_gets_the_same_verdict_beside_deeper_and_wider_ones": ".* on paths-device",
+    "test_verify_batches.py::test_a_batch_gives_each_sequence_what_it_gets_alone": "(cascade|block) on paths-device",
+    "test_verify_batches.py::test_a_tree_gets_the_same_verdict_beside_deeper_and_wider_ones": (
+        "(cascade|traversal|k-seq) on paths-device"
+    ),
     "test_verify_batches.py::test_room_for_more_changes_nothing": ".* on paths-.*",
     "test_verify_batches.py::test_a_sequence_without_a_draft_gets_the_same_token_beside_others": ".* on paths-device",
     "test_verify_batches.py::test_host_and_device_give_the_same_verdicts_in_a_large_vocabulary": (
@@ -92,6 +98,8 @@ SLOW: dict[str, str] = {
     "test_rounding.py::test_layers_of_a_large_residual_stream_run_compiled": "dtype1",
     "test_rounding.py::test_layers_whose_program_attends_with_another_scale_run_uncompiled": "dtype1",
     "test_inflight.py::test_sampled_texts_are_the_same": NONE,
+    "test_inflight.py::test_a_table_foresees_its_trees": NONE,
+    "test_graphs.py::test_trees_without_a_text_change_nothing_for_the_others": NONE,
     "test_inflight.py::test_an_interrupted_step_is_made_again": NONE,
     "test_inflight.py::test_a_commit_that_was_interrupted_is_made_again": NONE,
     "test_inflight.py::test_a_text_that_stops_leaves_a_pass_behind_that_nobody_uses": NONE,
@@ -152,6 +160,9 @@ SLOW: dict[str, str] = {
     "test_bench_commands.py::test_whoever_runs_a_lossy_method_is_told_and_it_is_no_bug": NONE,
     "test_bench_peers.py::test_a_longer_prompt_and_a_larger_batch_get_the_room_that_they_need": NONE,
     "test_bench_peers.py::test_a_seed_writes_the_same_again": NONE,
+    "test_bench_peers.py::test_greedy_answers_are_the_models_own_up_to_rounding_and_have_the_length_asked_for": NONE,
+    "test_bench_metrics.py::test_intervals_hold_the_true_ratio_as_often_as_they_say": "8",
+    "test_bench_commands.py::test_a_report_of_nothing_is_one_sentence": NONE,
     "test_bench_peers.py::test_a_stop_token_that_llama_cpp_does_not_know_ends_an_answer_too": NONE,
     "test_bench_peers.py::test_an_answer_ends_where_the_model_ends_it": NONE,
     "test_bench_run.py::test_a_run_killed_at_any_write_goes_on_without_loss_or_doubling": "inside a line",
