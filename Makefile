@@ -1,5 +1,5 @@
 # make demo    a real model, plain and speculative, on a bare machine
-# make test    what CI runs: lint, types and the quick tests; ten to thirteen minutes on two cores
+# make test    what CI runs: lint, types and the quick tests; eight minutes on two quiet cores
 # make test-all  every test there is; needed after a change to core/, verify/, draft/policies/ or audit/
 # make check   lint and types only
 # make bench   the short standard benchmark of this machine; writes records. DATA=folder of known sets, or our own prompts

@@ -36,7 +36,7 @@ from branchwise.errors import PairingError, UnknownName, UsageError
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
 from branchwise.testing import RandomDrafter
-from branchwise.verify import VERIFIERS, Verdicts
+from branchwise.verify import VERIFIERS, Verdicts, Verifier
 from branchwise.verify.match import Match
 from tests.conformance.architectures import COMMON, build
 
@@ -102,7 +102,7 @@ class SecondBest(Match):
         return logits.topk(2, dim=-1).indices[:, 1] if depth else logits.argmax(dim=-1)
 
 
-class ReplacesFromTheTarget:
+class ReplacesFromTheTarget(Verifier):
     """Planted: what token verification rejects is drawn again from p, not from what p has left over q."""
 
     name = "replaces-from-p"

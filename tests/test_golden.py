@@ -19,11 +19,11 @@ def test_texts_are_the_recorded_ones(part: str) -> None:
     assert differences(written([part], jobs=os.cpu_count() or 1), known) == []
 
 
-def test_a_fourth_of_the_texts_of_the_toy_are_the_recorded_ones(tmp_path: Path) -> None:
+def test_some_texts_of_the_toy_are_the_recorded_ones(tmp_path: Path) -> None:
     """What the quick tier compares."""
     known = json.loads(FILE.read_text())["toy"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LossyWarning)
-        found = toy(tmp_path, every=4)
-    assert len(found) >= len(known) // 4 >= 10
+        found = toy(tmp_path, every=8)
+    assert len(found) >= len(known) // 8 >= 5
     assert differences({"toy": found}, {"toy": {name: known[name] for name in found}}) == []

@@ -607,7 +607,7 @@ def test_the_pad_shape_of_a_beam_holds_whatever_it_draws(width: int, length: int
         ("dynamic:x", "takes nodes as int, not 'x'"),
         ("threshold:2,8", "between 0 and 1"),
         ("threshold:0,8", "between 0 and 1"),
-        ("threshold:0.1,0", "at least 1 node"),
+        ("threshold:0.1,0", "1 node or more"),
         ("paths:4", "such as paths:4x6, not paths:4"),
         ("paths:2x3@3", "at most 2 can be common, not 3"),
         ("paths:2x3@", "such as paths:4x6"),

@@ -24,7 +24,7 @@ from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda import padded as replayed_module
+from branchwise.cuda import graphs as replayed_module
 from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft import TREES, build_policy
 from branchwise.draft import sampler as dice_module

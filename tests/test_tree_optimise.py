@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -18,7 +19,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from branchwise.backends.base import Needs
+from branchwise.backends.base import Needs, Scored
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.cli import app
 from branchwise.core.topology import topology
@@ -174,7 +175,7 @@ def counted(tree: str, verdicts: list[tuple[int, ...]], width: int) -> Witness:
     target.open(sequence)
     for path in verdicts:
         witness.draft([sequence], [Budget(99, 9)])
-        witness.update([sequence], None, [Verdict(path, 0)])  # type: ignore[arg-type]
+        witness.update([sequence], Scored(torch.zeros(1, len(witness.drafter._drafted[0]), 4)), [Verdict(path, 0)])
     return witness
 
 

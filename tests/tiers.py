@@ -38,9 +38,26 @@ SLOW: dict[str, str] = {
     "test_verify_precision.py::test_odds_and_residuals_in_float32_are_those_in_float64": ".*-device",
     "test_slow_truth.py::test_every_verifier_is_lossless_and_below_the_optimum_on_awkward_laws": r".*-\(2, 2, 3\)",
     "test_policies.py::test_policy_and_verifier_together_keep_the_law_of_the_target": ".*-(plain|zeros|far), V=3, L=2",
-    "test_verify_order.py::test_verifiers_stay_exact_where_only_some_tokens_are_ranked": ".*-2",
+    "test_verify_order.py::test_verifiers_stay_exact_where_only_some_tokens_are_ranked": "cascade-2",
     "test_policies.py::test_beams_that_are_drawn_have_the_law_of_the_brute_force": ".*V=3, L=2.*",
+    "test_lookup.py::test_the_first_tokens_have_the_targets_law": ("stand-paths:2x2-cascade"),
+    "test_model_drafter_probs.py::test_the_first_tokens_have_the_targets_law": "plain-chain-block|recalling-chain.*",
+    "test_builder.py::test_short_texts_have_the_law_of_the_target": "(auto|block) on .*",
+    "test_builder.py::test_a_text_does_not_depend_on_the_texts_beside_it": "(auto|cascade|match|rrs)-.*",
+    "test_policies.py::test_beams_have_the_law_of_the_first_prefixes_of_a_permutation": "2-.*",
+    "test_match.py::test_with_the_same_seed_the_output_equals_plain_decoding": r".*-0\.8-.*",
+    "test_verify_cascade.py::test_the_cascade_is_exact_with_any_mixture": "(3,2,3 ties|3,3,2 far)-.*",
+    "test_verify_cascade.py::test_the_cascade_leads_the_other_verifiers_of_the_same_paths": "medium",
+    "test_fork.py::test_with_one_branch_short_texts_have_the_law_of_the_target": NONE,
+    "test_recycle.py::test_the_text_is_that_of_plain_decoding": NONE,
+    "test_model_drafter.py::test_the_text_is_that_of_plain_decoding": "another model-wild",
+    "test_lookup.py::test_texts_of_one_seed_do_not_tell_a_memory_of_each_others_draws": NONE,
+    "test_verify_identities.py::test_with_one_path_all_block_verifiers_agree_on_any_laws": NONE,
+    "test_stand.py::test_memory_is_bounded_over_200_000_tokens": NONE,
     # Audits of a tiny model with many samples
+    "test_audit_planted.py::test_the_audit_of_a_server_finds_it": "careless-NOT LOSSLESS",
+    "test_audit_planted.py::test_the_audit_of_a_model_finds_it": NONE,
+    "test_audit_server.py::test_servers_of_many_kinds_are_audited": "n is refused",
     "test_audit_model.py::test_match_is_lossless": "whole",
     "test_audit_model.py::test_a_rule_that_needs_q_is_lossless_for_a_drafter_that_tells_the_truth": "block",
     "test_audit_model.py::test_a_planted_verifier_is_not_lossless": "sharpened",
@@ -51,9 +68,15 @@ SLOW: dict[str, str] = {
     "test_verify_batches.py::test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes": (
         "cascade on paths-all rows|traversal on without-replacement-rows on the walk"
     ),
-    "test_verify_batches.py::test_a_batch_gives_each_sequence_what_it_gets_alone": ".* on paths-device",
-    "test_verify_batches.py::test_a_tree_gets_the_same_verdict_beside_deeper_and_wider_ones": ".* on paths-device",
+    "test_verify_batches.py::test_a_batch_gives_each_sequence_what_it_gets_alone": "(cascade|block) on paths-device",
+    "test_verify_batches.py::test_a_tree_gets_the_same_verdict_beside_deeper_and_wider_ones": (
+        "(cascade|traversal|k-seq) on paths-device"
+    ),
     "test_verify_batches.py::test_room_for_more_changes_nothing": ".* on paths-.*",
+    "test_verify_batches.py::test_a_sequence_without_a_draft_gets_the_same_token_beside_others": ".* on paths-device",
+    "test_verify_batches.py::test_host_and_device_give_the_same_verdicts_in_a_large_vocabulary": (
+        "(cascade|block) on paths|traversal on without-replacement"
+    ),
     "test_verify_batches.py::test_no_coin_decides_twice_in_trees_of_any_size": "paths:2x140.*-device",
     # Triton's interpreter
     "test_attention.py::test_tree_attention_equals_the_plain_one": (
@@ -69,12 +92,14 @@ SLOW: dict[str, str] = {
     "test_device_paths.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
     "test_device_paths.py::test_the_kernel_draws_the_same": "1-1-0|5-4-2",
     "test_device_paths.py::test_the_first_tokens_have_the_targets_law": "paths:2x2-cascade",
-    "test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does": "gemma2-True",
+    "test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does": NONE,
     "test_graphs.py::test_a_fused_pass_scores_as_the_model_does": "qwen2-window",
     "test_graphs.py::test_drafting_with_a_model_by_kernels_writes_the_same_texts": NONE,
     "test_rounding.py::test_layers_of_a_large_residual_stream_run_compiled": "dtype1",
     "test_rounding.py::test_layers_whose_program_attends_with_another_scale_run_uncompiled": "dtype1",
     "test_inflight.py::test_sampled_texts_are_the_same": NONE,
+    "test_inflight.py::test_a_table_foresees_its_trees": NONE,
+    "test_graphs.py::test_trees_without_a_text_change_nothing_for_the_others": NONE,
     "test_inflight.py::test_an_interrupted_step_is_made_again": NONE,
     "test_inflight.py::test_a_commit_that_was_interrupted_is_made_again": NONE,
     "test_inflight.py::test_a_text_that_stops_leaves_a_pass_behind_that_nobody_uses": NONE,
@@ -85,7 +110,7 @@ SLOW: dict[str, str] = {
     "test_inflight.py::test_idle_time_behind_a_pass_that_nobody_uses_is_nobodys": NONE,
     # Drafters, and families of models: one for every kind of attention
     "conformance/test_drafters.py::test_the_text_is_that_of_plain_decoding": ".*-(match|auto)",
-    "test_model_drafter.py::test_every_law_is_the_draft_models_own_after_the_whole_text": "0.8-.*",
+    "test_model_drafter.py::test_every_law_is_the_draft_models_own_after_the_whole_text": "0.8-(chain|wild)",
     "conformance/test_target.py::test_low_precision_stays_close_to_the_models_own_forward": (
         "(llama|gemma2|mixtral)-dtype0"
     ),
@@ -95,12 +120,15 @@ SLOW: dict[str, str] = {
     "conformance/test_target.py::test_prefill_gives_the_same_law_in_chunks_of_any_size": ".*-3",
     # The real model; `test_smollm2_default.py` stands in
     "test_golden.py::test_texts_are_the_recorded_ones": NONE,
+    "test_demo.py::test_the_demo_shows_a_copy_and_free_writing": NONE,
+    "test_methods.py::test_a_method_by_name_writes_what_the_model_would_have_written": NONE,
     "test_smollm2.py::test_the_prompts_are_varied_enough_to_mean_something": NONE,
     "test_smollm2.py::test_greedy_output_equals_transformers_generate": NONE,
     "test_smollm2.py::test_greedy_output_in_a_batch_equals_transformers_generate": NONE,
     "test_smollm2.py::test_the_same_seed_writes_the_same_text_with_and_without_drafting": NONE,
     "test_smollm2.py::test_logprobs_equal_a_plain_forward_under_speculation": NONE,
     "test_smollm2.py::test_penalties_write_the_same_with_and_without_drafting": NONE,
+    "test_smollm2.py::test_streamed_text_equals_the_completion": NONE,
     "test_smollm2.py::test_two_streams_at_once_both_get_their_whole_text": NONE,
     "test_smollm2.py::test_threads_may_share_a_model": NONE,
     "test_smollm2.py::test_a_stop_string_that_spans_tokens_ends_the_text_before_it": NONE,
@@ -108,7 +136,7 @@ SLOW: dict[str, str] = {
     "test_smollm2_presets.py::test_sampled_text_is_that_of_plain_decoding_seed_for_seed": NONE,
     "test_smollm2_presets.py::test_who_drafts_from_the_targets_own_law_is_accepted_to_the_end": "block",
     # Processes of their own, each of which imports torch and most of which load the real model
-    "test_cli.py::test_a_mistake_is_one_sentence_and_exit_code_2": r"arguments\d*[05]-.*",
+    "test_cli.py::test_a_mistake_is_one_sentence_and_exit_code_2": r"arguments\d*0-.*",
     "test_cli.py::test_generate_reads_the_prompt_from_a_file_and_seeds_repeat": NONE,
     "test_cli.py::test_generate_streams_plain_text_to_a_pipe_and_reads_standard_input": NONE,
     "test_cli.py::test_show_draft_colours_tokens_by_origin": NONE,
@@ -118,6 +146,12 @@ SLOW: dict[str, str] = {
     "test_cli.py::test_a_reader_that_goes_away_ends_the_writing": NONE,
     "test_bench_commands.py::test_a_mistake_is_one_sentence_before_anything_is_loaded": "words[059]-.*",
     "test_bench_commands.py::test_a_run_that_was_killed_goes_on": NONE,
+    "test_bench_commands.py::test_bench_records_every_contestant_and_prints_one_json_object": NONE,
+    "test_bench_commands.py::test_every_record_says_where_it_comes_from": NONE,
+    "test_bench_commands.py::test_exports_have_the_forms_of_others": NONE,
+    "test_bench_commands.py::test_a_report_is_made_from_records_alone": NONE,
+    "test_bench_report.py::test_the_page_is_seen_and_darkens_where_the_reader_wants_it_dark": NONE,
+    "test_state.py::test_of_writers_at_once_one_wins_and_readers_find_whole_files": NONE,
     "test_bench_commands.py::test_the_same_command_again_does_nothing_and_another_is_refused": NONE,
     "test_bench_commands.py::test_answers_that_differ_in_float32_are_a_failure": NONE,
     "test_bench_commands.py::test_draft_passes_and_their_cost_are_recorded": NONE,
@@ -126,9 +160,13 @@ SLOW: dict[str, str] = {
     "test_bench_commands.py::test_whoever_runs_a_lossy_method_is_told_and_it_is_no_bug": NONE,
     "test_bench_peers.py::test_a_longer_prompt_and_a_larger_batch_get_the_room_that_they_need": NONE,
     "test_bench_peers.py::test_a_seed_writes_the_same_again": NONE,
+    "test_bench_peers.py::test_greedy_answers_are_the_models_own_up_to_rounding_and_have_the_length_asked_for": NONE,
+    "test_bench_metrics.py::test_intervals_hold_the_true_ratio_as_often_as_they_say": "8",
+    "test_bench_commands.py::test_a_report_of_nothing_is_one_sentence": NONE,
     "test_bench_peers.py::test_a_stop_token_that_llama_cpp_does_not_know_ends_an_answer_too": NONE,
     "test_bench_peers.py::test_an_answer_ends_where_the_model_ends_it": NONE,
     "test_bench_run.py::test_a_run_killed_at_any_write_goes_on_without_loss_or_doubling": "inside a line",
+    "test_benchmarks.py::test_a_table_that_says_something_else_is_found": NONE,
     "test_gguf.py::test_two_processes_converting_at_once_both_succeed": NONE,
 }
 """test of a file -> the parameters, as pytest writes them, of the cases that stay quick"""

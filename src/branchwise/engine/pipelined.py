@@ -40,9 +40,7 @@ class PipelinedStep(Step):
             self.clock.lap("score")
         probs = WarpedProbs(scored.logits, batch, sequences)
         found = self._verify(batch, probs, self.chance(sequences, len(batch)))
-        if (
-            batch.host_tokens is None
-        ):  # the memory of a tree drafted on the device may hold the next one when it is read
+        if batch.host_tokens is None:  # a tree drafted on the device may be overwritten before the host reads it
             found = found.with_tokens(batch.tokens)
         logprobs = self.logprobs(generations, batch, scored, found)
         self.clock.lap("verify")

@@ -61,7 +61,7 @@ def go_on(choice: Choice, block: Kept, *, last: bool) -> Draws:
     wanted = block.residual(paths.batch, paths.probs, choice.path)
     wanted = wanted / block.mass[:, None].to(wanted.dtype)
     p = where_rows(paths.probs, active, wanted, draws.p)
-    depth = torch.where(active, draws.depth + block.kept, draws.depth)
+    depth = draws.depth + block.kept  # where no draws are left the path was empty, and nothing was kept of it
     if last:
         return Draws(depth, torch.zeros_like(draws.alive), p, draws.q)
 

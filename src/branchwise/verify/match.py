@@ -30,13 +30,12 @@ class Match(Verifier):
             return at_once(batch, probs, chance)
         device = batch.tokens.device
         node = torch.zeros(len(batch), dtype=torch.long, device=device)
-        done = torch.zeros(len(batch), dtype=torch.bool, device=device)
         paths = torch.full((len(batch), batch.depth + 1), -1, device=device)
         paths[:, 0].zero_()
         token = self._draw(probs, node, chance, 0)
         for depth in range(1, batch.depth + 1):
             child, found = batch.children_of(node, token)
-            done = done | ~found
+            done = ~found  # for good: a tree that is done keeps its node and its token
             if settled(probs, done):
                 break
             node = torch.where(done, node, child)

@@ -112,7 +112,7 @@ def descend(
         turn = chance.first(torch.where(ended[:, None], 0.0, odds), depth * STRIDE)
         accepted = turn < children.shape[1]
         child = children.gather(1, turn.clamp_max(children.shape[1] - 1)[:, None])[:, 0]
-        ended = ended | ~accepted
+        ended = ~accepted  # for good: a tree that has ended accepts nothing at odds of 0
         way.append(torch.where(accepted, child, -1))
         node = torch.where(accepted, child, node)
         if settled(probs, ended):
@@ -176,7 +176,9 @@ class Traversal(Verifier):
         probs = all_at_once(probs)
         odds, share = odds_of_nodes(batch, probs)
         order = batch.postorder
-        turn = chance.first(torch.where(order >= 0, gather_rows(odds, order.clamp_min(0)), 0.0), 0)
+        turn = chance.first(
+            gather_rows(odds, order.clamp_min(0)), 0
+        )  # padding stands behind the root, whose odds are 1
         node = order.gather(1, turn[:, None])[:, 0]
         left = left_of(probs, probs.at(node), batch.q_rows(node), gather_rows(share, node))
         return Verdicts(batch.paths_to(node)[:, : batch.depth + 1], chance.pick(left))
