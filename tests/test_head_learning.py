@@ -18,7 +18,7 @@ from branchwise.train.texts import Writer, without_loops
 from tests.test_head_drafter import VOCABULARY, model_of
 
 SIZES = Sizes(mlp=32, table=VOCABULARY)
-STEPS = 40
+STEPS = 80
 
 
 def ruled(seed: int = 0) -> LlamaForCausalLM:

@@ -82,7 +82,7 @@ class Head(nn.Module):
         """`frequencies` (head width / 2) are those of the target's rotary positions."""
         super().__init__()
         self.config = config
-        width, norm = config.width, partial(nn.RMSNorm, config.width, eps=config.epsilon)
+        width, norm = config.width, partial(Norm, config)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         self.tap_norms = nn.ModuleList(norm() for _ in config.taps)
         self.join = nn.Linear(len(config.taps) * width, width, bias=False)
@@ -124,12 +124,27 @@ class Head(nn.Module):
             return Rows(*state.chunk(2, dim=-1))
         return Rows(state, state)
 
-    def logits(self, predict: Tensor, rows: Tensor, previous: Tensor | None = None) -> Tensor:
-        """(…, tokens) over the output rows (tokens, width) of the target. A parallel head with a bias corrects what it
-        predicts by the embedding (…, width) of the token before."""
+    def output(self, predict: Tensor, previous: Tensor | None = None) -> Tensor:
+        """(…, width): what the target's output rows read. A parallel head with a bias corrects what it predicts by the
+        embedding (…, width) of the token before."""
         if self.config.bias and previous is not None:
             predict = predict + self.bias_up(self.bias_down(self.embedding_norm(previous)))
-        return functional.linear(self.output_norm(predict), rows)
+        normed: Tensor = self.output_norm(predict)
+        return normed
+
+    def logits(self, predict: Tensor, rows: Tensor, previous: Tensor | None = None) -> Tensor:
+        """(…, tokens) over the output rows (tokens, width) of the target."""
+        return functional.linear(self.output(predict, previous), rows)
+
+
+class Norm(nn.RMSNorm):
+    """In the precision of what it norms: there are no kernels for two precisions at once."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config.width, eps=config.epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Block(nn.Module):
@@ -141,8 +156,8 @@ class Block(nn.Module):
         self.heads, self.kv_heads, self.outputs = config.heads, config.kv_heads, outputs
         self.qkv = nn.Linear(inputs * width, (config.heads + 2 * config.kv_heads) * head, bias=False)
         self.out = nn.Linear(config.heads * head, width, bias=False)
-        self.input_norm = nn.RMSNorm(width, eps=config.epsilon) if inputs == 1 else nn.Identity()
-        self.mlp_norm = nn.RMSNorm(width, eps=config.epsilon)
+        self.input_norm = Norm(config) if inputs == 1 else nn.Identity()
+        self.mlp_norm = Norm(config)
         self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, outputs * width, bias=False)
 
@@ -172,7 +187,7 @@ class Gate(nn.Module):
         self.full = config.gate == "full"
         if self.full:
             self.mix = nn.Linear(2 * width, width)
-            self.norm = nn.RMSNorm(width, eps=config.epsilon)
+            self.norm = Norm(config)
             self.up, self.select = nn.Linear(width, config.mlp, bias=False), nn.Linear(width, config.mlp, bias=False)
             self.down = nn.Linear(config.mlp, width, bias=False)
         else:

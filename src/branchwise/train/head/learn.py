@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from branchwise.draft.head.network import Head
+from branchwise.train.head.loss import loss_of
 from branchwise.train.head.unroll import unroll
 
 
@@ -141,13 +143,21 @@ class Learner:
     def finished(self) -> bool:
         return self.done >= 1
 
+    @contextmanager
+    def _quickly(self) -> Iterator[None]:
+        """Half precision on CUDA, and attention without cuDNN, which plans anew for every length."""
+        device = self.target.table.device.type
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), sdpa_kernel(kernels):
+            yield
+
     def learn(self, texts: Sequence[Text]) -> float:
         """One step on a batch; its loss."""
         start = time.perf_counter()
         for optimiser, full in zip(self.optimisers, (self.recipe.muon, self.recipe.adam), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = full * self.rate
-        loss = torch.stack(list(self._losses(texts, self._loss))).sum()
+        loss = self._loss(texts)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
         for optimiser in self.optimisers:
@@ -177,7 +187,8 @@ class Learner:
 
     def _batch(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
         """(batch, length) tokens, and which tokens belong to an answer."""
-        device, length = self.target.table.device, max(len(text.tokens) for text in texts)
+        device, longest = self.target.table.device, max(len(text.tokens) for text in texts)
+        length = 2 - (2 - longest) // 8 * 8  # rows of a multiple of eight, which attention likes
         tokens = torch.zeros(len(texts), length, dtype=torch.long)
         answers = torch.zeros(len(texts), length, dtype=torch.bool)
         for row, text in enumerate(texts):
@@ -188,73 +199,52 @@ class Learner:
     def _unrolled(self, texts: Sequence[Text]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """Predictions by depth, the target's states where each is judged, tokens, and the rows that count."""
         tokens, answers = self._batch(texts)
-        device = tokens.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with self._quickly():
             hidden, last = self.target(tokens)
             embeddings = self.target.embeddings[tokens[:, 1:-1]]
             features = self.head.features([state[:, :-2] for state in hidden])
             found = unroll(self.head, features, embeddings, self.recipe.depth)
         return found, last[:, 1:-1], tokens, answers[:, 2:]
 
-    def _losses(self, texts: Sequence[Text], measure: Any) -> Iterator[Tensor]:
+    def _loss(self, texts: Sequence[Text]) -> Tensor:
         found, states, tokens, counted = self._unrolled(texts)
-        rows = torch.arange(counted.shape[1], device=counted.device)
-        wanted, known = self._best(states)
-        for depth, predict in enumerate(found):
-            chosen = counted & known & (rows >= depth)
-            previous = self.target.embeddings[tokens[:, 1:-1]] if self.head.config.bias else None
-            count = chosen.sum().clamp_min(1)
-            parts = [predict[chosen], states[chosen], wanted[chosen]]
-            parts += [] if previous is None else [previous[chosen]]
-            total = sum(
-                checkpoint(measure, *piece, use_reentrant=False)
-                for piece in zip(*(part.split(self.recipe.chunk) for part in parts), strict=True)
-            )
-            yield self.recipe.decay**depth * total / count
+        chosen = counted.nonzero(as_tuple=True)
+        places, known = self._best(states[chosen])
+        taken = tuple(index[known] for index in chosen)
+        weights = torch.stack([(taken[1] >= depth).float() for depth in range(len(found))])
+        weights *= self._decays(len(found)) / weights.sum(dim=1, keepdim=True).clamp_min(1)
+        with self._quickly():
+            outputs = torch.stack([self.head.output(rows[taken], self._before(tokens, taken)) for rows in found])
+        rows = self.target.rows
+        return loss_of(outputs.to(rows.dtype), rows, states[taken], places[known], weights, self.recipe.chunk)
 
-    def _loss(self, predict: Tensor, states: Tensor, wanted: Tensor, previous: Tensor | None = None) -> Tensor:
-        """Half the divergence from the target's distribution on the table, half the surprise at its best token."""
-        device = predict.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = self.head.logits(predict, self.target.rows, previous).float()
-            with torch.no_grad():
-                truth = functional.linear(states, self.target.rows).float().log_softmax(dim=-1)
-        guess = logits.log_softmax(dim=-1)
-        divergence = functional.kl_div(guess, truth, log_target=True, reduction="sum")
-        return 0.5 * divergence + 0.5 * functional.nll_loss(guess, wanted, reduction="sum")
+    def _decays(self, depths: int) -> Tensor:
+        return (self.recipe.decay ** torch.arange(depths, device=self.target.table.device))[:, None]
+
+    def _before(self, tokens: Tensor, rows: tuple[Tensor, ...]) -> Tensor | None:
+        """(rows, width): embeddings of the tokens before those that rows of a batch predict, if the head asks."""
+        return self.target.embeddings[tokens[:, 1:-1][rows]] if self.head.config.bias else None
 
     @torch.no_grad()
     def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Where in the table the target's best token stands, and whether it does, (batch, rows) each."""
-        flat = states.reshape(-1, states.shape[-1])
-        best = torch.cat(
-            [functional.linear(part, self.target.output).argmax(-1) for part in flat.split(self.recipe.chunk)]
-        )
-        places = self.target.place[best].view(states.shape[:-1])
+        """Where in the table the target's best token stands, and whether it does, (rows,) each."""
+        chunks = states.split(self.recipe.chunk)
+        best = torch.cat([functional.linear(part, self.target.output).argmax(-1) for part in chunks])
+        places = self.target.place[best]
         return places.clamp_min(0), places >= 0
 
     def _hits(self, texts: Sequence[Text]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each depth (rows that count, rows where the head's best token is the target's)."""
+        """For each depth (rows that count, rows where the head's best token is the target's), (batch, rows) each."""
         found, states, tokens, counted = self._unrolled(texts)
-        wanted, known = self._best(states)
-        rows = torch.arange(counted.shape[1], device=counted.device)
-        previous = self.target.embeddings[tokens[:, 1:-1]] if self.head.config.bias else None
-        device = states.device.type
+        chosen = counted.nonzero(as_tuple=True)
+        wanted, known = self._best(states[chosen])
         for depth, predict in enumerate(found):
-            flat = predict.reshape(-1, predict.shape[-1])
-            before = None if previous is None else previous.reshape(-1, previous.shape[-1])
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                best = torch.cat(
-                    [
-                        self.head.logits(
-                            flat[at : at + self.recipe.chunk],
-                            self.target.rows,
-                            None if before is None else before[at : at + self.recipe.chunk],
-                        ).argmax(-1)
-                        for at in range(0, len(flat), self.recipe.chunk)
-                    ]
-                )
-            yield counted & (rows >= depth), (best.view(wanted.shape) == wanted) & known
+            with self._quickly():
+                output = self.head.output(predict[chosen], self._before(tokens, chosen)).to(states.dtype)
+            chunks = output.split(self.recipe.chunk)
+            best = torch.cat([functional.linear(part, self.target.rows).argmax(-1) for part in chunks])
+            good = torch.zeros_like(counted).index_put_(chosen, (best == wanted) & known)
+            yield counted & (torch.arange(counted.shape[1], device=counted.device) >= depth), good
 
     # Checkpoints
 

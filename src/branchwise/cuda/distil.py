@@ -1,0 +1,66 @@
+"""What a head has to learn from one row of logits, as a Triton kernel: tens of thousands of logits are read once.
+
+The plain `judge` of `train.head.loss` is the truth. Without a CUDA device only tests import this file, and run it in
+Triton's interpreter.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NOTHING = tl.constexpr(-1.0e30)
+"""the logit of no token; it is finite, so that differences are numbers"""
+
+
+BLOCK = 4096
+"""logits that a program holds at a time"""
+
+
+def judge(guess: Tensor, truth: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    """The losses (rows,) of logits (rows, tokens), which become the gradients of the weighted losses."""
+    rows, tokens = guess.shape
+    losses = torch.empty(rows, device=guess.device)
+    block = min(BLOCK, triton.next_power_of_2(tokens))
+    _judge[(rows,)](guess, truth, wanted, weights, losses, tokens, block, num_warps=8)
+    return losses
+
+
+@triton.jit
+def _judge(guess, truth, wanted, weights, losses, tokens: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0)
+    guess += row.to(tl.int64) * tokens
+    truth += row.to(tl.int64) * tokens
+    columns = tl.arange(0, block)
+    # Sums over all logits, relative to the highest so far: of both softmaxes, and of the truth times how far they are
+    # apart.
+    highest_g = tl.full((), NOTHING, tl.float32)
+    highest_t = tl.full((), NOTHING, tl.float32)
+    total_g, total_t, apart = 0.0, 0.0, 0.0
+    for start in range(0, tokens, block):
+        inside = start + columns < tokens
+        g = tl.load(guess + start + columns, mask=inside, other=NOTHING).to(tl.float32)
+        t = tl.load(truth + start + columns, mask=inside, other=NOTHING).to(tl.float32)
+        higher_g, higher_t = tl.maximum(highest_g, tl.max(g, axis=0)), tl.maximum(highest_t, tl.max(t, axis=0))
+        share = tl.exp(t - higher_t)
+        total_g = total_g * tl.exp(highest_g - higher_g) + tl.sum(tl.exp(g - higher_g), axis=0)
+        total_t = total_t * tl.exp(highest_t - higher_t) + tl.sum(share, axis=0)
+        apart = apart * tl.exp(highest_t - higher_t) + tl.sum(share * (t - g), axis=0)
+        highest_g, highest_t = higher_g, higher_t
+    log_g, log_t = highest_g + tl.log(total_g), highest_t + tl.log(total_t)
+    best = tl.load(wanted + row)
+    weight = tl.load(weights + row)
+    surprise = log_g - tl.load(guess + best).to(tl.float32)
+    tl.store(losses + row, 0.5 * weight * (apart / total_t - log_t + log_g + surprise))
+    tl.debug_barrier()  # the best logit is read before it becomes a gradient
+    for start in range(0, tokens, block):
+        inside = start + columns < tokens
+        g = tl.load(guess + start + columns, mask=inside, other=NOTHING).to(tl.float32)
+        t = tl.load(truth + start + columns, mask=inside, other=NOTHING).to(tl.float32)
+        hit = tl.where(start + columns == best, 0.5, 0.0)
+        slope = weight * (tl.exp(g - log_g) - 0.5 * tl.exp(t - log_t) - hit)
+        tl.store(guess + start + columns, slope.to(guess.dtype.element_ty), mask=inside)
