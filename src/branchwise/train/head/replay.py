@@ -1,0 +1,192 @@
+"""What a head would have drafted in texts that are there already: tokens a pass, without a pass.
+
+From every token of an answer the head grows its most probable tree (`topk` of the policies), all tokens of a text at
+once. A greedy target would have accepted what the text says; jumping from verdict to verdict then counts the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from branchwise.draft.head.cache import MOST_EXTRA
+from branchwise.draft.head.network import Attend, Head, Rows
+from branchwise.train.head.learn import Text, Watched
+from branchwise.train.head.unroll import unroll
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree as `topk:N,depth=D,width=W` draws it; a chain is one of width 1."""
+
+    nodes: int
+    depth: int
+    width: int
+
+    @classmethod
+    def chain(cls, length: int) -> Shape:
+        return cls(length, length, 1)
+
+
+class Level(NamedTuple):
+    """The nodes that one level proposes, from every token of a text."""
+
+    values: Tensor
+    """(roots, nodes): log-probabilities of their paths"""
+    tokens: Tensor
+    parents: Tensor
+    """which of the expanded nodes of the level before each one stands below"""
+    places: Tensor
+    """(roots, nodes): which of the expanded nodes each one is, -1 if it is none"""
+
+
+class Replay:
+    def __init__(self, head: Head, target: Watched) -> None:
+        self.head, self.target = head, target
+
+    def passes(self, text: Text, shapes: Sequence[Shape]) -> list[int]:
+        """How many passes an answer takes with trees of each shape, which differ in their nodes alone."""
+        kept = self.accepted(text, shapes)
+        end = len(text.tokens) - 1
+        found = []
+        for accepted in kept.tolist():
+            root, count = text.prompt - 1, 0
+            while root < end:
+                root += 1 + accepted[root - text.prompt + 1]
+                count += 1
+            found.append(count)
+        return found
+
+    @torch.inference_mode()
+    def accepted(self, text: Text, shapes: Sequence[Shape]) -> Tensor:
+        """(shapes, answer tokens): how many drafted tokens are accepted if the token before each one is the root."""
+        tokens = text.tokens.to(self.target.table.device).long()
+        levels = self._grown(tokens, text.prompt, shapes[0])
+        values = torch.cat([level.values for level in levels], dim=1)
+        found = torch.stack([self._walk(levels, values, tokens, text.prompt, shape.nodes) for shape in shapes])
+        if text.prompt == 1:
+            found[:, 0] = 0  # there are no states to draft from yet
+        return found
+
+    def _grown(self, tokens: Tensor, prompt: int, shape: Shape) -> list[Level]:
+        head, embeddings = self.head, self.target.embeddings
+        hidden, _ = self.target(tokens[None])
+        dtype = head.join.weight.dtype
+        roots = torch.arange(prompt - 1, len(tokens) - 1, device=tokens.device)
+        cache = TextCache(head, len(tokens) - 1, roots)
+        features = head.features([state[:, :-1].to(dtype) for state in hidden])
+        after = embeddings[tokens[1:]][None].to(dtype)
+        rows = head(features, after, torch.arange(len(tokens) - 1, device=tokens.device)[None], cache.whole)
+        before = (roots - 1).clamp_min(0)
+        ahead = self._ahead(features, after, before, shape.depth)
+        predict, carry = rows.predict[0, before][:, None], rows.carry[0, before][:, None]
+        table, output = self._table(tokens[:prompt])
+        values, known = torch.zeros(len(roots), 1, device=tokens.device), tokens[roots][:, None]
+        levels = []
+        for depth in range(shape.depth):
+            previous = embeddings[known].to(dtype) if head.config.bias else None
+            scores = head.logits(predict, output, previous).float().log_softmax(dim=-1)
+            likely = scores.topk(min(shape.width, len(table)), dim=-1)
+            proposed = (values[..., None] + likely.values).flatten(1)
+            drafted = table[likely.indices].flatten(1)
+            above = torch.arange(values.shape[1], device=tokens.device).repeat_interleave(likely.values.shape[-1])
+            best = proposed.topk(min(shape.width, proposed.shape[1]), dim=-1)
+            places = torch.full_like(drafted, -1)
+            places.scatter_(
+                1, best.indices, torch.arange(best.indices.shape[1], device=tokens.device).expand_as(best.indices)
+            )
+            levels.append(Level(proposed, drafted, above.expand_as(drafted), places))
+            parents, values, known = above[best.indices], best.values, drafted.gather(1, best.indices)
+            if depth + 1 == shape.depth:
+                break
+            if ahead:
+                predict = ahead[depth + 1][:, None].expand(-1, values.shape[1], -1)
+            else:
+                predict, carry = self._below(cache, carry, parents, known, roots + depth)
+        return levels
+
+    def _below(self, cache: TextCache, carry: Tensor, parents: Tensor, known: Tensor, positions: Tensor) -> Rows:
+        """The rows of the expanded nodes of a level, (roots, nodes, width)."""
+        every = torch.arange(len(known), device=known.device)[:, None]
+        embedded = self.target.embeddings[known].to(carry.dtype)
+        rows: Rows = self.head(
+            carry[every, parents], embedded, positions[:, None].expand_as(known), cache.below(parents)
+        )
+        return rows
+
+    def _ahead(self, features: Tensor, embeddings: Tensor, before: Tensor, depth: int) -> list[Tensor]:
+        """By depth what a parallel head predicts in the rows before the roots, (roots, width); nothing for others."""
+        if not self.head.config.masks:
+            return []
+        longer = (functional.pad(part, (0, 0, 0, depth)) for part in (features, embeddings))
+        levels = unroll(self.head, *longer, depth)
+        levels += levels[-1:] * (depth - len(levels))
+        last = self.head.config.masks
+        return [level[0, before + min(place, last)] for place, level in enumerate(levels)]
+
+    def _table(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that the head can propose in a text, and their output rows."""
+        listed = self.target.place >= 0
+        seen = torch.tensor(list(dict.fromkeys(reversed(prompt.tolist()))), device=prompt.device)
+        extra = seen[~listed[seen]][:MOST_EXTRA]
+        dtype = self.head.join.weight.dtype
+        table = torch.cat([self.target.table, extra])
+        return table, torch.cat([self.target.rows, self.target.output[extra]]).to(dtype)
+
+    @staticmethod
+    def _walk(levels: Sequence[Level], values: Tensor, tokens: Tensor, prompt: int, nodes: int) -> Tensor:
+        """(answer tokens,): how far the text goes along the best nodes of each tree."""
+        least = values.topk(min(nodes, values.shape[1]), dim=1).values[:, -1:]
+        count = len(values)
+        place, found = (torch.zeros(count, device=tokens.device, dtype=torch.long) for _ in range(2))
+        for depth, level in enumerate(levels):
+            wanted = functional.pad(tokens[prompt + depth :], (0, depth), value=-1)[:count]
+            hits = (level.tokens == wanted[:, None]) & (level.parents == place[:, None]) & (level.values >= least)
+            found += hits.any(dim=1)
+            place = torch.where(hits, level.places, -1).amax(dim=1)  # below none no parent is found
+        return found
+
+
+class TextCache:
+    """Keys and values of all rows of a text, and of the nodes above each expanded one in the trees of all roots."""
+
+    def __init__(self, head: Head, rows: int, roots: Tensor) -> None:
+        self._groups = head.config.heads // head.config.kv_heads
+        self._text: dict[int, tuple[Tensor, Tensor]] = {}
+        self._above: dict[int, tuple[Tensor, Tensor]] = {}
+        self._seen = torch.arange(rows, device=roots.device) < roots[:, None]  # (roots, rows): those before the root
+
+    def whole(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the rows of the text among themselves."""
+        key, value = self._repeated(key), self._repeated(value)
+        self._text[layer] = key[0], value[0]
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def below(self, parents: Tensor) -> Attend:
+        """Attention of one more level, (roots, heads, nodes, width), whose nodes stand below these of the last one."""
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            above = [part[:, :, :, None] for part in (self._repeated(key), self._repeated(value))]
+            if layer in self._above:
+                rows = torch.arange(len(parents), device=parents.device)[:, None]
+                before = (part.transpose(1, 2)[rows, parents].transpose(1, 2) for part in self._above[layer])
+                above = [torch.cat(pair, dim=3) for pair in zip(before, above, strict=True)]
+            self._above[layer] = above[0], above[1]
+            keys, values = self._text[layer]
+            scale = query.shape[-1] ** -0.5
+            text = torch.einsum("rhnd,htd->rhnt", query, keys) * scale
+            text = text.masked_fill(~self._seen[:, None, None], -torch.inf)
+            tree = torch.einsum("rhnd,rhnkd->rhnk", query, above[0]) * scale
+            weights = torch.cat([text, tree], dim=-1).float().softmax(dim=-1).to(query.dtype)
+            of_text, of_tree = weights.split([text.shape[-1], tree.shape[-1]], dim=-1)
+            return torch.einsum("rhnt,htd->rhnd", of_text, values) + torch.einsum("rhnk,rhnkd->rhnd", of_tree, above[1])
+
+        return attend
+
+    def _repeated(self, heads: Tensor) -> Tensor:
+        return heads.repeat_interleave(self._groups, dim=1)
