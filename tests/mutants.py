@@ -500,7 +500,7 @@ MUTANTS = [
         ("store.cut(followed.key, known)", "pass"),
         ("path.append(node := child)", "path.append(child)"),
         ("slice(len(new) - 1, len(new)) for new in ahead", "slice(nodes - 1, nodes) for new in ahead"),
-        ("one.tree, one.rows = tree, {}", "one.tree = tree"),
+        ("one.tree = tree", "pass"),
         ("followed.rows = {}\n        ahead", "ahead"),
     ),
     *family(
@@ -508,7 +508,7 @@ MUTANTS = [
         "draft/model/drafter.py",
         ("self.temperature or sampling.temperature or FOR_GREEDY", "sampling.temperature or FOR_GREEDY"),
         ("own_head(None if self.trim is None else self.vocabulary.columns)", "own_head(None)"),
-        ("if bias and not self.vocabulary.whole:", "if bias:"),
+        ("if bias and not self.vocabulary.whole:", "if bias:", "of a whole vocabulary the places are the tokens; the guard spares a table of them"),
         ("self._following.close(sequence)", "pass"),
     ),
     *family(

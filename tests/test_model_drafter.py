@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from branchwise.backends.transformers.runner import bytes_read
 from branchwise.backends.transformers.target import TransformersTarget
@@ -125,6 +125,36 @@ def test_every_law_is_the_draft_models_own_after_the_whole_text(
     drafter = Checked(weights(), tree=tree)
     run(drafter, verify, SamplingParams(temperature=temperature, seed=5))
     assert drafter.seen > 80
+
+
+def test_a_draft_model_that_sees_a_window_counts_the_rows_of_a_tree_in_it() -> None:
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=VOCABULARY, num_hidden_layers=2, sliding_window=2, initializer_range=0.6, **sizes)
+    drafter = Checked(Weights("windowed", MistralForCausalLM(config).eval(), None), tree=Branching(2, 2, 1, 1))
+    run(drafter, "rrs", SamplingParams(temperature=0.8, seed=5), 12)
+    assert drafter.seen > 60
+
+
+def test_rows_of_a_tree_follow_their_text_when_another_ends() -> None:
+    # Every draft is accepted, so that rows of the tree before are read again after slots have moved.
+    drafter = Checked(Weights("same", tiny(0), None), tree=Paths("1x4"))
+    engine = Engine(target(), drafter, VERIFIERS.build("match"))
+    for length, prompt in zip((3, 40, 17), PROMPTS, strict=False):
+        engine.submit(Request(prompt, SamplingParams(), max_new_tokens=length))
+    while engine.busy:
+        engine.step()
+    assert drafter.seen > 30
+
+
+def test_a_text_that_changed_is_read_again_from_where_it_changed() -> None:
+    drafter = Checked(weights(), tree=Paths("1x3"))
+    drafter.bind(target().info)
+    sequence = SequenceState([1, 2, 3, 4, 5, 6])
+    for text in ([1, 2, 3, 4, 5, 6], [1, 2, 9, 4, 5, 6, 7], [1, 2, 9, 4], [8]):
+        sequence.tokens[:] = text
+        drafter.draft([sequence], [Budget(8, 3)])
+    assert drafter.seen == 12
 
 
 @pytest.mark.parametrize("tree", [Paths("2x3"), Branching(3, 1), Wild()], ids=["paths", "rsd-c", "wild"])

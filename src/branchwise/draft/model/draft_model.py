@@ -110,9 +110,6 @@ class Head(nn.Module):
         return nn.functional.linear(hidden, self.weight, self.bias)
 
 
-if TYPE_CHECKING:
-    from branchwise.backends.transformers.target import TransformersTarget
-
 AT_ONCE = 16
 """tokens of a text that are written along with its root, in the pass of the whole batch; more are prefilled apart"""
 
@@ -177,7 +174,7 @@ class DraftKVCache:
         for one, new, tree in zip(followed, ahead, trees, strict=True):
             self.slots.store.advance(one.key, len(new))
             one.cached += new
-            one.tree, one.rows = tree, {}
+            one.tree = tree
         return logits, [slice(len(new) - 1, len(new)) for new in ahead]
 
     def sprouts(self, sequences: Sequence[SequenceState], wanted: Sequence[list[int]]) -> tuple[Tensor, list[slice]]:
