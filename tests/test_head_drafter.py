@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from branchwise.backends.base import Prefill, Scored
+from branchwise.backends.base import Prefill, Scored, TargetInfo
 from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.rows import unpack_bits
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree
-from branchwise.draft import build_policy
+from branchwise.core.tree import DraftTree, LaidTree
+from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs
 from branchwise.draft.head.drafter import HeadDrafter
@@ -61,7 +62,11 @@ def trained(target: TransformersTarget, form: str, table: int = 30) -> TrainedHe
 
 
 class Watching(HeadDrafter):
-    """Notes what it predicts after every node, with the text that leads there."""
+    """Notes what it predicts after every node, with the text that leads there; level by level on the host."""
+
+    def bind(self, target: TargetInfo) -> None:
+        super().bind(target)
+        self._ahead = None
 
     def look(self, requests: list[ExpandRequest]) -> list[NodeProbs]:  # type: ignore[override]
         self.seen = getattr(self, "seen", [])
@@ -149,11 +154,10 @@ def test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host(form: str, shap
     drafter = HeadDrafter(trained(target, form), tree=policy)
     other = HeadDrafter(trained(target, form), tree=policy)
     engine = Engine(target, drafter, VERIFIERS.build("match"))
+    drafter._ahead = None
     other.bind(target.info)
     other._cache.hold(200)
-    ranked = RankedDraft(
-        other.head, other._cache, other._embeddings, other._output, other._table, policy.whole(VOCABULARY)
-    )
+    ranked = RankedDraft(policy, other.head, other._cache, other._embeddings, other._output, other._table)
     compared = 0
 
     def start(sequence: SequenceState, prefill: Prefill) -> None:
@@ -168,7 +172,7 @@ def test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host(form: str, shap
                 other._roots([sequence])
         slots = torch.tensor([other._cache.slot[sequence] for sequence in sequences])
         lengths = torch.tensor([other._cache.lengths[sequence] for sequence in sequences])
-        found = ranked.grow(slots, lengths, torch.tensor([sequence.root for sequence in sequences]))
+        (found,) = ranked.grow(slots, lengths, torch.tensor([sequence.root for sequence in sequences]))
         for tree, tokens, length in zip(trees, found, lengths, strict=True):
             if length > 0 and len(tree) == len(ranked.shape):
                 assert tree.parents == ranked.shape.parents
@@ -195,3 +199,71 @@ def test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host(form: str, shap
     while engine.busy:
         engine.step()
     assert compared > 10
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "parallel" not in form])
+@pytest.mark.parametrize("shape", ["topk:7,depth=4,width=3", "topk:30,depth=3,width=6", "topk:2,depth=5,width=2"])
+@pytest.mark.parametrize("kernels", [False, True])
+@torch.no_grad()
+def test_the_best_trees_are_laid_on_the_device_as_on_the_host(form: str, shape: str, kernels: bool) -> None:
+    """In batches, after verdicts, at the end of texts; the same trees, node by node, and the same texts."""
+    if kernels and (form != "fspad" or "30" in shape):
+        pytest.skip("kernels are interpreted, and serve all forms alike")
+    model = model_of()
+    target = TransformersTarget(model, slots=3, context=128, max_nodes=32, kernels=kernels)
+    drafter = HeadDrafter(trained(target, form), tree=build_policy(shape))
+    other = HeadDrafter(trained(target, form), tree=build_policy(shape))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    other.bind(target.info)
+    assert drafter._ahead is not None
+    other._ahead = None
+    compared = 0
+
+    def start(sequence: SequenceState, prefill: Prefill) -> None:
+        HeadDrafter.start(drafter, sequence, prefill)
+        HeadDrafter.start(other, sequence, prefill)
+
+    def draft(sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        nonlocal compared
+        trees = HeadDrafter.draft(drafter, sequences, budgets)
+        for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):
+            assert isinstance(tree, LaidTree)
+            if budget.depth == 0 or len(sequence.tokens) == 1:
+                continue
+            [expected] = HeadDrafter.draft(other, [sequence], [budget])
+            real = (tree.shape.parents >= 0).nonzero().flatten().tolist()
+            found = {tuple(tree.tokens[tree.path(node)[1:]].tolist()) for node in real}
+            wanted = {tuple(expected.tokens[expected.path(n)[1:]].tolist()) for n in range(1, len(expected))}
+            # Near the end of a text what lies too deep is left out, and nothing takes its place.
+            assert found == wanted if budget.depth >= drafter.tree.depth else found <= wanted
+            assert len(found) == len(real)
+            assert tree.shape.depths[real].tolist() == [len(tree.path(node)) - 1 for node in real]
+            assert tree.depth >= expected.depth
+            marks = unpack_bits(tree.shape.ancestor_bits, len(tree))
+            assert [row.nonzero().flatten().tolist() for row in marks[real]] == [tree.path(node) for node in real]
+            compared += 1
+        return trees
+
+    def update(sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        HeadDrafter.update(drafter, sequences, scored, verdicts)
+        other._drafted = drafter._drafted
+        HeadDrafter.update(other, sequences, scored, verdicts)
+
+    def finish(sequence: SequenceState) -> None:
+        HeadDrafter.finish(drafter, sequence)
+        HeadDrafter.finish(other, sequence)
+
+    drafter.start, drafter.draft = start, draft  # type: ignore[method-assign]
+    drafter.update, drafter.finish = update, finish  # type: ignore[method-assign]
+    length = 8 if kernels else 24
+    prompts = [(1, 2, 3), (5,), tuple(range(20)), (8, 9)]
+    texts = [engine.submit(Request(prompt, max_new_tokens=length + 3 * n)) for n, prompt in enumerate(prompts)]
+    while engine.busy:
+        engine.step()
+    assert compared > 10
+    plain = Engine(target, build_drafter("none"), VERIFIERS.build("match"))
+    for text, prompt in zip(texts, prompts, strict=True):
+        alone = plain.submit(Request(prompt, max_new_tokens=len(text.token_ids)))
+        while plain.busy:
+            plain.step()
+        assert text.token_ids == alone.token_ids

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from branchwise.core.rows import gather_rows, unpack_bits, words_for
 from branchwise.core.topology import Topology
-from branchwise.core.tree import DraftTree
+from branchwise.core.tree import DeviceShape, DraftTree, LaidTree
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,20 @@ class TreeBatch:
         return lay_out(tuple(tree.topology for tree in self.trees), self.nodes)
 
     @cached_property
+    def laid(self) -> DeviceShape | None:
+        """(batch, nodes, …): the shapes of trees that were laid on a device; None if the host knows them all."""
+        if not any(isinstance(tree, LaidTree) for tree in self.trees):
+            return None
+        shapes = [
+            tree.shape if isinstance(tree, LaidTree) else shape_on(tree.topology, self.device) for tree in self.trees
+        ]
+        parents, depths, bits = zip(*(padded_shape(shape, self.nodes) for shape in shapes), strict=True)
+        return DeviceShape(*(torch.stack(part) if len(part) > 1 else part[0][None] for part in (parents, depths, bits)))
+
+    @cached_property
     def host_tokens(self) -> NDArray[np.int64] | None:
         """(batch, nodes) on the host; None where trees were drafted on a device."""
-        if any(tree.tokens.device.type != "cpu" for tree in self.trees):
+        if any(tree.tokens.device.type != "cpu" or isinstance(tree, LaidTree) for tree in self.trees):
             return None
         tokens = np.zeros((len(self.trees), self.nodes), dtype=np.int64)
         for row, tree in zip(tokens, self.trees, strict=True):
@@ -178,8 +189,11 @@ class TreeBatch:
     """(batch,): 1 for forks whose first level is the target's own, 0 for all other trees"""
 
     def host(self, name: str) -> Tensor:
-        """A table as it is on the host; tokens that were drafted on a device stay there."""
+        """A table as it is on the host; tokens and shapes that were drafted on a device stay there."""
         assert self.source is None, "a batch of trees that was taken from another has no tables of its own"
+        if self.laid is not None and name in TreeLayout._fields:
+            found: Tensor = getattr(self.laid, name)
+            return found
         if name == "tokens":
             return self.tokens if self.host_tokens is None else torch.from_numpy(self.host_tokens)
         if name not in self._host:  # a recorded verdict asks for shapes and for numbers
@@ -225,6 +239,26 @@ class TreeBatch:
         taken.tokens = self.tokens[rows]
         taken.source = (self, rows)
         return taken
+
+
+@lru_cache(maxsize=16)
+def shape_on(shape: Topology, device: torch.device) -> DeviceShape:
+    """A shape that the host knows, brought to a device."""
+    arrays = np.array(shape.parents), np.array(shape.depths), shape.bits
+    return DeviceShape(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def padded_shape(shape: DeviceShape, nodes: int) -> DeviceShape:
+    """The shape of a tree with padding up to so many nodes."""
+    more, words = nodes - len(shape.parents), words_for(nodes) - shape.ancestor_bits.shape[1]
+    if not more:
+        return shape
+    pad = torch.nn.functional.pad
+    return DeviceShape(
+        pad(shape.parents, (0, more), value=-1),
+        pad(shape.depths, (0, more)),
+        pad(shape.ancestor_bits, (0, words, 0, more)),
+    )
 
 
 ARRAYS = {name: part.array for name, part in vars(TreeBatch).items() if isinstance(part, Table)}

@@ -170,7 +170,7 @@ class WarpedProbs:
         for sequence, tree, row in zip(self._sequences, self.batch.trees, nodes.tolist(), strict=True):
             for node in row if nodes.ndim == 2 else [row]:
                 node = min(node, len(tree) - 1)  # padding has no path, and its distribution is not read
-                drafted = tree.tokens[tree.topology.path(node)[1:]].tolist()
+                drafted = tree.tokens[tree.path(node)[1:]].tolist()
                 contexts.append(Context(sequence.tokens + drafted, sequence.prompt_length))
         return contexts
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +113,10 @@ class DraftTree:
         """One fixed path; tokens[0] is the root."""
         return cls(torch.tensor(tokens), chain_topology(len(tokens)).parents)
 
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to `node`, both included."""
+        return self.topology.path(node)
+
     @property
     def paths(self) -> list[list[int]]:
         """The nodes of every drawn path, root first, in draw order; a tree that drafts nothing is one path."""
@@ -148,3 +153,53 @@ class DraftTree:
         if self.draw is not Draw.FIXED:
             raise UsageError(f"A tree drawn {self.draw.value} cannot be cut; draft it within the budget.")
         return DraftTree(self.tokens[:keep], self.parents[:keep], sources=self.sources[:keep])
+
+
+class DeviceShape(NamedTuple):
+    """The shape of a tree as it lies on a device; nodes that the tree does not have are padding, as in a batch."""
+
+    parents: Tensor
+    """(nodes,): -1 for the root and for padding"""
+    depths: Tensor
+    """(nodes,)"""
+    ancestor_bits: Tensor
+    """(nodes, words) int32"""
+
+
+@dataclass(frozen=True, eq=False)
+class LaidTree(DraftTree):
+    """A fixed tree that was laid on a device: the host knows its size and how deep it may be, and not its shape.
+
+    `parents` are those of a stand-in of that size and depth, which nobody may take for the tree's own.
+    """
+
+    shape: DeviceShape = field(kw_only=True, repr=False)
+
+    @classmethod
+    def of(cls, tokens: Tensor, shape: DeviceShape, depth: int) -> LaidTree:
+        return cls(tokens, stand_in(len(tokens), depth), shape=shape)
+
+    def path(self, node: int) -> list[int]:
+        """Read from the device; padding stands alone."""
+        parents, path = self.shape.parents.tolist(), [node]
+        while (parent := parents[path[-1]]) >= 0:
+            path.append(parent)
+        return path[::-1]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        raise NotImplementedError(UNKNOWN)
+
+    @property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        raise NotImplementedError(UNKNOWN)
+
+
+UNKNOWN = "the host does not know the shape of a tree that was laid on a device"
+
+
+@lru_cache(maxsize=256)
+def stand_in(nodes: int, depth: int) -> tuple[int, ...]:
+    """The parents of some tree of this size and depth: all nodes below the root, and a chain below the last of them."""
+    wide = nodes - depth
+    return (-1, *[0] * wide, *range(wide, nodes - 1)) if depth else (-1,)

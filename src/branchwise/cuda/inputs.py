@@ -19,6 +19,7 @@ from torch import Tensor
 
 from branchwise.core.batch import TreeLayout
 from branchwise.core.rows import WORD, words_for
+from branchwise.core.tree import DeviceShape
 
 Numbers = NDArray[np.int32]
 
@@ -93,12 +94,13 @@ class PassInputs:
         *,
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
+        laid: DeviceShape | None = None,
     ) -> None:
         """Pack the slots and lengths of the sequences, and their new nodes, (batch, nodes), and copy them.
 
         Trees of which earlier passes have `written` so many rows give the depths of all their rows. Tokens may be in
         device memory, without padding; then `roots` come from the host. Depths and ancestors of the same `layout` as
-        last time are not packed again.
+        last time are not packed again; shapes that were `laid` on the device take the place of packed ones there.
         """
         _ = self._numbers.host  # waits for the copy before
         texts, nodes = len(slots), depths.shape[1]
@@ -129,6 +131,11 @@ class PassInputs:
         self._numbers.copy()
         if isinstance(tokens, Tensor) and tokens.shape[1] > 1:
             self.tokens[: len(tokens), 1 : tokens.shape[1]] = tokens[:, 1:]
+        if laid is not None:
+            self.depths[: len(laid.depths), :nodes] = laid.depths
+            self.key_depths[: len(laid.depths), :nodes] = laid.depths
+            self.ancestor_bits[: len(laid.depths), :nodes, : laid.ancestor_bits.shape[2]] = laid.ancestor_bits
+            torch.add(self.lengths[:, None], self.depths, out=self.positions)
 
     # What the KV cache and the attention of a layer call
 

@@ -20,6 +20,7 @@ from transformers import Cache
 
 from branchwise.backends.transformers.attention import attend, tree_mask
 from branchwise.core.batch import TreeBatch
+from branchwise.core.rows import unpack_bits
 from branchwise.core.sequence import SequenceState
 from branchwise.cuda.graphs import GraphedFunction, restored
 from branchwise.cuda.inputs import BATCHES, NODES, PassInputs, PinnedBuffer, fitting
@@ -318,6 +319,9 @@ def nowhere(slots: Tensor, lengths: Tensor, paths: Tensor) -> Iterator[None]:
 
 def batch_ancestors(batch: TreeBatch, device: torch.device) -> Tensor:
     """(batch, nodes, nodes) bool; padding nodes see only themselves besides the prefix."""
+    if batch.laid is not None:
+        own = torch.eye(batch.nodes, dtype=torch.bool, device=device)
+        return unpack_bits(batch.laid.ancestor_bits, batch.nodes) | own
     bits = np.unpackbits(batch.layout.ancestor_bits.view(np.uint8), axis=2, count=batch.nodes, bitorder="little")
     masks = bits.astype(bool) | np.eye(batch.nodes, dtype=bool)
     return torch.from_numpy(masks).to(device, non_blocking=True)

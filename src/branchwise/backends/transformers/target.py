@@ -39,6 +39,7 @@ from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
 from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import chain_topology
+from branchwise.core.tree import DeviceShape
 from branchwise.cuda.fuse import Fusion, Group, groups_of
 from branchwise.cuda.graphs import GraphedFunction, Graphs, InflightPass, advance_inputs, have_kernels, inputs_restored
 from branchwise.cuda.inputs import PassInputs, size_for
@@ -232,7 +233,14 @@ class TransformersTarget(PipelinedTarget):
         drafted = batch.drafted if batch.host_tokens is None else batch.host_tokens
         layout, roots = batch.layout, [sequence.root for sequence in sequences]
         inputs, found = self._replay(
-            sequences, drafted, layout.depths, layout.ancestor_bits, roots=roots, layout=layout, after=after
+            sequences,
+            drafted,
+            layout.depths,
+            layout.ancestor_bits,
+            roots=roots,
+            layout=layout,
+            laid=batch.laid,
+            after=after,
         )
         size, nodes = layout.depths.shape
         tokens, ancestor_bits = inputs.tokens[:size, :nodes], inputs.ancestor_bits[:size, :nodes]
@@ -306,6 +314,7 @@ class TransformersTarget(PipelinedTarget):
         *,
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
+        laid: DeviceShape | None = None,
         after: Verdicts | None = None,
     ) -> tuple[PassInputs, Scored]:
         """A pass by kernels over nodes (batch, nodes), and its inputs. There may be fewer sequences than trees; nothing
@@ -320,7 +329,9 @@ class TransformersTarget(PipelinedTarget):
         recorded = self._graphs.ready(size)
         inputs = recorded.inputs
         rows, row_depths = (written.rows, written.depths) if written else (None, None)
-        inputs.fill(slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout)
+        inputs.fill(
+            slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout, laid=laid
+        )
         if after is not None:
             places = (inputs.tokens, inputs.positions, inputs.lengths, inputs.starts)
             self._advance(*(place[:batch] for place in places), after.paths, after.tokens)

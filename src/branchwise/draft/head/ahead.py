@@ -4,44 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from branchwise.backends.base import Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
-from branchwise.core.topology import Topology
-from branchwise.core.tree import DraftTree, Draw
+from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import GraphedFunction
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
-from branchwise.draft.head.cache import HeadCache
-from branchwise.draft.head.network import Head
-from branchwise.draft.head.ranks import RankedDraft
-from branchwise.draft.policies.template import Ranks, places_in
+from branchwise.draft.head.device import DeviceDraft
 from branchwise.verify import Verdict, Verdicts
 
 
 class Ahead:
-    """Trees of ranks of a head, on the device of its target."""
+    """Drafts of a head that follow each other on the device of its target."""
 
-    def __init__(
-        self,
-        tree: Ranks,
-        target: TargetInfo,
-        head: Head,
-        cache: HeadCache,
-        embeddings: Tensor,
-        output: Tensor,
-        table: Tensor,
-    ) -> None:
-        self._tree, self._target, self._cache = tree, target, cache
-        self._whole = tree.whole(len(table))
-        self._ranked = RankedDraft(head, cache, embeddings, output, table, self._whole)
+    def __init__(self, draft: DeviceDraft, target: TargetInfo) -> None:
+        self._draft, self._cache, self._target = draft, draft.cache, target
         self._buffers: dict[int, PinnedBuffer] = {}  # by the number of texts: slots, rows and roots
-        self._parts: dict[Topology, Tensor] = {}
         self._sequences: tuple[SequenceState, ...] = ()
         """texts of the pass that was made last"""
-        self._found: Tensor | None = None
+        self._found: tuple[Tensor, ...] | None = None
         """whole trees below the tokens of the last verdicts"""
         self._expected: list[tuple[SequenceState, int]] = []
         self._next: list[DraftTree] | None = None
@@ -52,8 +35,8 @@ class Ahead:
     def _record(self) -> None:
         capture, device = self._target.execution.graphs, self._target.device
         self._cells = self._cache.scratch
-        self._catch_up = GraphedFunction(self._ranked.catch_up, device, capture=capture)
-        self._grow = GraphedFunction(self._ranked.grow, device, capture=capture)
+        self._catch_up = GraphedFunction(self._draft.catch_up, device, capture=capture)
+        self._grow = GraphedFunction(self._draft.grow, device, capture=capture)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """The next trees; texts have no unread rows."""
@@ -62,16 +45,16 @@ class Ahead:
         trees, self._next = self._next if expected else None, None
         if trees is None:
             found, self._found = self._found if expected else None, None
-            trees = self._within(self._grown(sequences) if found is None else found, budgets)
+            trees = self._draft.trees(self._grown(sequences) if found is None else found, budgets)
         self._sequences = tuple(sequences)
         longest = max(self._cache.lengths[sequence] for sequence in sequences)
-        self._hold(longest + 2 * len(self._whole) + 1)  # of this step and of the one after it
+        self._hold(longest + 1 + self._draft.depth + 2 * self._draft.cells)  # of this step and of the one after it
         return trees
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        if self._found is None or min(budget.depth for budget in budgets) < self._whole.depth:
+        if self._found is None or min(budget.depth for budget in budgets) < self._draft.depth:
             return None
-        self._next, self._found = self._within(self._found, budgets), None
+        self._next, self._found = self._draft.trees(self._found, budgets), None
         return self._next
 
     def update(self, scored: Scored, verdicts: Verdicts, hidden: Sequence[Tensor]) -> None:
@@ -94,14 +77,13 @@ class Ahead:
             self._expected = [(sequence, verdict.token) for sequence, verdict in zip(sequences, verdicts, strict=True)]
         return self._caught
 
-    def _grown(self, sequences: Sequence[SequenceState]) -> Tensor:
+    def _grown(self, sequences: Sequence[SequenceState]) -> tuple[Tensor, ...]:
         """Whole trees below the roots of these texts."""
         cache = self._cache
         size = fitting(len(sequences), BATCHES)
         rows = [[cache.slot[sequence], cache.lengths[sequence], sequence.root] for sequence in sequences]
-        self._hold(max(row[1] for row in rows) + len(self._whole) + 1)
-        found: Tensor = self._grow(*self._upload(size, rows).unbind(1))
-        return found[: len(sequences)]
+        self._hold(max(row[1] for row in rows) + self._draft.cells + 1)
+        return self._grow(*self._upload(size, rows).unbind(1))
 
     def _upload(self, size: int, rows: list[list[int]]) -> Tensor:
         """(size, 3): slots, rows and roots of so many texts, padded."""
@@ -117,19 +99,3 @@ class Ahead:
         self._cache.hold(cells)
         if self._cells != self._cache.scratch:
             self._record()  # the cache lies elsewhere now
-
-    def _within(self, found: Tensor, budgets: Sequence[Budget]) -> list[DraftTree]:
-        """Whole trees (at least as many as budgets, nodes), cut to budgets."""
-        self._tree.begin_batch(len(budgets), self._target)
-        shapes = [self._tree.within(budget, len(self._cache.columns)) for budget in budgets]
-        return [
-            DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
-            for row, shape in zip(found, shapes, strict=False)
-        ]
-
-    def _part(self, whole: Tensor, shape: Topology) -> Tensor:
-        if shape is self._whole:
-            return whole
-        if shape not in self._parts:
-            self._parts[shape] = torch.tensor(places_in(self._whole, shape)).to(whole.device, non_blocking=True)
-        return whole.index_select(0, self._parts[shape])

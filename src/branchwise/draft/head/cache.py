@@ -54,6 +54,7 @@ class HeadCache:
     def open(self, sequence: SequenceState, extra: Tensor, rows: Tensor) -> None:
         slot = self.slot[sequence] = self._free.pop()
         self.lengths[sequence] = 0
+        self.predicted[slot], self.carried[slot] = 0, 0  # a text of one token has no row before its first verdict
         self.extra_tokens[slot] = -1
         self.extra_tokens[slot, : len(extra)] = extra
         self.extra_rows[slot, : len(extra)] = rows

@@ -21,8 +21,10 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
 from branchwise.draft.head.ahead import Ahead
+from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.model.drafter import Reading
 from branchwise.draft.model.vocabulary import Vocabulary
 from branchwise.draft.policies.template import Ranks
@@ -77,7 +79,7 @@ class HeadDrafter(TreeDrafter):
         self._texts: dict[SequenceState, Following] = {}
         self._readings: dict[object, Reading] = {}
         self._ahead: Ahead | None = None
-        """drafts on the device, if trees are of ranks and passes are recorded"""
+        """drafts on the device, if trees are such that it can and passes are recorded"""
 
     @property
     def needs(self) -> Needs:
@@ -100,8 +102,12 @@ class HeadDrafter(TreeDrafter):
         self._texts.clear()
         self._readings.clear()
         self._ahead = None
-        if isinstance(self.tree, Ranks) and target.execution.graphs and not self.head.config.masks:
-            self._ahead = Ahead(self.tree, target, self.head, self._cache, self._embeddings, self._output, self._table)
+        if not self.head.config.masks:
+            parts = self.head, self._cache, self._embeddings, self._output, self._table
+            if isinstance(self.tree, Ranks):
+                self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
+            elif type(self.tree) is TopK and not self.tree.gain:
+                self._ahead = Ahead(BestFirstDraft(self.tree, *parts), target)
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes
@@ -115,14 +121,14 @@ class HeadDrafter(TreeDrafter):
         self._texts[sequence] = Following(unread, len(extra))
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        # Before the first pass over a text of one token there are no states to draft from.
-        known = [self._cache.lengths[sequence] + len(self._texts[sequence].unread) > 0 for sequence in sequences]
-        if self._ahead is not None and all(known):
+        if self._ahead is not None:
             with torch.inference_mode():
                 if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
                     self._roots(behind)
                 self._drafted = self._ahead.draft(sequences, budgets)
             return self._drafted
+        # Before the first pass over a text of one token there are no states to draft from.
+        known = [self._cache.lengths[sequence] + len(self._texts[sequence].unread) > 0 for sequence in sequences]
         return super().draft(
             sequences, [budget if some else NOTHING for some, budget in zip(known, budgets, strict=True)]
         )

@@ -1,21 +1,21 @@
-"""A head that drafts a tree of ranks on the device, from the verdict to the next tokens, without the host.
+"""Trees of ranks that a head lays on the device.
 
-The shape is known beforehand, so which row reads which, and what each may attend to, are constants. Two functions of
-tensors are recorded: `catch_up` writes the rows of the tokens that a verdict kept, `grow` lays a tree below the roots.
-Between them stands what the last row of every text predicted and carried on (`HeadCache.predicted`, `carried`).
+The shape is known beforehand, so which row reads which, and what each may attend to, are constants.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from branchwise.core.topology import Topology
-from branchwise.draft.head.cache import HeadCache
-from branchwise.draft.head.network import Attend, Head
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft.base import Budget
+from branchwise.draft.head.device import DeviceDraft
+from branchwise.draft.policies.template import Ranks, places_in
 
 
 class Level(NamedTuple):
@@ -26,10 +26,10 @@ class Level(NamedTuple):
     """(rows,): where they stand in the tree"""
     above: Tensor
     """(rows,): rows of the level before that are their parents"""
-    seen: Tensor
-    """(rows, cells): which cells behind the text they attend to"""
-    first: int
-    """the first of their own cells"""
+    own: Tensor
+    """(1, rows, cells): which cells behind the text they attend to"""
+    cells: Tensor
+    """(rows,): where they are written behind the text"""
     children: Tensor
     """(children,): where the nodes below them stand in the tree"""
     elder: Tensor
@@ -38,16 +38,17 @@ class Level(NamedTuple):
     """the most children of one node"""
 
 
-class RankedDraft:
-    def __init__(
-        self, head: Head, cache: HeadCache, embeddings: Tensor, output: Tensor, table: Tensor, shape: Topology
-    ) -> None:
-        self.head, self.cache, self.shape = head, cache, shape
-        self._embeddings, self._rows, self._table = embeddings, output[table].contiguous(), table
-        self._levels, self._cells = self._plan(shape, table.device)
+class RankedDraft(DeviceDraft):
+    def __init__(self, tree: Ranks, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._tree = tree
+        self.shape = tree.whole(len(self._table))
+        self.cells, self.depth = len(self.shape), self.shape.depth
+        self._levels = self._plan(self.shape, self._table.device)
+        self._parts: dict[Topology, Tensor] = {}
 
     @staticmethod
-    def _plan(shape: Topology, device: torch.device) -> tuple[list[Level], int]:
+    def _plan(shape: Topology, device: torch.device) -> list[Level]:
         levels: list[Level] = []
         cell: dict[int, int] = {}
         before = [0]
@@ -70,95 +71,43 @@ class RankedDraft:
                     depth,
                     torch.tensor(inner, device=device),
                     torch.tensor([before.index(shape.parents[node]) if depth else 0 for node in inner], device=device),
-                    torch.tensor([[c in own for c in range(len(shape))] for own in seen], device=device),
-                    first,
+                    torch.tensor([[[c in own for c in range(len(shape))] for own in seen]], device=device),
+                    torch.arange(first, first + len(inner), device=device),
                     torch.tensor([child for child, _ in pairs], device=device),
                     torch.tensor([elder for _, elder in pairs], device=device),
                     width,
                 )
             )
             before = inner
-        return levels, len(shape)
+        return levels
 
-    def catch_up(
-        self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
-    ) -> Tensor:
-        """Write the rows of accepted paths (batch, steps), padded with -1, whose nodes have these tokens and hidden
-        states (batch, nodes, …) and which are followed by one more token each. Returns the rows of each text then."""
-        slots, lengths, tokens, following = (part.long() for part in (slots, lengths, tokens, following))
-        slots = torch.where(slots < 0, self.cache.padding, slots)
-        nodes = paths.clamp_min(0)
-        states = [state.gather(1, nodes[..., None].expand(-1, -1, state.shape[-1])) for state in hidden]
-        last = functional.pad(paths[:, 1:] < 0, (0, 1), value=True)
-        after = torch.where(last, following[:, None], functional.pad(tokens.gather(1, nodes[:, 1:]), (0, 1)))
-        kept = (paths >= 0).sum(dim=1)
-        positions = lengths[:, None] + torch.arange(paths.shape[1], device=paths.device)
-        cells = torch.where(paths >= 0, positions, self.cache.scratch)
-        seen = self._columns <= positions[..., None]
-        predict, carry = self.head(
-            self.head.features(states), self._embeddings[after], positions, self._attend(slots, cells, seen)
-        )
-        end = (kept - 1).clamp_min(0)
-        rows = torch.arange(len(paths), device=paths.device)
-        self.cache.predicted[slots], self.cache.carried[slots] = predict[rows, end], carry[rows, end]
-        return lengths + kept
-
-    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> Tensor:
-        """(batch, nodes): the tokens of the trees below these roots, of texts with so many rows."""
+    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
         slots, lengths, roots = slots.long(), lengths.long(), roots.long()
         batch = len(slots)
         found = roots.new_zeros(batch, len(self.shape))
         found[:, 0] = roots
         predict, carry = self.cache.predicted[slots][:, None], self.cache.carried[slots][:, None]
-        relative = self._columns[None] - lengths[:, None]  # of every cell, counted from behind the text
-        inside = (relative >= 0) & (relative < self._cells)
         for level in self._levels:
             if level.depth:
-                tokens = found[:, level.nodes]
-                rows = torch.arange(len(level.nodes), device=roots.device)
-                cells = lengths[:, None] + level.first + rows
-                own = level.seen[:, relative.clamp(0, self._cells - 1)].transpose(0, 1)  # (batch, rows, cells)
-                seen = (relative < 0)[:, None] | (own & inside[:, None])
-                positions = (lengths[:, None] - 1 + level.depth).expand_as(cells)
-                predict, carry = self.head(
-                    carry[:, level.above], self._embeddings[tokens], positions, self._attend(slots, cells, seen)
+                own, tokens = level.own.expand(batch, -1, -1), found[:, level.nodes]
+                predict, carry = self._below(
+                    slots, lengths, carry[:, level.above], tokens, level.cells, own, level.depth
                 )
-            best = self._best(predict, slots, level.width)
+            best = self._best(predict, slots, level.width).tokens
             found[:, level.children] = best.flatten(1)[:, level.elder]
-        return found
+        return (found,)
 
-    def _best(self, predict: Tensor, slots: Tensor, count: int) -> Tensor:
-        """(batch, rows, count): the most probable tokens of the table and of each text's prompt."""
-        common = self.head.logits(predict, self._rows)
-        known = self.cache.extra_tokens[slots]
-        normed = self.head.output_norm(predict)
-        extra = torch.einsum("brd,bed->bre", normed, self.cache.extra_rows[slots])
-        extra = extra.masked_fill((known < 0)[:, None], -torch.inf)
-        places = torch.cat([common, extra], dim=-1).topk(count, dim=-1).indices
-        size = len(self._table)
-        theirs = known[:, None].expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
-        return torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs)
+    def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
+        (tokens,) = found
+        shapes = [self._tree.within(budget, len(self._table)) for budget in budgets]
+        return [
+            DraftTree(self._part(row, shape), shape.parents, Draw.FIXED)
+            for row, shape in zip(tokens, shapes, strict=False)
+        ]
 
-    @property
-    def _columns(self) -> Tensor:
-        return self.cache.columns
-
-    def _attend(self, slots: Tensor, cells: Tensor, seen: Tensor) -> Attend:
-        """Attention of rows that are written to cells (batch, rows), over what they see (batch, rows, all cells)."""
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.cache.store[0, layer], self.cache.store[1, layer]
-            keys[slots[:, None], :, cells] = key.transpose(1, 2)
-            values[slots[:, None], :, cells] = value.transpose(1, 2)
-            batch, heads, rows, width = query.shape
-            groups = heads // key.shape[1]
-            # The query heads of a group as further rows: fused kernels with a mask know no groups.
-            folded = query.reshape(batch, key.shape[1], groups * rows, width)
-            mask = seen[:, None].repeat(1, 1, groups, 1)
-            seen_cells = seen.shape[-1]
-            found = functional.scaled_dot_product_attention(
-                folded, keys[slots, :, :seen_cells], values[slots, :, :seen_cells], mask
-            )
-            return found.reshape(batch, heads, rows, width)
-
-        return attend
+    def _part(self, whole: Tensor, shape: Topology) -> Tensor:
+        if shape is self.shape:
+            return whole
+        if shape not in self._parts:
+            self._parts[shape] = torch.tensor(places_in(self.shape, shape)).to(whole.device, non_blocking=True)
+        return whole.index_select(0, self._parts[shape])

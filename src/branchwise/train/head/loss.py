@@ -21,7 +21,7 @@ def loss_of(outputs: Tensor, rows: Tensor, states: Tensor, wanted: Tensor, weigh
     All depths are judged by the same: the states (tokens, width) of the target and the places of its best tokens in
     the table. `weights` are (depths, tokens).
     """
-    loss: Tensor = _Loss.apply(outputs, rows, states, wanted, weights, chunk)
+    loss: Tensor = _Loss.apply(outputs, rows, states, wanted, weights, chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -46,7 +46,7 @@ class _Loss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *slope: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *slope: Tensor) -> Any:
         (slopes,) = ctx.saved_tensors
         return slopes * slope[0].to(slopes.dtype), None, None, None, None, None
 

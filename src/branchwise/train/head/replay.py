@@ -123,8 +123,8 @@ class Replay:
         """By depth what a parallel head predicts in the rows before the roots, (roots, width); nothing for others."""
         if not self.head.config.masks:
             return []
-        longer = (functional.pad(part, (0, 0, 0, depth)) for part in (features, embeddings))
-        levels = unroll(self.head, *longer, depth)
+        longer, after = (functional.pad(part, (0, 0, 0, depth)) for part in (features, embeddings))
+        levels = unroll(self.head, longer, after, depth)
         levels += levels[-1:] * (depth - len(levels))
         last = self.head.config.masks
         return [level[0, before + min(place, last)] for place, level in enumerate(levels)]

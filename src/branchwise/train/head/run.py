@@ -208,9 +208,8 @@ def prepare(
 
 def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:
     """(count,) tokens, those that answers have most first."""
-    counts = torch.zeros(vocabulary, dtype=torch.long)
-    for text in texts:
-        counts += torch.bincount(text.tokens[text.prompt :].long(), minlength=vocabulary)
+    answers = torch.cat([text.tokens[text.prompt :] for text in texts])
+    counts = torch.bincount(answers.long(), minlength=vocabulary)
     return counts.argsort(descending=True, stable=True)[:count]
 
 

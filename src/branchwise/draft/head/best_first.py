@@ -1,0 +1,100 @@
+"""The most probable trees of a head, laid on the device: `topk` of the policies, without the host.
+
+Every level expands its most probable nodes, a fixed number of them, and in the end the best of all proposed nodes are
+kept. Their shape is known where they lie, and nowhere else (`LaidTree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from branchwise.core.rows import pack_bits
+from branchwise.core.tree import DeviceShape, DraftTree, LaidTree
+from branchwise.draft.base import Budget
+from branchwise.draft.head.device import DeviceDraft
+from branchwise.draft.policies.topk import TopK
+
+
+class BestFirstDraft(DeviceDraft):
+    def __init__(self, tree: TopK, *parts: Any) -> None:
+        super().__init__(*parts)
+        width = min(tree.width, len(self._table))
+        sizes = [width, *[width * width] * (tree.depth - 1)]  # nodes that each level proposes
+        self.depth, self._width = tree.depth, width
+        self.nodes = 1 + min(tree.nodes, sum(sizes))
+        self.cells = width * (tree.depth - 1)
+        device = self._table.device
+        self._levels = torch.arange(1, tree.depth + 1, device=device).repeat_interleave(
+            torch.tensor(sizes, device=device)
+        )
+        """(proposed nodes,): how deep each one is"""
+
+    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
+        """Tokens, parents and depths (batch, nodes), and ancestors as bits (batch, nodes, words)."""
+        slots, lengths, roots = slots.long(), lengths.long(), roots.long()
+        batch, width = len(slots), self._width
+        every = torch.arange(batch, device=roots.device)[:, None]
+        predict, carry = self.cache.predicted[slots][:, None], self.cache.carried[slots][:, None]
+        values = torch.zeros(batch, 1, device=roots.device)
+        expanded = torch.full_like(roots, -1)[:, None]  # (batch, rows): which of the proposed nodes they are
+        own = torch.zeros(batch, 1, max(1, self.cells), dtype=torch.bool, device=roots.device)
+        proposed: list[tuple[Tensor, Tensor, Tensor]] = []  # values, tokens and parents of every level
+        first = 0
+        for depth in range(1, self.depth + 1):
+            likely = self._best(predict, slots, width)
+            value = (values[..., None] + likely.logits - likely.total).flatten(1)
+            token, parent = likely.tokens.flatten(1), expanded.repeat_interleave(width, dim=1)
+            proposed.append((value, token, parent))
+            if depth == self.depth:
+                break
+            values, best = value.topk(width, dim=1)
+            above = best // width
+            expanded, tokens = first + best, token.gather(1, best)
+            first += value.shape[1]
+            cells = torch.arange((depth - 1) * width, depth * width, device=roots.device)
+            own = own[every, above]
+            own[:, torch.arange(width, device=roots.device), cells] = True
+            predict, carry = self._below(slots, lengths, carry[every, above], tokens, cells, own, depth)
+        return self._laid(roots, *(torch.cat(part, dim=1) for part in zip(*proposed, strict=True)))
+
+    def _laid(self, roots: Tensor, values: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
+        """The best of all proposed nodes, level by level, below their roots."""
+        chosen = values.topk(self.nodes - 1, dim=1).indices.sort(dim=1).values
+        batch, count = chosen.shape
+        numbers = torch.arange(1, count + 1, device=roots.device).expand(batch, -1)
+        # Of equally probable nodes a parent may be left out while its child is in: then the child is padding.
+        place = torch.full((batch, values.shape[1] + 1), -1, device=roots.device).scatter_(1, chosen, numbers)
+        place[:, -1] = 0  # the root, which is none of the proposed nodes
+        above = place.gather(1, parents.gather(1, chosen) % (values.shape[1] + 1))
+        root = torch.zeros_like(roots)[:, None]
+        above = torch.cat([root - 1, above], dim=1)
+        depths = torch.cat([root, self._levels[chosen]], dim=1)
+        reach = torch.eye(count + 1, dtype=torch.bool, device=roots.device).repeat(batch, 1, 1)
+        every = torch.arange(batch, device=roots.device)[:, None]
+        for _ in range(self.depth):
+            reach = reach | (reach[every, above.clamp_min(0)] & (above >= 0)[..., None])
+        real = reach[..., 0]  # whoever descends from the root
+        found = torch.cat([roots[:, None], tokens.gather(1, chosen)], dim=1)
+        return (
+            torch.where(real, found, 0),
+            torch.where(real, above, -1),
+            torch.where(real, depths, 0),
+            pack_bits(reach & real[..., None]),
+        )
+
+    def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
+        return [self._within(budget, *rows) for budget, *rows in zip(budgets, *found, strict=False)]
+
+    def _within(self, budget: Budget, tokens: Tensor, parents: Tensor, depths: Tensor, bits: Tensor) -> DraftTree:
+        depth = min(budget.depth, self.depth)
+        nodes = min(budget.nodes, self.nodes) if depth else 1
+        if depth < self.depth:  # what lies deeper becomes padding
+            kept = depths <= depth
+            tokens, parents = torch.where(kept, tokens, 0), torch.where(kept, parents, -1)
+            depths, bits = torch.where(kept, depths, 0), torch.where(kept[:, None], bits, 0)
+        shape = DeviceShape(parents[:nodes], depths[:nodes], bits[:nodes])
+        return LaidTree.of(tokens[:nodes], shape, min(depth, nodes - 1))
