@@ -65,7 +65,8 @@ class Ahead:
         if nodes is None:
             return  # a pass that was not recorded: its rows are read by the host's way
         slots = self._upload(len(nodes.slots), [[self._cache.slot[sequence]] for sequence in self._sequences])[:, 0]
-        lengths = self._catch_up(slots, nodes.lengths, nodes.tokens, verdicts.paths, verdicts.tokens, *hidden)
+        paths = verdicts.paths[:, : self._draft.depth + 1]  # a recorded verdict has columns for longer ones
+        lengths = self._catch_up(slots, nodes.lengths, nodes.tokens, paths, verdicts.tokens, *hidden)
         self._found = self._grow(slots, lengths, verdicts.tokens)
         self._caught = True
 

@@ -46,7 +46,7 @@ class BestFirstDraft(DeviceDraft):
         first = 0
         for depth in range(1, self.depth + 1):
             likely = self._best(predict, slots, width)
-            value = (values[..., None] + likely.logits - likely.total).flatten(1)
+            value = (values[..., None] + likely.logprobs).flatten(1)
             token, parent = likely.tokens.flatten(1), expanded.repeat_interleave(width, dim=1)
             proposed.append((value, token, parent))
             if depth == self.depth:
@@ -55,10 +55,10 @@ class BestFirstDraft(DeviceDraft):
             above = best // width
             expanded, tokens = first + best, token.gather(1, best)
             first += value.shape[1]
-            cells = torch.arange((depth - 1) * width, depth * width, device=roots.device)
+            cell = (depth - 1) * width
             own = own[every, above]
-            own[:, torch.arange(width, device=roots.device), cells] = True
-            predict, carry = self._below(slots, lengths, carry[every, above], tokens, cells, own, depth)
+            own[:, :, cell : cell + width] |= torch.eye(width, dtype=torch.bool, device=roots.device)
+            predict, carry = self._below(slots, lengths, carry[every, above], tokens, cell, own, depth)
         return self._laid(roots, *(torch.cat(part, dim=1) for part in zip(*proposed, strict=True)))
 
     def _laid(self, roots: Tensor, values: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:

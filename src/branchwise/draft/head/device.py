@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from branchwise.core.rows import WORD, pack_bits
 from branchwise.core.tree import DraftTree
+from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.head.cache import HeadCache
-from branchwise.draft.head.network import Attend, Head
+from branchwise.draft.head.network import Attend, Head, Rows
 
 
 class Likely(NamedTuple):
     """The most probable tokens after rows, (batch, rows, count) each."""
 
     tokens: Tensor
-    logits: Tensor
-    total: Tensor
-    """(batch, rows, 1): the logarithm of the sum over all tokens"""
+    logprobs: Tensor
 
 
 class DeviceDraft(ABC):
@@ -39,6 +39,7 @@ class DeviceDraft(ABC):
     def __init__(self, head: Head, cache: HeadCache, embeddings: Tensor, output: Tensor, table: Tensor) -> None:
         self.head, self.cache = head, cache
         self._embeddings, self._rows, self._table = embeddings, output[table].contiguous(), table
+        self._kernels = have_kernels(table.device)
 
     @abstractmethod
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
@@ -60,11 +61,12 @@ class DeviceDraft(ABC):
         last = functional.pad(paths[:, 1:] < 0, (0, 1), value=True)
         after = torch.where(last, following[:, None], functional.pad(tokens.gather(1, nodes[:, 1:]), (0, 1)))
         kept = (paths >= 0).sum(dim=1)
-        positions = lengths[:, None] + torch.arange(paths.shape[1], device=paths.device)
-        cells = torch.where(paths >= 0, positions, self.cache.scratch)
-        seen = self.cache.columns <= positions[..., None]
+        steps = paths.shape[1]
+        positions = lengths[:, None] + torch.arange(steps, device=paths.device)
+        # What pads a path is written behind it, where nobody reads it before it is written again.
+        before = torch.ones(steps, steps, dtype=torch.bool, device=paths.device).tril().expand(len(paths), -1, -1)
         predict, carry = self.head(
-            self.head.features(states), self._embeddings[after], positions, self._attend(slots, cells, seen)
+            self.head.features(states), self._embeddings[after], positions, self._attend(slots, lengths, 0, before)
         )
         end = (kept - 1).clamp_min(0)
         rows = torch.arange(len(paths), device=paths.device)
@@ -72,49 +74,70 @@ class DeviceDraft(ABC):
         return lengths + kept
 
     def _below(
-        self, slots: Tensor, lengths: Tensor, carry: Tensor, tokens: Tensor, cells: Tensor, own: Tensor, depth: int
-    ) -> tuple[Tensor, Tensor]:
-        """Rows (batch, rows, …) of nodes with these tokens, so many levels below their roots: what they predict and
-        carry on. They are written to `cells` behind the text and attend to it and to their `own` of these cells."""
-        relative = self.cache.columns - lengths[:, None]  # of every cell, counted from behind the text
-        inside = (relative >= 0) & (relative < self.cells)
-        places = relative.clamp(0, self.cells - 1)[:, None].expand(-1, own.shape[1], -1)
-        seen = (relative < 0)[:, None] | (own.gather(2, places) & inside[:, None])
+        self, slots: Tensor, lengths: Tensor, carry: Tensor, tokens: Tensor, first: int, own: Tensor, depth: int
+    ) -> Rows:
+        """The rows of nodes (batch, rows), so many levels below their roots, that read what their parents carried.
+        They are written behind the text from cell `first` on."""
         positions = (lengths[:, None] - 1 + depth).expand_as(tokens)
-        written = lengths[:, None] + cells
-        predict, carry = self.head(carry, self._embeddings[tokens], positions, self._attend(slots, written, seen))
-        return predict, carry
+        attend = self._attend(slots, lengths, first, own)
+        rows: Rows = self.head(carry, self._embeddings[tokens], positions, attend)
+        return rows
 
     def _best(self, predict: Tensor, slots: Tensor, count: int) -> Likely:
         """The most probable tokens of the table and of each text's prompt."""
-        common = self.head.logits(predict, self._rows)
-        known = self.cache.extra_tokens[slots]
-        normed = self.head.output_norm(predict)
-        extra = torch.einsum("brd,bed->bre", normed, self.cache.extra_rows[slots])
-        extra = extra.masked_fill((known < 0)[:, None], -torch.inf)
-        logits = torch.cat([common, extra], dim=-1).float()
-        best = logits.topk(count, dim=-1)
-        size = len(self._table)
-        theirs = known[:, None].expand(-1, best.indices.shape[1], -1).gather(2, (best.indices - size).clamp_min(0))
-        tokens = torch.where(best.indices < size, self._table[best.indices.clamp_max(size - 1)], theirs)
-        return Likely(tokens, best.values, logits.logsumexp(dim=-1, keepdim=True))
+        known, size = self.cache.extra_tokens[slots], len(self._table)
+        states = self.head.output(predict)
+        if self._kernels:
+            from branchwise.cuda.best_tokens import best_tokens
 
-    def _attend(self, slots: Tensor, cells: Tensor, seen: Tensor) -> Attend:
-        """Attention of rows that are written to cells (batch, rows), over what they see (batch, rows, all cells)."""
+            extra = self.cache.extra_rows, self.cache.extra_tokens
+            values, places, total = best_tokens(states, self._rows, *extra, slots, count)
+        else:
+            own = torch.einsum("brd,bed->bre", states, self.cache.extra_rows[slots])
+            own = own.masked_fill((known < 0)[:, None], -torch.inf)
+            logits = torch.cat([functional.linear(states, self._rows), own], dim=-1).float()
+            values, places = logits.topk(count, dim=-1)
+            total = logits.logsumexp(dim=-1)
+        theirs = known[:, None].expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
+        tokens = torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs)
+        return Likely(tokens, values - total[..., None])
+
+    def _attend(self, slots: Tensor, lengths: Tensor, first: int, own: Tensor) -> Attend:
+        """Attention of rows that are written behind their texts from cell `first` on. They see the text, and of the
+        cells behind it their `own` (batch, rows, cells)."""
+        if self._kernels:
+            return self._attend_by_kernels(slots.int(), lengths.int(), first, own)
+        _, rows, count = own.shape
+        cells = lengths[:, None] + first + torch.arange(rows, device=own.device)
+        relative = self.cache.columns - lengths[:, None]  # of every cell, counted from behind the text
+        inside = ((relative >= 0) & (relative < count))[:, None]
+        places = relative.clamp(0, count - 1)[:, None].expand(-1, rows, -1)
+        seen = (relative < 0)[:, None] | (own.gather(2, places) & inside)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.cache.store[0, layer], self.cache.store[1, layer]
             keys[slots[:, None], :, cells] = key.transpose(1, 2)
             values[slots[:, None], :, cells] = value.transpose(1, 2)
-            batch, heads, rows, width = query.shape
-            groups = heads // key.shape[1]
-            # The query heads of a group as further rows: fused kernels with a mask know no groups.
-            folded = query.reshape(batch, key.shape[1], groups * rows, width)
-            mask = seen[:, None].repeat(1, 1, groups, 1)
-            seen_cells = seen.shape[-1]
-            found = functional.scaled_dot_product_attention(
-                folded, keys[slots, :, :seen_cells], values[slots, :, :seen_cells], mask
+            end = seen.shape[-1]
+            return functional.scaled_dot_product_attention(
+                query, keys[slots, :, :end], values[slots, :, :end], seen[:, None], enable_gqa=True
             )
-            return found.reshape(batch, heads, rows, width)
+
+        return attend
+
+    def _attend_by_kernels(self, slots: Tensor, lengths: Tensor, first: int, own: Tensor) -> Attend:
+        from branchwise.cuda import kernels
+
+        bits = pack_bits(own)
+        depths = torch.zeros(own.shape[:2], dtype=torch.int32, device=own.device)
+        columns = torch.zeros(len(own), WORD * bits.shape[2], dtype=torch.int32, device=own.device)
+        starts = lengths + first
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.cache.store[0, layer], self.cache.store[1, layer]
+            kernels.write_rows(keys, values, key, value, slots, starts)
+            scale = query.shape[-1] ** -0.5
+            found = kernels.tree_attention(query, keys, values, slots, lengths, depths, columns, bits, scale=scale)
+            return found.transpose(1, 2)
 
         return attend

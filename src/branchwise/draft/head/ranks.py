@@ -28,8 +28,8 @@ class Level(NamedTuple):
     """(rows,): rows of the level before that are their parents"""
     own: Tensor
     """(1, rows, cells): which cells behind the text they attend to"""
-    cells: Tensor
-    """(rows,): where they are written behind the text"""
+    first: int
+    """the cell behind the text that the first of them is written to"""
     children: Tensor
     """(children,): where the nodes below them stand in the tree"""
     elder: Tensor
@@ -72,7 +72,7 @@ class RankedDraft(DeviceDraft):
                     torch.tensor(inner, device=device),
                     torch.tensor([before.index(shape.parents[node]) if depth else 0 for node in inner], device=device),
                     torch.tensor([[[c in own for c in range(len(shape))] for own in seen]], device=device),
-                    torch.arange(first, first + len(inner), device=device),
+                    first,
                     torch.tensor([child for child, _ in pairs], device=device),
                     torch.tensor([elder for _, elder in pairs], device=device),
                     width,
@@ -91,7 +91,7 @@ class RankedDraft(DeviceDraft):
             if level.depth:
                 own, tokens = level.own.expand(batch, -1, -1), found[:, level.nodes]
                 predict, carry = self._below(
-                    slots, lengths, carry[:, level.above], tokens, level.cells, own, level.depth
+                    slots, lengths, carry[:, level.above], tokens, level.first, own, level.depth
                 )
             best = self._best(predict, slots, level.width).tokens
             found[:, level.children] = best.flatten(1)[:, level.elder]
