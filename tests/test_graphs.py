@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from branchwise.backends.transformers.kv_cache import KVCache, Layout
+from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch, lay_out
 from branchwise.core.rng import SeededChance
@@ -98,6 +98,27 @@ def test_a_tree_at_the_end_of_its_slot_is_scored_although_its_padding_has_no_row
     text = SequenceState(list(range(3, 19)))
     target.open(text)
     assert_scores_equal_own_forward(model, target, [text], [DraftTree.chain([text.root, 4, 5, 6, 7])])
+
+
+def test_levels_of_a_tree_that_grows_are_scored_by_kernels_as_without() -> None:
+    """Each level is written behind the rows of those before, and sees some of them."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    model = build(SERVED["llama"])
+    texts = [SequenceState([5, 6, 7]), SequenceState([9, 8, 7, 6, 5])]
+    first, second = np.array([[1, 2], [3, 4]]), np.array([[5, 6], [7, 8]])
+    flat, below = np.zeros((2, 2), dtype=np.int64), np.ones((2, 2), dtype=np.int64)
+    own = np.tile(np.eye(2, dtype=np.bool_), (2, 1, 1))
+    branch = np.array([[[1, 0, 1, 0], [0, 1, 0, 1]], [[0, 1, 1, 0], [1, 0, 0, 1]]], dtype=np.bool_)
+    written = PartialTree([2, 2], np.concatenate([flat, below], axis=1))
+    found = []
+    for kernels in (False, True):
+        target = TransformersTarget(model, slots=2, max_nodes=8, kernels=kernels)
+        for text in texts:
+            target.open(text)
+        levels = target.sprout(texts, first, flat, own), target.sprout(texts, second, below, branch, written)
+        found.append([level[:, :2].clone() for level in levels])
+    for without, by_kernels in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernels, without, rtol=1e-4, atol=1e-5)
 
 
 def test_drafting_with_a_model_by_kernels_writes_the_same_texts() -> None:

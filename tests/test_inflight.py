@@ -78,14 +78,25 @@ class Successors(Drafter):
 
 
 class Watched(TransformersTarget):
-    """Counts the passes that were enqueued ahead and those of them that served."""
+    """Counts the passes that were enqueued ahead and those of them that served. As on a device, a pass that is enqueued
+    overwrites the logits of the one before."""
 
     begun = served = 0
+    _last: torch.Tensor | None = None
+
+    def score(self, *given) -> Scored:  # type: ignore[no-untyped-def]
+        found = super().score(*given)
+        self._last = found.logits
+        return found
 
     def launch(self, *given) -> InflightPass | None:  # type: ignore[no-untyped-def]
         found = super().launch(*given)
         if found is None:
             return None
+        with torch.inference_mode():
+            if self._last is not None:
+                self._last.fill_(torch.nan)
+        self._last = found.scored.logits
         self.begun += 1
         own = found.result
 
