@@ -17,14 +17,17 @@ def test_best_tokens_are_those_of_logits_in_memory(
 ) -> None:
     kernels = pytest.importorskip("branchwise.cuda.best_tokens")
     rng = torch.Generator().manual_seed(tokens)
-    states, table = torch.randn(batch, rows, width, generator=rng), torch.randn(tokens, width, generator=rng)
+    table, norm = torch.randn(tokens, width, generator=rng), torch.randn(width, generator=rng)
+    whole = torch.randn(2 * batch * rows, width + 5, generator=rng)  # rows hold more than what is read
+    chosen = torch.randint(len(whole), (batch, rows), generator=rng)
+    states = torch.nn.functional.rms_norm(whole[chosen][..., :width], (width,), norm, 1e-5)
     slots = torch.randperm(batch + 2, generator=rng)[:batch]
     more = torch.randn(batch + 2, extra, width, generator=rng)
     known = torch.randint(-1, 2, (batch + 2, extra), generator=rng)
     own = torch.einsum("brd,bed->bre", states, more[slots]).masked_fill((known[slots] < 0)[:, None], -torch.inf)
     logits = torch.cat([states @ table.T, own], dim=-1)
     expected = logits.topk(count, dim=-1)
-    values, places, total = kernels.best_tokens(states, table, more, known, slots, count)
+    values, places, total = kernels.best_tokens(whole, chosen, (norm, 1e-5), table, more, known, slots, count)
     torch.testing.assert_close(values, expected.values, rtol=1e-4, atol=1e-5)
-    assert torch.equal(places, expected.indices)
+    assert torch.equal(places.long(), expected.indices)
     torch.testing.assert_close(total, logits.logsumexp(-1), rtol=1e-4, atol=1e-5)

@@ -208,14 +208,22 @@ BEST = ["topk:7,depth=4,width=3", "topk:30,depth=3,width=6", "topk:2,depth=5,wid
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("form", "shape", "kernels"),
-    [*((form, shape, False) for form in AUTOREGRESSIVE for shape in BEST), ("fspad", "topk:5,depth=3,width=2", True)],
+    [
+        *((form, shape, False) for form in AUTOREGRESSIVE for shape in BEST),
+        ("fspad", "topk:5,depth=3,width=2", True),
+        ("carry", "topk:5,depth=3,width=2", True),
+    ],
 )
 @torch.no_grad()
-def test_the_best_trees_are_laid_on_the_device_as_on_the_host(form: str, shape: str, kernels: bool) -> None:
+def test_the_best_trees_are_laid_on_the_device_as_on_the_host(
+    form: str, shape: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In batches, after verdicts, at the end of texts; the same trees, node by node, and the same texts. By kernels
     also with passes that are enqueued ahead."""
     if kernels:
         pytest.importorskip("triton", reason="needs Triton's interpreter")
+        for place in ("drafter", "device"):
+            monkeypatch.setattr(f"branchwise.draft.head.{place}.have_kernels", lambda device: True)
     model = model_of()
     target = TransformersTarget(model, slots=3, context=128, max_nodes=32, kernels=kernels)
     drafter = HeadDrafter(trained(target, form), tree=build_policy(shape))
@@ -223,7 +231,7 @@ def test_the_best_trees_are_laid_on_the_device_as_on_the_host(form: str, shape: 
     engine = Engine(target, drafter, VERIFIERS.build("match"))
     other.bind(target.info)
     assert drafter._ahead is not None
-    drafter._ahead._draft._kernels = kernels
+    assert ("Fused" in type(drafter._ahead._draft).__name__) == (kernels and form == "carry")
     other._ahead = None
     compared = 0
 

@@ -1,9 +1,9 @@
 """The best tokens of a table after rows of states, as Triton kernels: logits are never in memory.
 
-A program multiplies a block of output rows with all states of a tile, keeps the best few of its logits and the sum of
-their exponentials, and a second kernel merges what the blocks found. A table of 16,384 rows is 19 MB for a model of
-width 576, which an H200 reads in 5 microseconds; softmax and top-k over logits in memory take ten times as long. The
-plain way of `draft.head.device` is the truth. Without a CUDA device only tests import this file.
+A program norms the rows of a tile, multiplies them with a block of output rows, keeps the best few of its logits and
+the sum of their exponentials, and a second kernel merges what the blocks found. A table of 16,384 rows is 19 MB for a
+model of width 576, which an H200 reads in 5 microseconds; softmax and top-k over logits in memory take ten times as
+long. The plain way of `draft.head.device` is the truth. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from branchwise.cuda.head_rows import _normed, _scale, _weights
+from branchwise.cuda.kernels import _operand
+
 NOTHING = tl.constexpr(-1.0e30)
 """the logit of no token; it is finite, so that differences are numbers"""
 BLOCK = 64
@@ -22,52 +25,59 @@ BLOCK = 64
 
 
 def best_tokens(
-    states: Tensor, table: Tensor, extra: Tensor, known: Tensor, slots: Tensor, count: int
+    rows: Tensor,
+    chosen: Tensor,
+    norm: tuple[Tensor, float],
+    table: Tensor,
+    extra: Tensor,
+    known: Tensor,
+    slots: Tensor,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best logits of every state (batch, rows, width), where they stand, and the logarithm of all exponentials.
+    """The best logits after rows[chosen], where they stand, and the logarithm of all exponentials.
 
-    Places below len(table) are rows of the table; behind them come the `extra` rows (slots, some, width) of the slot of
-    each text, those of them that are `known` >= 0 (slots, some). Returns (batch, rows, count) twice and (batch, rows).
+    Rows are normed by `norm`, a weight and its epsilon; `chosen` is (batch, rows), and of every row the first elements
+    count, as many as the table has. Places below len(table) are rows of the table (tokens, width); behind them come the
+    `extra` rows (slots, some, width) of the slot of each text, those of them that are `known` >= 0 (slots, some).
+    Returns (batch, rows, count) twice and (batch, rows).
     """
-    batch, rows, width = states.shape
-    tiles, fill = -(-batch * rows // 16), max(16, triton.next_power_of_2(rows))
+    (batch, per_text), width = chosen.shape, table.shape[1]
+    whole = batch * per_text
     blocks, more = triton.cdiv(len(table), BLOCK), triton.cdiv(extra.shape[1], BLOCK)
     every = blocks + more
-    values = torch.empty(batch * rows, every, count, device=states.device)
-    places = torch.empty(batch * rows, every, count, device=states.device, dtype=torch.int32)
-    sums = torch.empty(2, batch * rows, every, device=states.device)
+    values = torch.empty(whole, every, count, device=rows.device)
+    places = torch.empty(whole, every, count, device=rows.device, dtype=torch.int32)
+    sums = torch.empty(2, whole, every, device=rows.device)
     found = torch.empty_like(values[:, 0]), torch.empty_like(places[:, 0]), torch.empty_like(sums[0, :, 0])
-    tile = min(64, 16 * triton.next_power_of_2(tiles))
-    shapes = {"width": width, "every": every, "count": count, "block": BLOCK}
-    states = states.contiguous()
-    _table[(blocks, triton.cdiv(batch * rows, tile))](
-        states, table, values, places, sums[0], sums[1], batch * rows, len(table), **shapes, tile=tile, num_warps=4
-    )
-    _extra[(more, batch)](
-        states, extra, known, slots, values, places, sums[0], sums[1], rows, extra.shape[1], len(table), blocks,
-        **shapes, tile=fill, num_warps=4,
+    tile, fill = max(16, min(64, triton.next_power_of_2(whole))), max(16, triton.next_power_of_2(per_text))
+    _blocks[(every, max(triton.cdiv(whole, tile), batch))](
+        rows, chosen, norm[0], table, extra, known, slots, values, places, sums[0], sums[1],
+        rows.stride(0), whole, per_text, len(table), extra.shape[1], batch, norm[1],
+        width=width, every=every, blocks=blocks, count=count, block=BLOCK, tile=tile, fill=fill,
+        block_width=triton.next_power_of_2(width), operand=_operand(table.dtype), num_warps=4, num_stages=4,
     )  # fmt: skip
     candidates = triton.next_power_of_2(every * count)
-    _merge[(batch * rows,)](
+    _merge[(whole,)](
         values, places, sums[0], sums[1], *found, every, count, candidates, triton.next_power_of_2(every), num_warps=4
     )
     best, where, total = found
-    return best.view(batch, rows, count), where.view(batch, rows, count).long(), total.view(batch, rows)
+    return best.view(batch, per_text, count), where.view(batch, per_text, count), total.view(batch, per_text)
 
 
 @triton.jit
-def _product(states, row, real, weights, column, inside, width: tl.constexpr, tile: tl.constexpr, block: tl.constexpr):
-    """(tile, block): logits of states with output rows; both are read in pieces."""
-    piece: tl.constexpr = 64 if width % 64 == 0 else 16
+def _product(
+    rows, place, real, norm, epsilon, weights, column, inside, width: tl.constexpr, block_width: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, operand: tl.constexpr,
+):  # fmt: skip
+    """(tile, block): logits of normed rows with output rows; both are read in pieces."""
+    piece: tl.constexpr = 64 if width >= 64 else 16
+    scale = _scale(rows, place, real, epsilon, width, block_width)
     found = tl.zeros((tile, block), tl.float32)
     for start in range(0, width, piece):
         at = start + tl.arange(0, piece)
-        some = at < width
-        left = tl.load(states + row[:, None] * width + at[None, :], mask=real[:, None] & some[None, :], other=0.0)
-        right = tl.load(
-            weights + column[:, None] * width + at[None, :], mask=inside[:, None] & some[None, :], other=0.0
-        )
-        found += tl.dot(left, tl.trans(right), input_precision="ieee")
+        left = _normed(rows, place, real, at, at < width, scale, norm, operand)
+        right = _weights(weights, column, inside, at, at < width, width, operand)
+        found += tl.dot(left, right, input_precision="ieee")
     return tl.where(inside[None, :], found, NOTHING)
 
 
@@ -89,32 +99,40 @@ def _keep(
         logits = tl.where(columns[None, :] == place[:, None], NOTHING, logits)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _table(
-    states, table, values, places, highest, totals, rows, tokens,
-    width: tl.constexpr, every: tl.constexpr, count: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
+@triton.jit(do_not_specialize=["whole", "per_text", "texts"])
+def _blocks(
+    rows, chosen, norm, table, extra, known, slots, values, places, highest, totals,
+    stride_row, whole, per_text, tokens, some, texts, epsilon,
+    width: tl.constexpr, every: tl.constexpr, blocks: tl.constexpr, count: tl.constexpr, block: tl.constexpr,
+    tile: tl.constexpr, fill: tl.constexpr, block_width: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0)
-    row = tl.program_id(1) * tile + tl.arange(0, tile)
-    column = part * block + tl.arange(0, block)
-    logits = _product(states, row, row < rows, table, column, column < tokens, width, tile, block)
-    _keep(logits, row, row < rows, part * block, part, values, places, highest, totals, every, count, block)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _extra(
-    states, extra, known, slots, values, places, highest, totals, rows, some, tokens, blocks,
-    width: tl.constexpr, every: tl.constexpr, count: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
-):  # fmt: skip
-    part, text = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + text)
-    inner = tl.arange(0, tile)
-    row = text * rows + inner
-    column = part * block + tl.arange(0, block)
-    token = tl.load(known + slot * some + column, mask=column < some, other=-1)
-    logits = _product(states, row, inner < rows, extra + slot * some * width, column, token >= 0, width, tile, block)
-    first = tokens + part * block
-    _keep(logits, row, inner < rows, first, blocks + part, values, places, highest, totals, every, count, block)
+    """A block of the table for a tile of rows, or a block of the tokens of a prompt for the rows of its text."""
+    part, group = tl.program_id(0), tl.program_id(1)
+    column = tl.arange(0, block)
+    if part < blocks:
+        row = group * tile + tl.arange(0, tile)
+        real = row < whole
+        if group * tile < whole:
+            column += part * block
+            place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
+            logits = _product(
+                rows, place, real, norm, epsilon, table, column, column < tokens, width, block_width, tile, block,
+                operand,
+            )  # fmt: skip
+            _keep(logits, row, real, part * block, part, values, places, highest, totals, every, count, block)
+    elif group < texts:
+        inner = tl.arange(0, fill)
+        row, real = group * per_text + inner, inner < per_text
+        column += (part - blocks) * block
+        slot = tl.load(slots + group).to(tl.int64)
+        token = tl.load(known + slot * some + column, mask=column < some, other=-1)
+        place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
+        logits = _product(
+            rows, place, real, norm, epsilon, extra + slot * some * width, column, token >= 0, width, block_width,
+            fill, block, operand,
+        )  # fmt: skip
+        first = tokens + (part - blocks) * block
+        _keep(logits, row, real, first, part, values, places, highest, totals, every, count, block)
 
 
 @triton.jit

@@ -86,13 +86,17 @@ class DeviceDraft(ABC):
     def _best(self, predict: Tensor, slots: Tensor, count: int) -> Likely:
         """The most probable tokens of the table and of each text's prompt."""
         known, size = self.cache.extra_tokens[slots], len(self._table)
-        states = self.head.output(predict)
         if self._kernels:
             from branchwise.cuda.best_tokens import best_tokens
 
-            extra = self.cache.extra_rows, self.cache.extra_tokens
-            values, places, total = best_tokens(states, self._rows, *extra, slots, count)
+            norm, extra = self.head.output_norm, (self.cache.extra_rows, self.cache.extra_tokens)
+            every = torch.arange(predict[..., 0].numel(), device=predict.device).view(predict.shape[:2])
+            states = predict.reshape(-1, predict.shape[-1])
+            weights = norm.weight, self.head.config.epsilon
+            values, places, total = best_tokens(states, every, weights, self._rows, *extra, slots, count)
+            places = places.long()
         else:
+            states = self.head.output(predict)
             own = torch.einsum("brd,bed->bre", states, self.cache.extra_rows[slots])
             own = own.masked_fill((known < 0)[:, None], -torch.inf)
             logits = torch.cat([functional.linear(states, self._rows), own], dim=-1).float()

@@ -18,12 +18,14 @@ from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
+from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
 from branchwise.draft.head.ahead import Ahead
 from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.head.network import Head
 from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.model.drafter import Reading
 from branchwise.draft.model.vocabulary import Vocabulary
@@ -107,7 +109,7 @@ class HeadDrafter(TreeDrafter):
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
             elif type(self.tree) is TopK and not self.tree.gain:
-                self._ahead = Ahead(BestFirstDraft(self.tree, *parts), target)
+                self._ahead = Ahead(best_first(self.tree, *parts), target)
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes
@@ -274,6 +276,16 @@ class HeadDrafter(TreeDrafter):
         if way not in self._readings:
             self._readings[way] = Reading(own, self._vocabulary, trimmed=False)
         return self._readings[way]
+
+
+def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor) -> BestFirstDraft:
+    """How the best trees are laid on the device of a cache."""
+    if have_kernels(cache.store.device):
+        from branchwise.draft.head.fused import FusedDraft
+
+        if FusedDraft.fits(head.config):
+            return FusedDraft(tree, head, cache, *parts)
+    return BestFirstDraft(tree, head, cache, *parts)
 
 
 def _branch(tree: TreeBuilder, node: int) -> list[int]:

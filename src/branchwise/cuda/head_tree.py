@@ -1,0 +1,247 @@
+"""The most probable tree of a head, laid by Triton kernels: what stands between the products of `head_rows`.
+
+`pick` chooses, of what the rows of a level propose, the nodes that are expanded next; `lay` makes a tree of the best of
+all proposed nodes. The plain `draft.head.best_first` is the truth. Without a CUDA device only tests import this file.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from branchwise.core.rows import words_for
+
+NOTHING = tl.constexpr(-1.0e30)
+
+
+class Proposed(NamedTuple):
+    """All nodes that levels propose, (batch, nodes) each."""
+
+    values: Tensor
+    """log-probabilities of their paths"""
+    tokens: Tensor
+    parents: Tensor
+    """which of the proposed nodes each one stands below, -1 for the root"""
+
+
+class Level(NamedTuple):
+    """The nodes that are expanded next, (batch, rows) each."""
+
+    values: Tensor
+    tokens: Tensor
+    numbers: Tensor
+    """which of the proposed nodes they are"""
+    states: Tensor
+    """where the states lie that they read: what their parents carried on"""
+    bits: Tensor
+    """(batch, rows, words): the cells behind the text that they see, as bits"""
+
+
+def pick(
+    best: tuple[Tensor, Tensor, Tensor],
+    names: tuple[Tensor, Tensor, Tensor],
+    before: Level,
+    rows_at: Tensor,
+    proposed: Proposed,
+    first: int,
+    cell: int,
+    width: int,
+) -> Level:
+    """The best `width` nodes of a level.
+
+    `best` are logits, places (batch, rows, count) and totals (batch, rows) as `best_tokens` finds them; `names` the
+    table, the tokens of each prompt and the slots, which turn places into tokens. `rows_at` (batch, rows) says where
+    the states of the rows lie. What the level proposes is written to `proposed` from `first` on; the chosen nodes will
+    stand in cells from `cell` on behind the text.
+    """
+    values, (table, known, _) = best[0], names
+    batch, rows, count = values.shape
+    tokens, numbers, states = (torch.empty(batch, width, dtype=torch.int64, device=values.device) for _ in range(3))
+    bits = torch.empty(batch, width, before.bits.shape[2], dtype=torch.int32, device=values.device)
+    found = Level(values.new_empty(batch, width), tokens, numbers, states, bits)
+    _pick[(batch,)](
+        *best, *names, before.values, before.numbers, before.bits, rows_at, *proposed, *found,
+        len(table), known.shape[1], proposed.values.shape[1], first, cell,
+        rows=rows, count=count, width=width, words=before.bits.shape[2],
+        block_words=triton.next_power_of_2(before.bits.shape[2]), block_width=triton.next_power_of_2(width),
+        block=triton.next_power_of_2(rows * count), num_warps=1,
+    )  # fmt: skip
+    return found
+
+
+def lay(proposed: Proposed, levels: Tensor, roots: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
+    """Tokens, parents and depths (batch, nodes) of trees of the best proposed nodes, and their ancestors as bits.
+
+    `levels` (nodes,) says how deep each proposed node is. Of equally probable nodes the first is better.
+    """
+    batch, count = proposed.values.shape
+    block = triton.next_power_of_2(count)
+    numbers = torch.empty(batch, count, dtype=torch.int32, device=roots.device)
+    _number[(batch,)](proposed.values, numbers, count, nodes - 1, block=block, piece=min(32, block), num_warps=4)
+    words = words_for(nodes)
+    tokens, parents, depths = (torch.empty(batch, nodes, dtype=torch.int64, device=roots.device) for _ in range(3))
+    bits = torch.empty(batch, nodes, words, dtype=torch.int32, device=roots.device)
+    _lay[(batch,)](
+        numbers, proposed.tokens, proposed.parents, levels, roots, tokens, parents, depths, bits, count, nodes,
+        depth=depth, words=words, block=block, num_warps=4,
+    )  # fmt: skip
+    return tokens, parents, depths, bits
+
+
+def follow(paths: Tensor, tokens: Tensor, following: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The token after each node of accepted paths (batch, steps), the rows of every text then, and the last row of each
+    path among all rows."""
+    batch, steps = paths.shape
+    after = torch.empty(batch, steps, dtype=torch.int64, device=paths.device)
+    ends, last = (torch.empty(batch, dtype=torch.int32, device=paths.device) for _ in range(2))
+    _follow[(batch,)](
+        paths, tokens, following, lengths, after, ends, last, paths.stride(0), tokens.stride(0), steps,
+        block=triton.next_power_of_2(steps), num_warps=1,
+    )  # fmt: skip
+    return after, ends, last
+
+
+def remember(rows: Tensor, last: Tensor, slots: Tensor, predicted: Tensor, carried: Tensor) -> None:
+    """Keep what the last row of each text predicted and carried on, (slots, width) each; `rows` hold both, or one."""
+    width = predicted.shape[1]
+    _remember[(len(slots),)](
+        rows, last, slots, predicted, carried, rows.stride(0), rows.shape[1] - width,
+        width=width, block=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "cell"])
+def _pick(
+    values, places, totals, table, known, slots, path_values, path_numbers, path_bits, rows_at,
+    proposed_values, proposed_tokens, proposed_parents, out_values, out_tokens, out_numbers, out_states, out_bits,
+    tokens, some, all_proposed, first, cell,
+    rows: tl.constexpr, count: tl.constexpr, width: tl.constexpr, words: tl.constexpr, block_words: tl.constexpr,
+    block_width: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    text = tl.program_id(0)
+    at = tl.arange(0, block)
+    real, row = at < rows * count, at // count
+    line = text * rows + row
+    value = tl.load(values + text * rows * count + at, mask=real, other=0.0) - tl.load(totals + line, mask=real)
+    value = tl.where(real, value + tl.load(path_values + line, mask=real, other=0.0), NOTHING)
+    place = tl.load(places + text * rows * count + at, mask=real, other=0).to(tl.int64)
+    slot = tl.load(slots + text).to(tl.int64)
+    listed = place < tokens
+    token = tl.load(table + place, mask=real & listed, other=0)
+    token += tl.load(known + slot * some + place - tokens, mask=real & (place >= tokens), other=0)
+    parent = tl.load(path_numbers + line, mask=real, other=-1)
+    goal = text * all_proposed + first + at
+    tl.store(proposed_values + goal, value, mask=real)
+    tl.store(proposed_tokens + goal, token, mask=real)
+    tl.store(proposed_parents + goal, parent, mask=real)
+    word = tl.arange(0, block_words)
+    for rank in range(width):
+        best = tl.max(value, axis=0)
+        spot = tl.min(tl.where(value == best, at, block), axis=0)
+        spot = tl.minimum(spot, rows * count - 1)  # fewer proposals than are wanted: the last one again
+        hit = at == spot
+        out = text * width + rank
+        tl.store(out_values + out, best)
+        tl.store(out_tokens + out, tl.sum(tl.where(hit, token, 0), axis=0))
+        tl.store(out_numbers + out, first + spot)
+        above = text * rows + spot // count
+        tl.store(out_states + out, tl.load(rows_at + above).to(tl.int64))
+        bits = tl.load(path_bits + above * words + word, mask=word < words, other=0)
+        bit = cell + rank
+        bits |= tl.where(word == bit // 32, 1, 0) << (bit % 32)
+        tl.store(out_bits + out * words + word, bits, mask=word < words)
+        value = tl.where(hit, 2 * NOTHING, value)
+
+
+@triton.jit
+def _number(values, numbers, count, most, block: tl.constexpr, piece: tl.constexpr):
+    """The nodes of the tree in order of the proposed ones, from 1 on; -1 for those that are not in it."""
+    text = tl.program_id(0)
+    at = tl.arange(0, block)
+    value = tl.load(values + text * count + at, mask=at < count, other=2 * NOTHING)
+    better = tl.zeros((block,), tl.int32)
+    for start in range(0, block, piece):
+        other = start + tl.arange(0, piece)
+        rival = tl.load(values + text * count + other, mask=other < count, other=2 * NOTHING)
+        ahead = (rival[None, :] > value[:, None]) | (
+            (rival[None, :] == value[:, None]) & (other[None, :] < at[:, None])
+        )
+        better += tl.sum(ahead.to(tl.int32), axis=1)
+    kept = ((better < most) & (at < count)).to(tl.int32)
+    number = tl.cumsum(kept, axis=0)
+    tl.store(numbers + text * count + at, tl.where(kept != 0, number, -1), mask=at < count)
+
+
+@triton.jit
+def _lay(
+    numbers, proposed_tokens, proposed_parents, levels, roots, tokens, parents, depths, bits, count, nodes,
+    depth: tl.constexpr, words: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    text = tl.program_id(0)
+    at = tl.arange(0, block)
+    number = tl.load(numbers + text * count + at, mask=at < count, other=-1)
+    chosen = number > 0
+    goal = text * nodes + number
+    parent = tl.load(proposed_parents + text * count + at, mask=chosen, other=-1)
+    # Of equally probable nodes a parent may be left out while its child is in: then the child is padding.
+    real, above, node = chosen, parent, number
+    directly = tl.zeros((block,), tl.int32)
+    for step in tl.static_range(depth):
+        below = chosen & (above >= 0)
+        node = tl.load(numbers + text * count + above, mask=below, other=0)
+        real = real & (node >= 0)
+        if step == 0:
+            directly = node
+        above = tl.load(proposed_parents + text * count + above, mask=below, other=-1)
+    token = tl.load(proposed_tokens + text * count + at, mask=chosen, other=0)
+    level = tl.load(levels + at, mask=chosen, other=0)
+    tl.store(tokens + goal, tl.where(real, token, 0), mask=chosen)
+    tl.store(parents + goal, tl.where(real, directly, -1).to(tl.int64), mask=chosen)
+    tl.store(depths + goal, tl.where(real, level, 0).to(tl.int64), mask=chosen)
+    for word in tl.static_range(words):
+        mark = tl.where(number // 32 == word, 1, 0) << (number % 32)
+        if word == 0:
+            mark |= 1
+        above = parent
+        for _ in tl.static_range(depth):
+            below = chosen & (above >= 0)
+            node = tl.load(numbers + text * count + above, mask=below, other=0)
+            mark |= tl.where(below & (node // 32 == word), 1, 0) << (tl.maximum(node, 0) % 32)
+            above = tl.load(proposed_parents + text * count + above, mask=below, other=-1)
+        tl.store(bits + goal * words + word, tl.where(real, mark, 0), mask=chosen)
+        tl.store(bits + text * nodes * words + word, 1 if word == 0 else 0)
+    tl.store(tokens + text * nodes, tl.load(roots + text).to(tl.int64))
+    tl.store(parents + text * nodes, tl.full((), -1, tl.int64))
+    tl.store(depths + text * nodes, tl.full((), 0, tl.int64))
+
+
+@triton.jit(do_not_specialize=["stride_path", "stride_token", "steps"])
+def _follow(
+    paths, tokens, following, lengths, after, ends, last, stride_path, stride_token, steps, block: tl.constexpr
+):
+    text = tl.program_id(0)
+    step = tl.arange(0, block)
+    node = tl.load(paths + text * stride_path + step, mask=step < steps, other=-1)
+    following_node = tl.load(paths + text * stride_path + step + 1, mask=step + 1 < steps, other=-1)
+    token = tl.load(tokens + text * stride_token + following_node, mask=following_node >= 0, other=0).to(tl.int64)
+    token = tl.where(following_node >= 0, token, tl.load(following + text).to(tl.int64))
+    tl.store(after + text * steps + step, token, mask=step < steps)
+    kept = tl.sum((node >= 0).to(tl.int32), axis=0)
+    tl.store(ends + text, tl.load(lengths + text).to(tl.int32) + kept)
+    tl.store(last + text, text * steps + tl.maximum(kept - 1, 0))
+
+
+@triton.jit
+def _remember(rows, last, slots, predicted, carried, stride_row, shift, width: tl.constexpr, block: tl.constexpr):
+    text = tl.program_id(0)
+    at = tl.arange(0, block)
+    row, slot = tl.load(last + text).to(tl.int64), tl.load(slots + text).to(tl.int64)
+    some = at < width
+    tl.store(predicted + slot * width + at, tl.load(rows + row * stride_row + at, mask=some), mask=some)
+    tl.store(carried + slot * width + at, tl.load(rows + row * stride_row + shift + at, mask=some), mask=some)

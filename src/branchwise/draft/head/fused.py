@@ -1,0 +1,136 @@
+"""The best trees of a head by a few kernels a level: `BestFirstDraft` where Triton's kernels run.
+
+A level is nine launches instead of eighty: the products of the layer (`cuda.head_rows`), attention, the best tokens of
+the table (`cuda.best_tokens`) and the choice of the next nodes (`cuda.head_tree`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from branchwise.core.rows import WORD, pack_bits, words_for
+from branchwise.cuda.best_tokens import best_tokens
+from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, project, read
+from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, remember
+from branchwise.cuda.kernels import tree_attention
+from branchwise.draft.head.best_first import BestFirstDraft
+from branchwise.draft.head.network import HeadConfig
+from branchwise.draft.policies.topk import TopK
+
+
+class FusedDraft(BestFirstDraft):
+    def __init__(self, tree: TopK, *parts: Any) -> None:
+        super().__init__(tree, *parts)
+        head = self.head
+        self._tap_norms = torch.stack([norm.get_parameter("weight") for norm in head.tap_norms])
+        self._norm = head.output_norm.weight, head.config.epsilon
+
+    @staticmethod
+    def fits(config: HeadConfig) -> bool:
+        return config.gate == "none" and not config.masks and len(config.taps) <= MOST_TAPS
+
+    def catch_up(
+        self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
+    ) -> Tensor:
+        head, device = self.head, slots.device
+        after, ends, last = follow(paths, tokens, following, lengths)
+        features = join(hidden, self._tap_norms, head.join.weight, paths, head.config.epsilon)
+        every, before = numbers(*paths.shape, device), in_order(*paths.shape, device)
+        rows = self._layers(features, every, after, slots, lengths, before, cell=0, position=0, advance=1)
+        remember(rows, last, slots, self.cache.predicted, self.cache.carried)
+        return ends
+
+    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
+        batch, width, device = len(slots), self._width, roots.device
+        kinds = torch.float32, torch.int64, torch.int64
+        proposed = Proposed(*(torch.empty(batch, len(self._levels), dtype=kind, device=device) for kind in kinds))
+        names = self._table, self.cache.extra_tokens, slots
+        extra = self.cache.extra_rows, self.cache.extra_tokens
+        none = filled(-1, torch.int64, device, batch, 1)
+        unseen = filled(0, torch.int32, device, batch, 1, words_for(max(1, self.cells)))
+        level = Level(filled(0, torch.float32, device, batch, 1), none, none, none, unseen)
+        # The states of a root lie in its slot, those of a node where its row does.
+        predicted, carried, at, first = self.cache.predicted, self.cache.carried, slots[:, None], 0
+        for depth in range(1, self.depth + 1):
+            best = best_tokens(predicted, at, self._norm, self._rows, *extra, slots, width)
+            cell = (depth - 1) * width
+            level = pick(best, names, level, at, proposed, first, cell, width)
+            first += at.shape[1] * width
+            if depth == self.depth:
+                break
+            predicted = self._layers(
+                carried,
+                level.states,
+                level.tokens,
+                slots,
+                lengths,
+                level.bits,
+                cell=cell,
+                position=depth - 1,
+                advance=0,
+            )
+            carried, at = predicted[:, -self.head.config.width :], numbers(batch, width, device)
+        return lay(proposed, self._levels, roots, self.nodes, self.depth)
+
+    def _layers(
+        self,
+        states: Tensor,
+        at: Tensor,
+        tokens: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        bits: Tensor,
+        *,
+        cell: int,
+        position: int,
+        advance: int,
+    ) -> Tensor:
+        """(rows, width or twice that): what rows predict, and carry on if that is something else.
+
+        They read states[at] and tokens, (batch, rows) each; the rest as `head_rows.read` takes it.
+        """
+        head, config = self.head, self.head.config
+        (batch, count), device = at.shape, slots.device
+        depths = filled(0, torch.int32, device, batch, count)  # these two only windows need
+        columns = filled(0, torch.int32, device, batch, WORD * bits.shape[2])
+        for number, block in enumerate(head.blocks):
+            weight = {name: block.get_parameter(f"{name}.weight") for name in ("qkv", "out", "gate_up", "down")}
+            norms = head.feature_norm.weight, head.embedding_norm.weight
+            if number:
+                norms = (block.get_parameter("input_norm.weight"),) * 2
+            cache = self.cache.store[0, number], self.cache.store[1, number]
+            query = read(
+                states, at, None if number else (self._embeddings, tokens), norms, weight["qkv"], head.frequencies,
+                cache, slots, lengths, cell=cell, position=position, advance=advance, heads=config.heads,
+                epsilon=config.epsilon,
+            )  # fmt: skip
+            scale = config.head_width**-0.5
+            found = tree_attention(query.transpose(1, 2), *cache, slots, lengths, depths, columns, bits, scale=scale)
+            attended = project(found.view(batch * count, -1), weight["out"], states, at)
+            inner = gate_up(attended, block.get_parameter("mlp_norm.weight"), weight["gate_up"], config.epsilon)
+            states, at = down(inner, weight["down"], attended), numbers(batch, count, device)
+        return states
+
+
+# Constants; a recorded graph reads them where they lie
+
+
+@cache
+def numbers(batch: int, count: int, device: torch.device) -> Tensor:
+    """(batch, count): the rows of all texts, numbered."""
+    return torch.arange(batch * count, device=device).view(batch, count)
+
+
+@cache
+def in_order(batch: int, steps: int, device: torch.device) -> Tensor:
+    """(batch, steps, words): rows behind a text that see each other in their order, as bits."""
+    return pack_bits(torch.ones(steps, steps, dtype=torch.bool, device=device).tril()).repeat(batch, 1, 1)
+
+
+@cache
+def filled(value: int, dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device=device)

@@ -1,0 +1,106 @@
+"""A head drafts by a few kernels what it drafts operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from branchwise.draft import build_policy
+from branchwise.draft.head.best_first import BestFirstDraft
+from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
+from branchwise.draft.head.network import Head, HeadConfig
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+VOCABULARY, SLOTS = 90, 5
+
+
+class Drafts:
+    """The same head twice, with a cache each: by kernels, and operation by operation."""
+
+    def __init__(self, shape: str, rng: torch.Generator, **options: Any) -> None:
+        fused = pytest.importorskip("branchwise.draft.head.fused", reason="needs Triton's interpreter")
+        sizes = {"width": 24, "taps": ("a", "b", "c"), "heads": 4, "kv_heads": 2, "head_width": 12, "mlp": 40}
+        head = Head(HeadConfig(**sizes, **options), 1 / 100 ** (torch.arange(6) / 6))
+        for weight in head.parameters():
+            torch.nn.init.normal_(weight, std=0.3, generator=rng)
+        head.eval().requires_grad_(False)
+        embeddings, output = (torch.randn(VOCABULARY, 24, generator=rng) for _ in range(2))
+        table = torch.randperm(VOCABULARY, generator=rng)[:70]
+        tree = build_policy(shape)
+        self.caches = [HeadCache(head.config, SLOTS, torch.device("cpu"), torch.float32) for _ in range(2)]
+        store = torch.randn(self.caches[0].store.shape, generator=rng)
+        states = torch.randn(2, SLOTS + 1, 24, generator=rng)
+        rest = torch.tensor(sorted(set(range(VOCABULARY)) - set(table.tolist())))
+        for cache in self.caches:
+            cache.store.copy_(store)
+            cache.predicted.copy_(states[0])
+            cache.carried.copy_(states[1] if options.get("carry") else states[0])
+            for slot in range(SLOTS):
+                own = rest[slot : slot + 3 * slot]
+                cache.extra_tokens[slot, : len(own)], cache.extra_rows[slot, : len(own)] = own, output[own]
+            assert cache.extra_tokens.shape[1] == MOST_EXTRA
+        parts = embeddings, output, table
+        self.fused: BestFirstDraft = fused.FusedDraft(tree, head, self.caches[0], *parts)
+        self.plain = BestFirstDraft(tree, head, self.caches[1], *parts)
+        self.plain._kernels = False
+
+    def compare_caches(self) -> None:
+        for name in ("store", "predicted", "carried"):
+            found, wanted = (getattr(cache, name) for cache in self.caches)
+            scratch = SLOTS  # the slot of padding, which nobody reads
+            if name == "store":
+                found, wanted = found[:, :, :scratch], wanted[:, :, :scratch]
+            else:
+                found, wanted = found[:scratch], wanted[:scratch]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+OPTIONS = [{}, {"carry": True}, {"layers": 2, "carry": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "batch"), [("topk:9,depth=3,width=3", 3), ("topk:40,depth=4,width=4", 1), ("topk:3,depth=1,width=5", 2)]
+)
+def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, batch: int) -> None:
+    rng = torch.Generator().manual_seed(batch)
+    drafts = Drafts(shape, rng, **options)
+    slots = torch.randperm(SLOTS, generator=rng)[:batch].int()
+    lengths = torch.randint(1, 60, (batch,), generator=rng).int()
+    roots = torch.randint(VOCABULARY, (batch,), generator=rng)
+    found, wanted = (draft.grow(slots, lengths, roots) for draft in (drafts.fused, drafts.plain))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.long(), theirs.long())
+    drafts.compare_caches()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any]) -> None:
+    rng = torch.Generator().manual_seed(1)
+    drafts = Drafts("topk:9,depth=3,width=3", rng, **options)
+    slots, lengths = torch.tensor([2, 0, 4, SLOTS], dtype=torch.int32), torch.tensor([7, 1, 40, 0], dtype=torch.int32)
+    tokens = torch.randint(VOCABULARY, (4, 10), generator=rng).int()
+    paths = torch.tensor([[0, 3, 7, -1], [0, -1, -1, -1], [0, 1, 4, 9], [-1, -1, -1, -1]], dtype=torch.int32)
+    following = torch.randint(VOCABULARY, (4,), generator=rng)
+    hidden = [torch.randn(4, 10, 24, generator=rng) for _ in range(3)]
+    wider = torch.nn.functional.pad(paths, (0, 2), value=-1)  # a recorded verdict has columns for longer paths
+    drawn = (slots, lengths, tokens, wider[:, :4], following, *hidden)
+    found, wanted = (draft.catch_up(*drawn) for draft in (drafts.fused, drafts.plain))
+    assert found.tolist() == wanted.tolist() == [10, 2, 44, 0]
+    drafts.compare_caches()
+
+
+def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air() -> None:
+    tree = pytest.importorskip("branchwise.cuda.head_tree")
+    values = torch.tensor([[-1.0, -2.0, -1.0, -1.0, -2.0, -2.0]])
+    tokens, parents = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
+    levels = torch.tensor([1, 1, 2, 2, 2, 2])
+    laid = tree.lay(tree.Proposed(values, tokens, parents), levels, torch.tensor([4]), 5, 2)
+    assert [part[0].tolist() for part in laid[:3]] == [[4, 5, 6, 7, 8], [-1, 0, 0, 1, 1], [0, 1, 1, 2, 2]]
+    assert laid[3][0, :, 0].tolist() == [1, 0b11, 0b101, 0b1011, 0b10011]
+    orphan = tree.Proposed(torch.tensor([[-1.0, -3.0, -2.5]]), torch.tensor([[5, 6, 7]]), torch.tensor([[-1, -1, 1]]))
+    laid = tree.lay(orphan, torch.tensor([1, 1, 2]), torch.tensor([4]), 3, 2)
+    assert [part[0].tolist() for part in laid[:3]] == [[4, 5, 0], [-1, 0, -1], [0, 1, 0]]
+    assert laid[3][0, :, 0].tolist() == [1, 0b11, 0]
