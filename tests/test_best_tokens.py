@@ -27,7 +27,12 @@ def test_best_tokens_are_those_of_logits_in_memory(
     own = torch.einsum("brd,bed->bre", states, more[slots]).masked_fill((known[slots] < 0)[:, None], -torch.inf)
     logits = torch.cat([states @ table.T, own], dim=-1)
     expected = logits.topk(count, dim=-1)
-    values, places, total = kernels.best_tokens(whole, chosen, (norm, 1e-5), table, more, known, slots, count)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    whole, chosen, norm, table, more, known, slots = (
+        part.to(device) for part in (whole, chosen, norm, table, more, known, slots)
+    )
+    found = kernels.best_tokens(whole, chosen, (norm, 1e-5), table, more, known, slots, count)
+    values, places, total = (part.cpu() for part in found)
     torch.testing.assert_close(values, expected.values, rtol=1e-4, atol=1e-5)
     assert torch.equal(places.long(), expected.indices)
     torch.testing.assert_close(total, logits.logsumexp(-1), rtol=1e-4, atol=1e-5)

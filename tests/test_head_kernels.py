@@ -13,6 +13,7 @@ from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY, SLOTS = 90, 5
 
 
@@ -25,14 +26,14 @@ class Drafts:
         head = Head(HeadConfig(**sizes, **options), 1 / 100 ** (torch.arange(6) / 6))
         for weight in head.parameters():
             torch.nn.init.normal_(weight, std=0.3, generator=rng)
-        head.eval().requires_grad_(False)
-        embeddings, output = (torch.randn(VOCABULARY, 24, generator=rng) for _ in range(2))
-        table = torch.randperm(VOCABULARY, generator=rng)[:70]
+        head.eval().requires_grad_(False).to(DEVICE)
+        embeddings, output = (torch.randn(VOCABULARY, 24, generator=rng).to(DEVICE) for _ in range(2))
+        table = torch.randperm(VOCABULARY, generator=rng)[:70].to(DEVICE)
         tree = build_policy(shape)
-        self.caches = [HeadCache(head.config, SLOTS, torch.device("cpu"), torch.float32) for _ in range(2)]
+        self.caches = [HeadCache(head.config, SLOTS, DEVICE, torch.float32) for _ in range(2)]
         store = torch.randn(self.caches[0].store.shape, generator=rng)
         states = torch.randn(2, SLOTS + 1, 24, generator=rng)
-        rest = torch.tensor(sorted(set(range(VOCABULARY)) - set(table.tolist())))
+        rest = torch.tensor(sorted(set(range(VOCABULARY)) - set(table.tolist()))).to(DEVICE)
         for cache in self.caches:
             cache.store.copy_(store)
             cache.predicted.copy_(states[0])
@@ -70,7 +71,8 @@ def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, 
     slots = torch.randperm(SLOTS, generator=rng)[:batch].int()
     lengths = torch.randint(1, 60, (batch,), generator=rng).int()
     roots = torch.randint(VOCABULARY, (batch,), generator=rng)
-    found, wanted = (draft.grow(slots, lengths, roots) for draft in (drafts.fused, drafts.plain))
+    drawn = [part.to(DEVICE) for part in (slots, lengths, roots)]
+    found, wanted = (draft.grow(*drawn) for draft in (drafts.fused, drafts.plain))
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.long(), theirs.long())
     drafts.compare_caches()
@@ -86,7 +88,8 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
     following = torch.randint(VOCABULARY, (4,), generator=rng)
     hidden = [torch.randn(4, 10, 24, generator=rng) for _ in range(3)]
     wider = torch.nn.functional.pad(paths, (0, 2), value=-1)  # a recorded verdict has columns for longer paths
-    drawn = (slots, lengths, tokens, wider[:, :4], following, *hidden)
+    drawn = [part.to(DEVICE) for part in (slots, lengths, tokens, wider, following, *hidden)]
+    drawn[3] = drawn[3][:, :4]
     found, wanted = (draft.catch_up(*drawn) for draft in (drafts.fused, drafts.plain))
     assert found.tolist() == wanted.tolist() == [10, 2, 44, 0]
     drafts.compare_caches()
@@ -94,13 +97,16 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
 
 def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air() -> None:
     tree = pytest.importorskip("branchwise.cuda.head_tree")
-    values = torch.tensor([[-1.0, -2.0, -1.0, -1.0, -2.0, -2.0]])
-    tokens, parents = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
-    levels = torch.tensor([1, 1, 2, 2, 2, 2])
-    laid = tree.lay(tree.Proposed(values, tokens, parents), levels, torch.tensor([4]), 5, 2)
+    root, levels = torch.tensor([4], device=DEVICE), torch.tensor([1, 1, 2, 2, 2, 2], device=DEVICE)
+
+    def proposed(values: list[float], tokens: list[int], parents: list[int]) -> Any:
+        return tree.Proposed(*(torch.tensor([part], device=DEVICE) for part in (values, tokens, parents)))
+
+    even = proposed([-1.0, -2.0, -1.0, -1.0, -2.0, -2.0], [5, 6, 7, 8, 9, 10], [-1, -1, 0, 0, 1, 1])
+    laid = tree.lay(even, levels, root, 5, 2)
     assert [part[0].tolist() for part in laid[:3]] == [[4, 5, 6, 7, 8], [-1, 0, 0, 1, 1], [0, 1, 1, 2, 2]]
     assert laid[3][0, :, 0].tolist() == [1, 0b11, 0b101, 0b1011, 0b10011]
-    orphan = tree.Proposed(torch.tensor([[-1.0, -3.0, -2.5]]), torch.tensor([[5, 6, 7]]), torch.tensor([[-1, -1, 1]]))
-    laid = tree.lay(orphan, torch.tensor([1, 1, 2]), torch.tensor([4]), 3, 2)
+    orphan = proposed([-1.0, -3.0, -2.5], [5, 6, 7], [-1, -1, 1])
+    laid = tree.lay(orphan, levels[[0, 1, 2]], root, 3, 2)
     assert [part[0].tolist() for part in laid[:3]] == [[4, 5, 0], [-1, 0, -1], [0, 1, 0]]
     assert laid[3][0, :, 0].tolist() == [1, 0b11, 0]
