@@ -58,6 +58,11 @@ class Drafts:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def apart(numbers: torch.Tensor) -> torch.Tensor:
+    """As verdicts have them: beside other columns."""
+    return torch.stack([numbers - 7, numbers, numbers + 3], dim=1)
+
+
 OPTIONS = [{}, {"carry": True}, {"layers": 2, "carry": True}]
 
 
@@ -71,7 +76,8 @@ def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, 
     slots = torch.randperm(SLOTS, generator=rng)[:batch].int()
     lengths = torch.randint(1, 60, (batch,), generator=rng).int()
     roots = torch.randint(VOCABULARY, (batch,), generator=rng)
-    drawn = [part.to(DEVICE) for part in (slots, lengths, roots)]
+    drawn = [part.to(DEVICE) for part in (slots, lengths, apart(roots))]
+    drawn[2] = drawn[2][:, 1]
     found, wanted = (draft.grow(*drawn) for draft in (drafts.fused, drafts.plain))
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.long(), theirs.long())
@@ -88,8 +94,8 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
     following = torch.randint(VOCABULARY, (4,), generator=rng)
     hidden = [torch.randn(4, 10, 24, generator=rng) for _ in range(3)]
     wider = torch.nn.functional.pad(paths, (0, 2), value=-1)  # a recorded verdict has columns for longer paths
-    drawn = [part.to(DEVICE) for part in (slots, lengths, tokens, wider, following, *hidden)]
-    drawn[3] = drawn[3][:, :4]
+    drawn = [part.to(DEVICE) for part in (slots, lengths, tokens, wider, apart(following), *hidden)]
+    drawn[3], drawn[4] = drawn[3][:, :4], drawn[4][:, 1]
     found, wanted = (draft.catch_up(*drawn) for draft in (drafts.fused, drafts.plain))
     assert found.tolist() == wanted.tolist() == [10, 2, 44, 0]
     drafts.compare_caches()

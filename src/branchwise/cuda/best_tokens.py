@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from branchwise.cuda.head_rows import _normed, _scale, _weights
+from branchwise.cuda.head_rows import _norms, _row_piece, _weighed, _weights
 from branchwise.cuda.kernels import _operand
 
 NOTHING = tl.constexpr(-1.0e30)
@@ -54,7 +54,7 @@ def best_tokens(
         rows, chosen, norm[0], table, extra, known, slots, values, places, sums[0], sums[1],
         rows.stride(0), whole, per_text, len(table), extra.shape[1], batch, norm[1],
         width=width, every=every, blocks=blocks, count=count, block=BLOCK, tile=tile, fill=fill,
-        block_width=triton.next_power_of_2(width), operand=_operand(table.dtype), num_warps=4, num_stages=4,
+        operand=_operand(table.dtype), num_warps=4, num_stages=4,
     )  # fmt: skip
     candidates = triton.next_power_of_2(every * count)
     _merge[(whole,)](
@@ -66,19 +66,19 @@ def best_tokens(
 
 @triton.jit
 def _product(
-    rows, place, real, norm, epsilon, weights, column, inside, width: tl.constexpr, block_width: tl.constexpr,
-    tile: tl.constexpr, block: tl.constexpr, operand: tl.constexpr,
+    rows, place, real, norm, epsilon, weights, column, inside, width: tl.constexpr, tile: tl.constexpr,
+    block: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """(tile, block): logits of normed rows with output rows; both are read in pieces."""
     piece: tl.constexpr = 64 if width >= 64 else 16
-    scale = _scale(rows, place, real, epsilon, width, block_width)
-    found = tl.zeros((tile, block), tl.float32)
+    found, squares = tl.zeros((tile, block), tl.float32), tl.zeros((tile, piece), tl.float32)
     for start in range(0, width, piece):
         at = start + tl.arange(0, piece)
-        left = _normed(rows, place, real, at, at < width, scale, norm, operand)
+        row = _row_piece(rows, place, real, at, at < width)
         right = _weights(weights, column, inside, at, at < width, width, operand)
-        found += tl.dot(left, right, input_precision="ieee")
-    return tl.where(inside[None, :], found, NOTHING)
+        found = tl.dot(_weighed(row, norm, at, at < width, operand), right, found, input_precision="ieee")
+        squares += row.to(tl.float32) * row.to(tl.float32)
+    return tl.where(inside[None, :], found / _norms(squares, epsilon, width)[:, None], NOTHING)
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _blocks(
     rows, chosen, norm, table, extra, known, slots, values, places, highest, totals,
     stride_row, whole, per_text, tokens, some, texts, epsilon,
     width: tl.constexpr, every: tl.constexpr, blocks: tl.constexpr, count: tl.constexpr, block: tl.constexpr,
-    tile: tl.constexpr, fill: tl.constexpr, block_width: tl.constexpr, operand: tl.constexpr,
+    tile: tl.constexpr, fill: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """A block of the table for a tile of rows, or a block of the tokens of a prompt for the rows of its text."""
     part, group = tl.program_id(0), tl.program_id(1)
@@ -116,9 +116,8 @@ def _blocks(
             column += part * block
             place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
             logits = _product(
-                rows, place, real, norm, epsilon, table, column, column < tokens, width, block_width, tile, block,
-                operand,
-            )  # fmt: skip
+                rows, place, real, norm, epsilon, table, column, column < tokens, width, tile, block, operand
+            )
             _keep(logits, row, real, part * block, part, values, places, highest, totals, every, count, block)
     elif group < texts:
         inner = tl.arange(0, fill)
@@ -128,9 +127,19 @@ def _blocks(
         token = tl.load(known + slot * some + column, mask=column < some, other=-1)
         place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
         logits = _product(
-            rows, place, real, norm, epsilon, extra + slot * some * width, column, token >= 0, width, block_width,
-            fill, block, operand,
-        )  # fmt: skip
+            rows,
+            place,
+            real,
+            norm,
+            epsilon,
+            extra + slot * some * width,
+            column,
+            token >= 0,
+            width,
+            fill,
+            block,
+            operand,
+        )
         first = tokens + (part - blocks) * block
         _keep(logits, row, real, first, part, values, places, highest, totals, every, count, block)
 

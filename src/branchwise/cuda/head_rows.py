@@ -37,7 +37,7 @@ def join(hidden: Sequence[Tensor], norms: Tensor, weight: Tensor, nodes: Tensor,
     taps = [*hidden, *[hidden[-1]] * (MOST_TAPS - len(hidden))]
     _join[(triton.cdiv(width, COLUMNS), triton.cdiv(batch * steps, _tile(batch * steps)))](
         *taps, norms, weight, nodes, out, *hidden[0].stride()[:2], nodes.stride(0), batch * steps, steps, epsilon,
-        taps=len(hidden), width=width, block_width=triton.next_power_of_2(width), **_shape(weight, batch * steps),
+        taps=len(hidden), width=width, columns=COLUMNS, **_shape(weight, batch * steps),
     )  # fmt: skip
     return out
 
@@ -70,13 +70,13 @@ def read(
     kv_heads, head_width = keys.shape[1], keys.shape[3]
     query = weight.new_empty(batch, rows, heads, head_width)
     table, tokens = embeddings or (states, chosen)
-    _read[(heads + 2 * kv_heads, triton.cdiv(batch * rows, _tile(batch * rows)))](
+    chunks = triton.cdiv(head_width // 2, COLUMNS)
+    _read[((heads + 2 * kv_heads) * chunks, triton.cdiv(batch * rows, _tile(batch * rows)))](
         states, chosen, table, tokens, *norms, weight, frequencies, query, keys, values, slots, lengths,
         states.stride(0), table.stride(0), *keys.stride()[:3], batch * rows, rows, keys.shape[2], cell, position,
         advance, epsilon,
         paired=embeddings is not None, width=norms[0].shape[0], heads=heads, kv_heads=kv_heads, head_width=head_width,
-        block_half=max(16, triton.next_power_of_2(head_width // 2)),
-        block_width=triton.next_power_of_2(norms[0].shape[0]), **_shape(weight, batch * rows),
+        chunk=COLUMNS, **_shape(weight, batch * rows),
     )  # fmt: skip
     return query
 
@@ -90,9 +90,9 @@ def gate_up(states: Tensor, norm: Tensor, weight: Tensor, epsilon: float) -> Ten
     """(rows, MLP width): the gated inner values of the MLP."""
     rows, width = states.shape
     out = weight.new_empty(rows, weight.shape[0] // 2)
-    _gate_up[(triton.cdiv(out.shape[1], 2 * COLUMNS), triton.cdiv(rows, _tile(rows)))](
+    _gate_up[(triton.cdiv(out.shape[1], COLUMNS), triton.cdiv(rows, _tile(rows)))](
         states, norm, weight, out, rows, out.shape[1], epsilon,
-        width=width, columns=2 * COLUMNS, block_width=triton.next_power_of_2(width), **_shape(weight, rows),
+        width=width, columns=COLUMNS, **_shape(weight, rows),
     )  # fmt: skip
     return out
 
@@ -119,48 +119,51 @@ def _tile(rows: int) -> int:
 
 
 def _shape(weight: Tensor, rows: int) -> dict[str, object]:
-    piece = min(PIECE, max(16, triton.next_power_of_2(weight.shape[1])))
+    piece = min(PIECE, max(16, triton.next_power_of_2(weight.shape[1] // 2)))
     return {"tile": _tile(rows), "piece": piece, "operand": _operand(weight.dtype), "num_warps": 4, "num_stages": 4}
 
 
 @triton.jit
-def _scale(states, place, real, epsilon, width: tl.constexpr, block_width: tl.constexpr):
-    """(tile,): what an RMS norm multiplies rows with, before its weights."""
-    at = tl.arange(0, block_width)
-    mask = real[:, None] & (at < width)[None, :]
-    row = tl.load(states + place[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
-    return 1 / tl.sqrt(tl.sum(row * row, axis=1) / width + epsilon)
+def _row_piece(states, place, real, at, some):
+    """(tile, piece): elements of rows, as they are stored."""
+    return tl.load(states + place[:, None] + at[None, :], mask=real[:, None] & some[None, :], other=0.0)
 
 
 @triton.jit
-def _normed(states, place, real, at, some, scale, norm, operand: tl.constexpr):
-    """(tile, piece): elements of rows, normed."""
-    row = tl.load(states + place[:, None] + at[None, :], mask=real[:, None] & some[None, :], other=0.0).to(tl.float32)
+def _weighed(row, norm, at, some, operand: tl.constexpr):
+    """Elements of rows times the weights of their norm. What a norm divides by is divided by behind the product: it is
+    only known when the whole row was read."""
     weight = tl.load(norm + at, mask=some, other=0.0).to(tl.float32)
-    return (row * scale[:, None] * weight[None, :]).to(operand)
+    return (row.to(tl.float32) * weight[None, :]).to(operand)
+
+
+@triton.jit
+def _norms(squares, epsilon, width: tl.constexpr):
+    """(tile,): what rows are divided by, from the squares of their elements (tile, piece), added up piece by piece."""
+    return tl.sqrt(tl.sum(squares, axis=1) / width + epsilon)
 
 
 @triton.jit
 def _weights(weight, line, inside, at, some, inputs, operand: tl.constexpr):
     """(piece, lines): part of some lines of a matrix, as a product takes them."""
-    places = weight + line[None, :].to(tl.int64) * inputs + at[:, None]
-    return tl.load(places, mask=inside[None, :] & some[:, None], other=0.0).to(operand)
+    places = weight + line[:, None].to(tl.int64) * inputs + at[None, :]
+    return tl.trans(tl.load(places, mask=inside[:, None] & some[None, :], other=0.0).to(operand))
 
 
 @triton.jit(do_not_specialize=["stride_path", "rows", "steps"])
 def _join(
     first, second, third, fourth, norms, weight, nodes, out,
     stride_batch, stride_node, stride_path, rows, steps, epsilon,
-    taps: tl.constexpr, width: tl.constexpr, block_width: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
+    taps: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
     operand: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * 16 + tl.arange(0, 16)
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real = row < rows
     node = tl.load(nodes + row // steps * stride_path + row % steps, mask=real, other=0)
     node = tl.maximum(node, 0).to(tl.int64)  # what pads a path is never read
     place = (row // steps).to(tl.int64) * stride_batch + node * stride_node
-    total = tl.zeros((tile, 16), tl.float32)
+    total = tl.zeros((tile, columns), tl.float32)
     for tap in tl.static_range(taps):
         if tap == 0:
             states = first
@@ -170,14 +173,39 @@ def _join(
             states = third
         else:
             states = fourth
-        scale = _scale(states, place, real, epsilon, width, block_width)
+        part, squares = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, piece), tl.float32)
         for start in range(0, width, piece):
             at = start + tl.arange(0, piece)
-            left = _normed(states, place, real, at, at < width, scale, norms + tap * width, operand)
+            state = _row_piece(states, place, real, at, at < width)
             right = _weights(weight + tap * width, column, column < width, at, at < width, taps * width, operand)
-            total += tl.dot(left, right, input_precision="ieee")
+            left = _weighed(state, norms + tap * width, at, at < width, operand)
+            part = tl.dot(left, right, part, input_precision="ieee")
+            squares += state.to(tl.float32) * state.to(tl.float32)
+        total += part / _norms(squares, epsilon, width)[:, None]
     goal = out + row[:, None] * width + column[None, :]
     tl.store(goal, total.to(out.dtype.element_ty), mask=real[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _halves(
+    states, place, real, norm, weight, line, inside, epsilon, inputs,
+    half: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
+    operand: tl.constexpr,
+):  # fmt: skip
+    """Normed rows times some lines of a matrix, and times the lines half a head below them, (tile, chunk) each."""
+    lower, upper = tl.zeros((tile, chunk), tl.float32), tl.zeros((tile, chunk), tl.float32)
+    squares = tl.zeros((tile, piece), tl.float32)
+    for start in range(0, width, piece):
+        at = start + tl.arange(0, piece)
+        state = _row_piece(states, place, real, at, at < width)
+        first = _weights(weight, line, inside, at, at < width, inputs, operand)
+        second = _weights(weight, line + half, inside, at, at < width, inputs, operand)
+        left = _weighed(state, norm, at, at < width, operand)
+        lower = tl.dot(left, first, lower, input_precision="ieee")
+        upper = tl.dot(left, second, upper, input_precision="ieee")
+        squares += state.to(tl.float32) * state.to(tl.float32)
+    norms = _norms(squares, epsilon, width)[:, None]
+    return lower / norms, upper / norms
 
 
 @triton.jit(do_not_specialize=["rows", "per_text", "cell", "position", "advance", "capacity"])
@@ -186,37 +214,29 @@ def _read(
     stride_state, stride_token, stride_slot, stride_head, stride_row, rows, per_text, capacity, cell, position, advance,
     epsilon,
     paired: tl.constexpr, width: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr,
-    block_half: tl.constexpr, block_width: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr,
+    chunk: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
-    """The product of one head, in two halves, which rotary positions turn against each other."""
-    head = tl.program_id(0)
+    """Part of the product of one head, of both of its halves, which rotary positions turn against each other."""
+    half: tl.constexpr = head_width // 2
+    chunks: tl.constexpr = (half + chunk - 1) // chunk
+    head = tl.program_id(0) // chunks
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real = row < rows
-    state = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_state
-    token = tl.load(tokens + row, mask=real, other=0).to(tl.int64) * stride_token
-    half: tl.constexpr = head_width // 2
-    element = tl.arange(0, block_half)
-    inside = element < half
-    line = head * head_width + element
+    element = tl.program_id(0) % chunks * chunk + tl.arange(0, chunk)
+    inside, line = element < half, head * head_width + element
     inputs: tl.constexpr = 2 * width if paired else width
-    lower, upper = tl.zeros((tile, block_half), tl.float32), tl.zeros((tile, block_half), tl.float32)
-    scale = _scale(states, state, real, epsilon, width, block_width)
-    for start in range(0, width, piece):
-        at = start + tl.arange(0, piece)
-        left = _normed(states, state, real, at, at < width, scale, state_norm, operand)
-        lower += tl.dot(left, _weights(weight, line, inside, at, at < width, inputs, operand), input_precision="ieee")
-        right = _weights(weight, line + half, inside, at, at < width, inputs, operand)
-        upper += tl.dot(left, right, input_precision="ieee")
+    place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_state
+    lower, upper = _halves(
+        states, place, real, state_norm, weight, line, inside, epsilon, inputs, half, width, chunk, tile, piece, operand
+    )
     if paired:
-        scale = _scale(table, token, real, epsilon, width, block_width)
-        for start in range(0, width, piece):
-            at = start + tl.arange(0, piece)
-            left = _normed(table, token, real, at, at < width, scale, token_norm, operand)
-            right = _weights(weight + width, line, inside, at, at < width, inputs, operand)
-            lower += tl.dot(left, right, input_precision="ieee")
-            right = _weights(weight + width, line + half, inside, at, at < width, inputs, operand)
-            upper += tl.dot(left, right, input_precision="ieee")
+        place = tl.load(tokens + row, mask=real, other=0).to(tl.int64) * stride_token
+        lower_more, upper_more = _halves(
+            table, place, real, token_norm, weight + width, line, inside, epsilon, inputs, half, width, chunk, tile,
+            piece, operand,
+        )  # fmt: skip
+        lower += lower_more
+        upper += upper_more
     text, number = row // per_text, row % per_text
     length = tl.load(lengths + text, mask=real, other=0).to(tl.int32)
     if head < heads + kv_heads:  # queries and keys; values have no positions
@@ -235,34 +255,29 @@ def _read(
         mask &= ((slot >= 0) & (at_cell < capacity))[:, None]
         kind, kept = (head - heads) // kv_heads, (head - heads) % kv_heads
         place = slot * stride_slot + kept * stride_head + at_cell.to(tl.int64) * stride_row
+        goal = place[:, None] + element[None, :]
         if kind == 0:
-            tl.store(keys + place[:, None] + element[None, :], lower.to(keys.dtype.element_ty), mask=mask)
-            tl.store(keys + place[:, None] + element[None, :] + half, upper.to(keys.dtype.element_ty), mask=mask)
+            tl.store(keys + goal, lower.to(keys.dtype.element_ty), mask=mask)
+            tl.store(keys + goal + half, upper.to(keys.dtype.element_ty), mask=mask)
         else:
-            tl.store(values + place[:, None] + element[None, :], lower.to(keys.dtype.element_ty), mask=mask)
-            tl.store(values + place[:, None] + element[None, :] + half, upper.to(keys.dtype.element_ty), mask=mask)
+            tl.store(values + goal, lower.to(keys.dtype.element_ty), mask=mask)
+            tl.store(values + goal + half, upper.to(keys.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gate_up(
     states, norm, weight, out, rows, lines, epsilon,
-    width: tl.constexpr, columns: tl.constexpr, block_width: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr,
+    width: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real, inside = row < rows, column < lines
-    place = row.to(tl.int64) * width
-    scale = _scale(states, place, real, epsilon, width, block_width)
-    gate, up = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, columns), tl.float32)
-    for start in range(0, width, piece):
-        at = start + tl.arange(0, piece)
-        left = _normed(states, place, real, at, at < width, scale, norm, operand)
-        gate += tl.dot(left, _weights(weight, column, inside, at, at < width, width, operand), input_precision="ieee")
-        right = _weights(weight, column + lines, inside, at, at < width, width, operand)
-        up += tl.dot(left, right, input_precision="ieee")
-    goal = out + row[:, None].to(tl.int64) * lines + column[None, :]
+    gate, up = _halves(
+        states, row.to(tl.int64) * width, real, norm, weight, column, inside, epsilon, width, lines, width, columns,
+        tile, piece, operand,
+    )  # fmt: skip
     found = gate / (1 + tl.exp(-gate)) * up
+    goal = out + row[:, None].to(tl.int64) * lines + column[None, :]
     tl.store(goal, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
@@ -275,13 +290,13 @@ def _add(
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real, inside = row < rows, column < lines
+    place = row.to(tl.int64) * inputs
     total = tl.zeros((tile, columns), tl.float32)
     for start in range(0, inputs, piece):
         at = start + tl.arange(0, piece)
-        mask = real[:, None] & (at < inputs)[None, :]
-        part = tl.load(left + row[:, None].to(tl.int64) * inputs + at[None, :], mask=mask, other=0.0).to(operand)
+        part = _row_piece(left, place, real, at, at < inputs).to(operand)
         right = _weights(weight, column, inside, at, at < inputs, inputs, operand)
-        total += tl.dot(part, right, input_precision="ieee")
+        total = tl.dot(part, right, total, input_precision="ieee")
     state = row.to(tl.int64)
     if indexed:
         state = tl.load(chosen + row, mask=real, other=0).to(tl.int64)

@@ -82,13 +82,16 @@ def lay(proposed: Proposed, levels: Tensor, roots: Tensor, nodes: int, depth: in
     """
     batch, count = proposed.values.shape
     block = triton.next_power_of_2(count)
-    numbers = torch.empty(batch, count, dtype=torch.int32, device=roots.device)
-    _number[(batch,)](proposed.values, numbers, count, nodes - 1, block=block, piece=min(32, block), num_warps=4)
+    ranks, numbers = torch.empty(2, batch, count, dtype=torch.int32, device=roots.device)
+    piece = min(32, block)
+    _rank[(triton.cdiv(count, piece), batch)](proposed.values, ranks, count, block=block, piece=piece, num_warps=4)
+    _number[(batch,)](ranks, numbers, count, nodes - 1, block=block, num_warps=4)
     words = words_for(nodes)
     tokens, parents, depths = (torch.empty(batch, nodes, dtype=torch.int64, device=roots.device) for _ in range(3))
     bits = torch.empty(batch, nodes, words, dtype=torch.int32, device=roots.device)
     _lay[(batch,)](
-        numbers, proposed.tokens, proposed.parents, levels, roots, tokens, parents, depths, bits, count, nodes,
+        numbers, proposed.tokens, proposed.parents, levels, roots, tokens, parents, depths, bits,
+        roots.stride(0), count, nodes,
         depth=depth, words=words, block=block, num_warps=4,
     )  # fmt: skip
     return tokens, parents, depths, bits
@@ -101,7 +104,8 @@ def follow(paths: Tensor, tokens: Tensor, following: Tensor, lengths: Tensor) ->
     after = torch.empty(batch, steps, dtype=torch.int64, device=paths.device)
     ends, last = (torch.empty(batch, dtype=torch.int32, device=paths.device) for _ in range(2))
     _follow[(batch,)](
-        paths, tokens, following, lengths, after, ends, last, paths.stride(0), tokens.stride(0), steps,
+        paths, tokens, following, lengths, after, ends, last,
+        paths.stride(0), tokens.stride(0), following.stride(0), steps,
         block=triton.next_power_of_2(steps), num_warps=1,
     )  # fmt: skip
     return after, ends, last
@@ -160,27 +164,29 @@ def _pick(
 
 
 @triton.jit
-def _number(values, numbers, count, most, block: tl.constexpr, piece: tl.constexpr):
-    """The nodes of the tree in order of the proposed ones, from 1 on; -1 for those that are not in it."""
-    text = tl.program_id(0)
-    at = tl.arange(0, block)
-    value = tl.load(values + text * count + at, mask=at < count, other=2 * NOTHING)
-    better = tl.zeros((block,), tl.int32)
-    for start in range(0, block, piece):
-        other = start + tl.arange(0, piece)
-        rival = tl.load(values + text * count + other, mask=other < count, other=2 * NOTHING)
-        ahead = (rival[None, :] > value[:, None]) | (
-            (rival[None, :] == value[:, None]) & (other[None, :] < at[:, None])
-        )
-        better += tl.sum(ahead.to(tl.int32), axis=1)
-    kept = ((better < most) & (at < count)).to(tl.int32)
-    number = tl.cumsum(kept, axis=0)
-    tl.store(numbers + text * count + at, tl.where(kept != 0, number, -1), mask=at < count)
+def _rank(values, ranks, count, block: tl.constexpr, piece: tl.constexpr):
+    """How many proposed nodes are better than each."""
+    text = tl.program_id(1)
+    at, other = tl.program_id(0) * piece + tl.arange(0, piece), tl.arange(0, block)
+    value = tl.load(values + text * count + at, mask=at < count, other=2 * NOTHING)[:, None]
+    rival = tl.load(values + text * count + other, mask=other < count, other=2 * NOTHING)[None, :]
+    better = (rival > value) | ((rival == value) & (other[None, :] < at[:, None]))
+    tl.store(ranks + text * count + at, tl.sum(better.to(tl.int32), axis=1), mask=at < count)
 
 
 @triton.jit
+def _number(ranks, numbers, count, most, block: tl.constexpr):
+    """The nodes of the tree in order of the proposed ones, from 1 on; -1 for those that are not in it."""
+    text = tl.program_id(0)
+    at = tl.arange(0, block)
+    kept = (tl.load(ranks + text * count + at, mask=at < count, other=most) < most).to(tl.int32)
+    tl.store(numbers + text * count + at, tl.where(kept != 0, tl.cumsum(kept, axis=0), -1), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["stride_root"])
 def _lay(
-    numbers, proposed_tokens, proposed_parents, levels, roots, tokens, parents, depths, bits, count, nodes,
+    numbers, proposed_tokens, proposed_parents, levels, roots, tokens, parents, depths, bits,
+    stride_root, count, nodes,
     depth: tl.constexpr, words: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     text = tl.program_id(0)
@@ -216,21 +222,22 @@ def _lay(
             above = tl.load(proposed_parents + text * count + above, mask=below, other=-1)
         tl.store(bits + goal * words + word, tl.where(real, mark, 0), mask=chosen)
         tl.store(bits + text * nodes * words + word, 1 if word == 0 else 0)
-    tl.store(tokens + text * nodes, tl.load(roots + text).to(tl.int64))
+    tl.store(tokens + text * nodes, tl.load(roots + text * stride_root).to(tl.int64))
     tl.store(parents + text * nodes, tl.full((), -1, tl.int64))
     tl.store(depths + text * nodes, tl.full((), 0, tl.int64))
 
 
-@triton.jit(do_not_specialize=["stride_path", "stride_token", "steps"])
+@triton.jit(do_not_specialize=["stride_path", "stride_token", "stride_following", "steps"])
 def _follow(
-    paths, tokens, following, lengths, after, ends, last, stride_path, stride_token, steps, block: tl.constexpr
-):
+    paths, tokens, following, lengths, after, ends, last, stride_path, stride_token, stride_following, steps,
+    block: tl.constexpr,
+):  # fmt: skip
     text = tl.program_id(0)
     step = tl.arange(0, block)
     node = tl.load(paths + text * stride_path + step, mask=step < steps, other=-1)
     following_node = tl.load(paths + text * stride_path + step + 1, mask=step + 1 < steps, other=-1)
     token = tl.load(tokens + text * stride_token + following_node, mask=following_node >= 0, other=0).to(tl.int64)
-    token = tl.where(following_node >= 0, token, tl.load(following + text).to(tl.int64))
+    token = tl.where(following_node >= 0, token, tl.load(following + text * stride_following).to(tl.int64))
     tl.store(after + text * steps + step, token, mask=step < steps)
     kept = tl.sum((node >= 0).to(tl.int32), axis=0)
     tl.store(ends + text, tl.load(lengths + text).to(tl.int32) + kept)

@@ -35,8 +35,8 @@ class Ahead:
     def _record(self) -> None:
         capture, device = self._target.execution.graphs, self._target.device
         self._cells = self._cache.scratch
-        self._catch_up = GraphedFunction(self._draft.catch_up, device, capture=capture)
         self._grow = GraphedFunction(self._draft.grow, device, capture=capture)
+        self._go_on = GraphedFunction(self._draft.go_on, device, capture=capture)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """The next trees; texts have no unread rows."""
@@ -66,8 +66,7 @@ class Ahead:
             return  # a pass that was not recorded: its rows are read by the host's way
         slots = self._upload(len(nodes.slots), [[self._cache.slot[sequence]] for sequence in self._sequences])[:, 0]
         paths = verdicts.paths[:, : self._draft.depth + 1]  # a recorded verdict has columns for longer ones
-        lengths = self._catch_up(slots, nodes.lengths, nodes.tokens, paths, verdicts.tokens, *hidden)
-        self._found = self._grow(slots, lengths, verdicts.tokens)
+        self._found = self._go_on(slots, nodes.lengths, nodes.tokens, paths, verdicts.tokens, *hidden)
         self._caught = True
 
     def follow(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> bool:

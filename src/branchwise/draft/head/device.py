@@ -1,7 +1,7 @@
 """A head that drafts on the device, from the verdict to the next tokens, without the host.
 
-Two functions of tensors are recorded: `catch_up` writes the rows of the tokens that a verdict kept, `grow` lays trees
-below the roots. Between them stands what the last row of every text predicted and carried on (`HeadCache.predicted`,
+Two functions of tensors follow each other: `catch_up` writes the rows of the tokens that a verdict kept, `grow` lays
+trees below the roots. Between them stands what the last row of every text predicted and carried on (`HeadCache.predicted`,
 `carried`).
 """
 
@@ -48,6 +48,12 @@ class DeviceDraft(ABC):
     @abstractmethod
     def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
         """What `grow` found, cut to budgets; there may be fewer budgets than rows."""
+
+    def go_on(
+        self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        """From verdicts to the next trees."""
+        return self.grow(slots, self.catch_up(slots, lengths, tokens, paths, following, *hidden), following)
 
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
