@@ -1,8 +1,8 @@
 """A head that drafts on the device, from the verdict to the next tokens, without the host.
 
 Two functions of tensors follow each other: `catch_up` writes the rows of the tokens that a verdict kept, `grow` lays
-trees below the roots. Between them stands what the last row of every text predicted and carried on (`HeadCache.predicted`,
-`carried`).
+trees below the roots. Between them stands what the last row of every text predicted and carried on
+(`HeadCache.predicted`, `carried`).
 """
 
 from __future__ import annotations
