@@ -246,9 +246,9 @@ def _read(
         lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
     mask = real[:, None] & inside[None, :]
     if head < heads:
-        goal = query + (row[:, None] * heads + head) * head_width + element[None, :]
-        tl.store(goal, lower.to(query.dtype.element_ty), mask=mask)
-        tl.store(goal + half, upper.to(query.dtype.element_ty), mask=mask)
+        goal = (row[:, None] * heads + head).to(tl.int64) * head_width + element[None, :]
+        tl.store(query + goal, lower.to(query.dtype.element_ty), mask=mask)
+        tl.store(query + goal + half, upper.to(query.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(slots + text, mask=real, other=-1).to(tl.int64)
         at_cell = length + cell + number
