@@ -13,7 +13,7 @@ from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.errors import UsageError
 from branchwise.progress import Progress, silent
 from branchwise.train.head.learn import Recipe, Text
-from branchwise.train.head.run import Sizes, Training
+from branchwise.train.head.run import FORMS, Sizes, Training
 from branchwise.train.texts import Writer, without_loops
 from tests.test_head_drafter import VOCABULARY, model_of
 
@@ -46,7 +46,9 @@ def training(folder: Path, model: LlamaForCausalLM, progress: Progress = silent,
     return Training(model, target.info, folder, replace(SIZES, **sizes), recipe, progress)
 
 
-@pytest.mark.parametrize("options", [{}, {"carry": False, "gate": "full"}, {"carry": False, "masks": 3, "bias": 8}])
+@pytest.mark.parametrize(
+    "options", [{}, {"carry": False, "gate": "full"}, {"carry": False, "masks": 3, "bias": 8}, FORMS["speculators"]]
+)
 def test_a_head_learns_a_rule(tmp_path: Path, options: dict[str, object]) -> None:
     model = ruled()
     texts = texts_of(model)

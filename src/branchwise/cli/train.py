@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from branchwise.cli import group
 from branchwise.cli.console import print_notice
@@ -127,7 +127,9 @@ def head(
     loading: Loading,
     minutes: Annotated[float, Option(help="How long the head learns; writing texts comes before.")] = 5.0,
     texts: Annotated[int, Option(help="Texts that the target writes to learn from.")] = 60_000,
-    form: Annotated[str, Option(help="carry, eagle, fspad, fspad-gate, parallelspec or two-layers.")] = "carry",
+    form: Annotated[
+        str, Option(help="carry, eagle, fspad, fspad-gate, parallelspec, speculators or two-layers.")
+    ] = "carry",
     mlp: Annotated[int | None, Option(help="Width of the head's MLP.", show_default="five times the model's")] = None,
     table: Annotated[int, Option(help="Tokens that it can propose, the most frequent ones.")] = 32_768,
     avoid: Annotated[
@@ -179,6 +181,43 @@ def head(
     hits = " ".join(f"{hit:.2f}" for hit in last["hits"])
     print(f"{weights / 1e6:.1f} M weights, {last['steps']} steps. Held-out texts, hits by depth: {hits}")
     print(f"Use it with --draft head:{out}")
+
+
+@train.command()
+@grouped
+def export(
+    *,
+    file: Annotated[Path, Argument(metavar="HEAD", help="The file that `branchwise train head` wrote.")],
+    loading: Loading,
+    layout: Annotated[str, Option("--format", help="speculators, the layout of vLLM.")] = "speculators",
+    verifier: Annotated[
+        str | None, Option(help="Hub id or folder by which vLLM loads the model.", show_default="--model")
+    ] = None,
+    out: Annotated[Path, Option(help="The folder to write.")] = Path("head"),
+    as_json: AsJson = False,
+) -> None:
+    """Write a head for another engine.
+
+    The folder drafts in vLLM and here: --draft head:FOLDER. Heads of the forms speculators and eagle can be exported.
+
+    branchwise train export --format speculators smollm2.head --model smollm2 --out smollm2-eagle3
+    """
+    check_known("format", layout, ("speculators",))
+    from branchwise.draft.head.drafter import read_head
+    from branchwise.draft.head.export import Verifier, check_exportable, check_folder, export_speculators
+
+    head = read_head(file)
+    check_exportable(head)
+    check_folder(out)
+    llm = loading.load(draft="none", max_batch=1)
+    info, config = llm.engine.target.info, llm.model.config
+    positions = config.get_text_config().to_dict().get("max_position_embeddings") or info.context
+    known = Verifier(verifier or loading.model, tuple(config.architectures or ()), positions)
+    export_speculators(head, out, info, known)
+    if as_json:
+        print(json.dumps({"folder": str(out), "format": layout, "verifier": known.name, "tokens": len(head.table)}))
+        return
+    print(f"Use it with vllm serve {out}, or here with --draft head:{out}")
 
 
 def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:

@@ -36,9 +36,19 @@ class DeviceDraft(ABC):
     depth: int
     """levels of a whole tree"""
 
-    def __init__(self, head: Head, cache: HeadCache, embeddings: Tensor, output: Tensor, table: Tensor) -> None:
+    def __init__(
+        self,
+        head: Head,
+        cache: HeadCache,
+        embeddings: Tensor,
+        output: Tensor,
+        table: Tensor,
+        rows: Tensor | None = None,
+    ) -> None:
+        """`rows` are the output rows of the table, by default those of `output`."""
         self.head, self.cache = head, cache
-        self._embeddings, self._rows, self._table = embeddings, output[table].contiguous(), table
+        self._embeddings, self._table = embeddings, table
+        self._rows = output[table].contiguous() if rows is None else rows
         self._kernels = have_kernels(table.device)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Drafting with a trained head: `head:FILE[,table=N,temperature=…]`.
+"""Drafting with a trained head: `head:FILE[,table=N,temperature=…]`, or `head:FOLDER` for one of vLLM's `speculators`.
 
 After a step the head reads the hidden states of the tokens that were kept, in one pass for all texts, which gives the
 distributions after the new roots. Then every level of a tree is one pass over its new nodes; a parallel head has
@@ -27,6 +27,7 @@ from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head
 from branchwise.draft.head.ranks import RankedDraft
+from branchwise.draft.head.speculators import load_speculators
 from branchwise.draft.model.drafter import Reading
 from branchwise.draft.model.vocabulary import Vocabulary
 from branchwise.draft.policies.template import Ranks
@@ -76,7 +77,10 @@ class HeadDrafter(TreeDrafter):
             raise UsageError(f"A head proposes at least 1 token, not table={table}.")
         if temperature is not None and not temperature > 0:
             raise UsageError(f"A head draws at a temperature above 0, not {temperature}.")
-        self.trained = file if isinstance(file, TrainedHead) else TrainedHead.load(Path(file).expanduser())
+        self.trained = file if isinstance(file, TrainedHead) else read_head(Path(file).expanduser())
+        if table is not None and not self.trained.ranked:
+            raise UsageError(f"The tokens of {file} are not in the order of frequency; leave out table={table}.")
+        self._taps = self.trained.head.config.taps
         self.wanted, self.temperature = table, temperature
         self._texts: dict[SequenceState, Following] = {}
         self._readings: dict[object, Reading] = {}
@@ -85,27 +89,32 @@ class HeadDrafter(TreeDrafter):
 
     @property
     def needs(self) -> Needs:
-        return Needs(hidden_layers=self.trained.head.config.taps, pad_shape=super().needs.pad_shape)
+        return Needs(hidden_layers=self._taps, pad_shape=super().needs.pad_shape)
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         self.trained.check(target)
         if target.embeddings is None:
             raise ModelError(f"{target.name} shows no embeddings, and a head reads them.")
-        self._embeddings, output = target.embeddings
+        embeddings, self._output = target.embeddings
+        self._taps = self.trained.taps(target)
+        self._embeddings = _own(self.trained.embeddings, embeddings)
         self.head = self.trained.head.to(target.device, target.dtype)
         self.head.frequencies = self.head.frequencies.float()
         self._table = self.trained.table[: self.wanted].to(target.device)
-        self._output, self._rows = output, output[self._table].contiguous()
+        shared = self._output[self._table].contiguous()
+        self._rows = _own(self.trained.rows, shared)
         self._listed = torch.zeros(target.vocabulary, dtype=torch.bool)
         self._listed[self._table.cpu()] = True
+        if self._rows is not shared:  # the target's rows for other tokens would not fit beside them
+            self._output, self._listed = self._rows, torch.ones_like(self._listed)
         self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
         self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
         self._texts.clear()
         self._readings.clear()
         self._ahead = None
         if not self.head.config.masks:
-            parts = self.head, self._cache, self._embeddings, self._output, self._table
+            parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
             elif type(self.tree) is TopK and not self.tree.gain:
@@ -119,7 +128,7 @@ class HeadDrafter(TreeDrafter):
         prompt = torch.tensor(list(dict.fromkeys(reversed(sequence.tokens))))  # the last tokens first
         extra = prompt[~self._listed[prompt]][:MOST_EXTRA].to(self._table.device)
         self._cache.open(sequence, extra, self._output[extra])
-        unread = self._features([prefill.hidden[tap] for tap in self.head.config.taps])
+        unread = self._features([prefill.hidden[tap] for tap in self._taps])
         self._texts[sequence] = Following(unread, len(extra))
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -141,7 +150,7 @@ class HeadDrafter(TreeDrafter):
     @torch.inference_mode()
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
         if self._ahead is not None:
-            self._ahead.update(scored, verdicts, [scored.hidden[tap] for tap in self.head.config.taps])
+            self._ahead.update(scored, verdicts, [scored.hidden[tap] for tap in self._taps])
 
     def finish(self, sequence: SequenceState) -> None:
         self._cache.close(sequence)
@@ -154,7 +163,7 @@ class HeadDrafter(TreeDrafter):
             return
         for row, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
             text, path = self._texts[sequence], list(verdict.path)
-            kept = self._features([scored.hidden[tap][row, path] for tap in self.head.config.taps])
+            kept = self._features([scored.hidden[tap][row, path] for tap in self._taps])
             text.unread = torch.cat([text.unread, kept])
 
     def _features(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -295,3 +304,15 @@ def _branch(tree: TreeBuilder, node: int) -> list[int]:
         found.append(node)
         node = tree.parents[node]
     return found
+
+
+def read_head(path: Path) -> TrainedHead:
+    return load_speculators(path) if path.is_dir() else TrainedHead.load(path)
+
+
+def _own(given: Tensor | None, theirs: Tensor) -> Tensor:
+    """Rows that came with a head, or the target's where they are the same."""
+    if given is None:
+        return theirs
+    own = given.to(theirs.device, theirs.dtype)
+    return theirs if torch.equal(own, theirs) else own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.state import Format, Tensors
 from branchwise.errors import ModelError
 
-FORMAT = Format("head", "train one with: branchwise train head --target MODEL", ModelError)
+FORMAT = Format("head", "train one with: branchwise train head --model MODEL", ModelError, version=2)
 SCALE = ".scale"
 
 
@@ -31,8 +31,15 @@ class TrainedHead:
     fingerprint: str
     about: Mapping[str, Any] = field(default_factory=dict)
     """recipe, scores and provenance"""
+    rows: Tensor | None = None
+    """(tokens, width): output rows of its own for the tokens of the table, if they are not the target's"""
+    embeddings: Tensor | None = None
+    """(vocabulary, width): embeddings of its own, if they are not the target's"""
+    ranked: ClassVar[bool] = True
+    """whether the table is in the order of frequency"""
 
     def save(self, file: Path, *, int8: bool = True) -> None:
+        assert (self.rows, self.embeddings) == (None, None), "this file has no place for rows of its own"
         tensors: Tensors = {"table": self.table.to(torch.int32), "frequencies": self.head.frequencies}
         for name, weight in self.head.state_dict().items():
             if int8 and weight.ndim == 2:
@@ -71,3 +78,7 @@ class TrainedHead:
         """Refuse a target that the head was not trained for."""
         if self.fingerprint != target.fingerprint:
             raise ModelError(f"The head was trained for {self.target} and cannot draft for {target.name}.")
+
+    def taps(self, target: TargetInfo) -> tuple[str, ...]:
+        """The layers of the target that it reads, by name."""
+        return self.head.config.taps

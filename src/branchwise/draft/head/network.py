@@ -2,13 +2,15 @@
 
 Row t reads the target's hidden states at token t and the embedding of token t + 1, and predicts token t + 2. Where the
 target has not been yet, at a drafted token, a row reads what the row before it carried on instead of hidden states.
-Embedding and output rows are the target's own and are never trained.
+Embedding and output rows are no part of it: they are the target's, or come with the head (`TrainedHead`).
 
 The published forms are options of this one network:
 
     EAGLE          Li et al., arXiv 2401.15077, 2406.16858, 2503.01840: rows feed each other, one pass a level
     FSPAD          Gui et al., arXiv 2408.15562: `gate` lets the embedding select among the features, `carry` gives the
                    next row a vector of its own instead of the one that predicts
+    EAGLE 3, 3.1   as vLLM's `speculators` store them: `tap_norms`, `norm_before_residual` and `carry_normed` say where
+                   norms stand; `query_norm` and `attention_bias` are those of the layer's family (`speculators.py`)
     ParallelSpec   Xiao et al., arXiv 2410.05589: `masks` stand for tokens not known yet, so that all depths are one
                    pass; `bias` tells each depth the token drafted before it
 """
@@ -29,6 +31,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 (batch, heads, rows, head width)"""
 
 GATES = ("none", "low", "full")
+TAP_NORMS = ("each", "joined", "none")
 LOW_RANK = 64
 """of the low gate"""
 
@@ -38,7 +41,7 @@ class HeadConfig:
     """Sizes and options of a head."""
 
     width: int
-    """of the target's hidden states"""
+    """of its own states, and of the target's hidden states unless `tap_width` says otherwise"""
     taps: tuple[str, ...]
     """layers of the target whose outputs it reads (`TargetInfo.layers`)"""
     heads: int
@@ -56,14 +59,34 @@ class HeadConfig:
     bias: int = 0
     """rank of the correction by the token drafted before, in a parallel head"""
     epsilon: float = 1e-5
+    tap_width: int = 0
+    """of the target's hidden states, if it is not `width`"""
+    tap_norms: str = "each"
+    """each tap has a norm, or all have a joined one, or there is none"""
+    norm_before_residual: bool = False
+    """the first layer adds to the normed features instead of the features themselves"""
+    carry_normed: bool = False
+    """EAGLE 3.1: the next row reads what predicts after its norm, so that it does not grow from row to row"""
+    query_norm: bool = False
+    """queries and keys are normed head by head, as Qwen 3 does"""
+    attention_bias: bool = False
 
     def __post_init__(self) -> None:
+        if self.tap_norms not in TAP_NORMS:
+            raise ValueError(f"unknown tap norms {self.tap_norms!r}; known: {', '.join(TAP_NORMS)}")
+        if self.carry_normed and (self.carry or self.masks):
+            raise ValueError("only a head that carries on what predicts can carry it normed")
         if self.gate not in GATES:
             raise ValueError(f"unknown gate {self.gate!r}; known: {', '.join(GATES)}")
         if self.carry and self.masks:
             raise ValueError("a parallel head carries nothing from row to row")
         if self.bias and not self.masks:
             raise ValueError("only a parallel head needs a bias by the token before")
+
+    @property
+    def read_width(self) -> int:
+        """Numbers that a row reads of all taps together."""
+        return len(self.taps) * (self.tap_width or self.width)
 
 
 class Rows(NamedTuple):
@@ -84,8 +107,9 @@ class Head(nn.Module):
         self.config = config
         width, norm = config.width, partial(Norm, config)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
-        self.tap_norms = nn.ModuleList(norm() for _ in config.taps)
-        self.join = nn.Linear(len(config.taps) * width, width, bias=False)
+        norms = {"each": len(config.taps), "joined": 1, "none": 0}[config.tap_norms]
+        self.tap_norms = nn.ModuleList(norm(config.read_width // norms) for _ in range(norms))
+        self.join = nn.Linear(config.read_width, width, bias=False)
         self.feature_norm, self.embedding_norm, self.output_norm = norm(), norm(), norm()
         self.blocks = nn.ModuleList(
             Block(config, inputs=2 if number == 0 else 1, outputs=2 if config.carry and last else 1)
@@ -103,7 +127,12 @@ class Head(nn.Module):
 
     def features(self, hidden: Sequence[Tensor]) -> Tensor:
         """(…, width): the hidden states of the tapped layers, (…, width) each, as what a row reads."""
-        joined: Tensor = self.join(torch.cat([norm(h) for norm, h in zip(self.tap_norms, hidden, strict=True)], dim=-1))
+        if self.config.tap_norms == "each":
+            hidden = [norm(state) for norm, state in zip(self.tap_norms, hidden, strict=True)]
+        read = torch.cat(list(hidden), dim=-1)
+        if self.config.tap_norms == "joined":
+            read = self.tap_norms[0](read)
+        joined: Tensor = self.join(read)
         return joined
 
     def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Rows:
@@ -115,14 +144,17 @@ class Head(nn.Module):
         state = features if self.gate is None else self.gate(features, embedded)
         angles = positions[:, None, :, None] * self.frequencies
         turn = angles.cos().to(state.dtype), angles.sin().to(state.dtype)
-        read = torch.cat([self.feature_norm(state), embedded], dim=-1)
+        normed = self.feature_norm(state)
+        read = torch.cat([normed, embedded], dim=-1)
+        if self.config.norm_before_residual:
+            state = normed
         for number, block in enumerate(self.blocks):
             if number:
                 read = self.blocks[number].get_submodule("input_norm")(state)
             state = block(state, read, turn, partial(attend, number))
         if self.config.carry:
             return Rows(*state.chunk(2, dim=-1))
-        return Rows(state, state)
+        return Rows(state, self.output_norm(state) if self.config.carry_normed else state)
 
     def output(self, predict: Tensor, previous: Tensor | None = None) -> Tensor:
         """(…, width): what the target's output rows read. A parallel head with a bias corrects what it predicts by the
@@ -140,8 +172,8 @@ class Head(nn.Module):
 class Norm(nn.RMSNorm):
     """In the precision of what it norms: there are no kernels for two precisions at once."""
 
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config.width, eps=config.epsilon)
+    def __init__(self, config: HeadConfig, width: int | None = None) -> None:
+        super().__init__(config.width if width is None else width, eps=config.epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -152,10 +184,12 @@ class Block(nn.Module):
 
     def __init__(self, config: HeadConfig, *, inputs: int, outputs: int) -> None:
         super().__init__()
-        width, head = config.width, config.head_width
+        width, head, bias = config.width, config.head_width, config.attention_bias
         self.heads, self.kv_heads, self.outputs = config.heads, config.kv_heads, outputs
-        self.qkv = nn.Linear(inputs * width, (config.heads + 2 * config.kv_heads) * head, bias=False)
-        self.out = nn.Linear(config.heads * head, width, bias=False)
+        self.qkv = nn.Linear(inputs * width, (config.heads + 2 * config.kv_heads) * head, bias=bias)
+        self.out = nn.Linear(config.heads * head, width, bias=bias)
+        self.query_norm = Norm(config, head) if config.query_norm else nn.Identity()
+        self.key_norm = Norm(config, head) if config.query_norm else nn.Identity()
         self.input_norm = Norm(config) if inputs == 1 else nn.Identity()
         self.mlp_norm = Norm(config)
         self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
@@ -171,6 +205,7 @@ class Block(nn.Module):
         batch, rows, _ = read.shape
         shaped = self.qkv(read).view(batch, rows, self.heads + 2 * self.kv_heads, -1).transpose(1, 2)
         query, key, value = shaped.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        query, key = self.query_norm(query), self.key_norm(key)
         found = attend(rotated(query, *turn), rotated(key, *turn), value)
         state = state + self.out(found.transpose(1, 2).reshape(batch, rows, -1))
         gate, up = self.gate_up(self.mlp_norm(state)).chunk(2, dim=-1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from branchwise.backends.base import TargetInfo
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Block, Head, HeadConfig
+from branchwise.draft.head.speculators import usual_inputs
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
@@ -38,6 +39,8 @@ ARTICLE = 192
 """tokens of a text that is written to be read again"""
 TAPPED = (1 / 15, 0.5, 0.9, 1.0)
 """depths of the tapped layers: late layers say most, the last one most of all"""
+LEAST_LAYERS = 7
+"""of a target in which the layers of eagle-3 are different ones"""
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -47,8 +50,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "fspad-gate": {"carry": False, "gate": "full"},
     "parallelspec": {"carry": False, "masks": 6, "bias": 128},
     "two-layers": {"carry": True, "layers": 2},
+    "speculators": {"carry": False, "taps": "eagle-3", "tap_norms": "none"},
 }
-"""published forms of a head, and ours"""
+"""published forms of a head, and ours; `speculators` is EAGLE-3 as vLLM reads it by default"""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,16 @@ class Sizes:
     masks: int = 0
     bias: int = 0
     table: int = 32_768
+    taps: str = "late"
+    """which layers it reads: late (`TAPPED`) or those of eagle-3"""
+    tap_norms: str = "each"
 
 
-def tapped(info: TargetInfo, count: int) -> tuple[str, ...]:
+def tapped(info: TargetInfo, count: int, taps: str = "late") -> tuple[str, ...]:
     """The layers to read, of the decoder layers of a target."""
     layers = info.layers[:count]
+    if taps == "eagle-3" and count >= LEAST_LAYERS:
+        return tuple(layers[number - 1] for number in usual_inputs(count))
     return tuple(dict.fromkeys(layers[max(0, round(share * count) - 1)] for share in TAPPED))
 
 
@@ -77,7 +86,7 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
     width = config.hidden_size // heads
     shape = HeadConfig(
         width=config.hidden_size,
-        taps=tapped(info, config.num_hidden_layers),
+        taps=tapped(info, config.num_hidden_layers, sizes.taps),
         heads=heads,
         kv_heads=kv_heads,
         head_width=width,
@@ -87,6 +96,7 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
         gate=sizes.gate,
         masks=sizes.masks,
         bias=sizes.bias,
+        tap_norms=sizes.tap_norms,
     )
     theta = float((config.rope_parameters or {}).get("rope_theta", 10_000.0))
     head = Head(shape, theta ** (-torch.arange(0, width, 2) / width))

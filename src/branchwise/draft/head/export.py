@@ -1,0 +1,178 @@
+"""Writing a head in the EAGLE-3 layout of vLLM's `speculators` (`speculators.py`), so that vLLM drafts with it.
+
+The layout knows one way from row to row and output rows of the head's own, so a head with another way is refused, and
+the target's rows are written out. Embeddings are left out: vLLM then reads the target's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from branchwise.backends.base import TargetInfo
+from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.head.network import HeadConfig
+from branchwise.draft.head.speculators import QKV, decoder_layers, stored_as, swapped
+from branchwise.draft.state import Tensors
+from branchwise.errors import UsageError
+
+VERSION = "0.7.0"
+"""of speculators, whose layout this is"""
+DRAFTED = 5
+"""tokens that vLLM drafts at a time unless it is told another number: the depth that heads are trained for"""
+REMEDY = "train one that can be: branchwise train head --form speculators"
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The target, as vLLM has to know it."""
+
+    name: str
+    """hub id or folder that vLLM loads"""
+    architectures: tuple[str, ...] = ()
+    positions: int = 4096
+    """the most tokens of a text"""
+
+
+def check_exportable(trained: TrainedHead) -> None:
+    """Refuse a head that computes what the layout cannot say."""
+    if trained.rows is not None:
+        raise UsageError("The head is in the layout of speculators already.")
+    config = trained.head.config
+    options = {
+        "carry, a second output for the next row": config.carry,
+        "gate, which lets the embedding select among features": config.gate != "none",
+        "masks, which predict several depths in one pass": config.masks > 0,
+    }
+    for option, present in options.items():
+        if present:
+            raise UsageError(f"The head has {option}, and the layout of speculators has none; {REMEDY}.")
+
+
+def export_speculators(trained: TrainedHead, folder: Path, target: TargetInfo, verifier: Verifier) -> None:
+    """Write the head for its target into a folder, which must be new or empty."""
+    check_exportable(trained)
+    trained.check(target)
+    if target.embeddings is None:
+        raise UsageError(f"{target.name} shows no output rows, and the layout of speculators needs them.")
+    table = trained.table.sort().values  # speculators read the target's own rows in the order of tokens
+    tensors = _weights(trained, target.dtype)
+    tensors["lm_head.weight"] = target.embeddings[1][table.to(target.device)].to("cpu", target.dtype)
+    if len(table) < target.vocabulary:
+        tensors["d2t"] = table - torch.arange(len(table))
+        tensors["t2d"] = torch.zeros(target.vocabulary, dtype=torch.bool).index_fill_(0, table, True)
+    described = json.dumps(_described(trained, target, verifier), indent=2) + "\n"
+    check_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", PLAIN)
+        (folder / "config.json").write_text(described)
+    except OSError as error:
+        raise UsageError(f"The head cannot be written to {folder}: {error.strerror or error}.") from None
+
+
+PLAIN = {"format": "pt"}
+"""what transformers asks of the metadata of safetensors"""
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a place that holds something."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(f"{folder} exists; name a new folder, or remove it.")
+
+
+def _weights(trained: TrainedHead, dtype: torch.dtype) -> Tensors:
+    config = trained.head.config
+    found: Tensors = {}
+    for name, weight in trained.head.state_dict().items():
+        weight = swapped(weight, config) if name == QKV else weight
+        names = stored_as(name, config)
+        found |= zip(names, weight.to("cpu", dtype).split(list(names.values())), strict=True)
+    return found
+
+
+def _described(trained: TrainedHead, target: TargetInfo, verifier: Verifier) -> dict[str, Any]:
+    """What `config.json` says."""
+    config = trained.head.config
+    inputs, theta = _inputs(config, target), _theta(trained.head.frequencies)
+    family = "qwen3" if config.query_norm else "llama"
+    dtype = str(target.dtype).removeprefix("torch.")
+    layer = {
+        "model_type": family,
+        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "vocab_size": target.vocabulary,
+        "max_position_embeddings": verifier.positions,
+        "rms_norm_eps": config.epsilon,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+    if len(inputs) != 3:
+        layer["num_aux_hidden_states"] = len(inputs)  # vLLM expects 3 of a Llama layer otherwise
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": DRAFTED,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": len(trained.table),
+        "target_hidden_size": config.tap_width or None,
+        "eagle_aux_hidden_state_layer_ids": inputs,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.tap_norms == "joined",
+        "fc_norm": config.tap_norms == "each",
+        "norm_output": config.carry_normed,
+        "embed_requires_grad": False,
+        "dtype": dtype,
+    }
+
+
+def _inputs(config: HeadConfig, target: TargetInfo) -> list[int]:
+    """The layers, counted from 0, whose inputs are the outputs that the head reads."""
+    layers = decoder_layers(target)
+    found = [layers.index(tap) + 1 if tap in layers else 0 for tap in config.taps]
+    if 0 in found or found != sorted(set(found)):
+        raise UsageError(
+            f"The head reads {', '.join(config.taps)}, and the layout of speculators names decoder layers only, in "
+            f"their order; {REMEDY}."
+        )
+    return found
+
+
+def _theta(frequencies: Tensor) -> float:
+    """The base of rotary positions."""
+    count = len(frequencies)
+    exact = 1e4 if count == 1 else math.exp(-math.log(float(frequencies[1])) * count)
+    powers = torch.arange(count) / count
+    for theta in (float(f"{exact:.4g}"), exact):  # stored frequencies are rounded, and bases are round
+        if torch.allclose(theta**-powers, frequencies.float().cpu(), rtol=1e-5, atol=0):
+            return theta
+    raise UsageError(f"The rotary positions of the head are not those of one base; {REMEDY}.")
