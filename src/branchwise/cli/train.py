@@ -142,7 +142,7 @@ def head(
     """Train a head that drafts from the target's own hidden states.
 
     The target writes texts, and a small network learns from them what comes next. After Ctrl-C the same command goes
-    on. The file then drafts: --draft head:head.safetensors
+    on. The file then drafts: --head head.safetensors
 
     branchwise train head --model smollm2 --minutes 5 --out smollm2.head
     """
@@ -178,7 +178,7 @@ def head(
         return
     hits = " ".join(f"{hit:.2f}" for hit in last["hits"])
     print(f"{weights / 1e6:.1f} M weights, {last['steps']} steps. Held-out texts, hits by depth: {hits}")
-    print(f"Use it with --draft head:{out}")
+    print(f"Use it with --head {out}")
 
 
 def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:

@@ -69,7 +69,7 @@ class HeadDrafter(TreeDrafter):
     ) -> None:
         """`table` uses the N most frequent tokens of the head's table. `temperature` is that of the draft; by default
         that of the text, and 1 for a greedy text."""
-        super().__init__(tree or TopK(32, depth=6, width=8))
+        super().__init__(tree or self.default_tree())
         if table is not None and table < 1:
             raise UsageError(f"A head proposes at least 1 token, not table={table}.")
         if temperature is not None and not temperature > 0:
@@ -80,6 +80,10 @@ class HeadDrafter(TreeDrafter):
         self._readings: dict[object, Reading] = {}
         self._ahead: Ahead | None = None
         """drafts on the device, if trees are such that it can and passes are recorded"""
+
+    @staticmethod
+    def default_tree() -> TreePolicy:
+        return TopK(32, depth=6, width=8)
 
     @property
     def needs(self) -> Needs:

@@ -15,7 +15,7 @@ from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.state import Format, Tensors
 from branchwise.errors import ModelError
 
-FORMAT = Format("head", "train one with: branchwise train head --target MODEL", ModelError)
+FORMAT = Format("head", "train one with: branchwise train head --model MODEL", ModelError)
 SCALE = ".scale"
 
 
