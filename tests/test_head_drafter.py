@@ -28,9 +28,11 @@ from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
 from branchwise.errors import ModelError
+from branchwise.testing import ToyTarget
 from branchwise.train.head.learn import Watched
 from branchwise.train.head.unroll import unroll
 from branchwise.verify import VERIFIERS, Verdict
+from tests.heads import random_head
 from tests.test_head_training import FORMS
 
 AUTOREGRESSIVE = [form for form in FORMS if "parallel" not in form]
@@ -275,3 +277,71 @@ def test_the_best_trees_are_laid_on_the_device_as_on_the_host(form: str, shape: 
         while plain.busy:
             plain.step()
         assert text.token_ids == alone.token_ids
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("form", ["carry", "parallelspec"])
+@pytest.mark.parametrize("shape", ["paths:2x3", "topk:7,depth=4,width=3"])
+@pytest.mark.parametrize("place", ["score", "commit"])
+def test_a_step_that_was_interrupted_is_drafted_again_as_if_nothing_had_been(form: str, shape: str, place: str) -> None:
+    """Before the head has learned from the step, or after; both texts go on with the trees that they would have had."""
+    found: list[dict[tuple[int, ...], list[int]]] = []
+    for interrupted in (False, True):
+        target = ToyTarget(VOCABULARY, slots=2)
+        drafter = HeadDrafter(random_head(target.info, form), tree=build_policy(shape))
+        engine = Engine(target, drafter, VERIFIERS.build("match"))
+        trees: dict[tuple[int, ...], list[int]] = {}
+        draft, work, steps = drafter.draft, getattr(target, place), 0
+
+        def drafted(sequences: Any, budgets: Any, draft: Any = draft, trees: Any = trees) -> list[DraftTree]:
+            made: list[DraftTree] = draft(sequences, budgets)
+            for sequence, tree in zip(sequences, made, strict=True):
+                tokens = trees.setdefault(tuple(sequence.tokens), tree.tokens.tolist())
+                assert tokens == tree.tokens.tolist(), "what is drafted again is another tree"
+            return made
+
+        def failing(*given: Any, work: Any = work, interrupted: bool = interrupted) -> Any:
+            nonlocal steps
+            steps += 1
+            if interrupted and steps in (1, 4):
+                raise Interrupted
+            return work(*given)
+
+        drafter.draft = drafted  # type: ignore[method-assign]
+        setattr(target, place, failing)
+        for prompt in [(1, 2, 3), (5,)]:
+            engine.submit(Request(prompt, SamplingParams(1.0, seed=3), max_new_tokens=12))
+        interrupts = 0
+        while engine.busy:
+            try:
+                engine.step()
+            except Interrupted:
+                interrupts += 1
+        assert interrupts == 2 * interrupted
+        found.append(trees)
+    assert found[0] == found[1]
+    assert max(len(tokens) for tokens in found[0].values()) > 1
+
+
+def test_a_step_that_left_no_memory_to_learn_ends_the_drafts_of_its_text_and_not_the_text() -> None:
+    target = ToyTarget(VOCABULARY, slots=2)
+    drafter = HeadDrafter(random_head(target.info), tree=build_policy("paths:2x3"))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    text = engine.submit(Request((1, 2, 3), max_new_tokens=12))
+    engine.step()
+    update = drafter.update
+
+    def without_memory(*given: Any) -> None:
+        drafter.update = update  # type: ignore[method-assign]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    drafter.update = without_memory  # type: ignore[method-assign]
+    engine.step()
+    before = text.stats.drafted_tokens
+    while engine.busy:
+        engine.step()
+    assert len(text.token_ids) == 12
+    assert text.stats.drafted_tokens == before > 0
