@@ -29,7 +29,7 @@ def random_head(info: TargetInfo, form: str = "carry", table: int | None = None,
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.5)
     tokens = torch.randperm(info.vocabulary)[:table]
-    return TrainedHead(head.eval().requires_grad_(False), tokens, info.name, info.fingerprint)
+    return TrainedHead(head.eval().requires_grad_(False), tokens, info.name, info.weights)
 
 
 Truth = dict[tuple[int, ...], list[int]]

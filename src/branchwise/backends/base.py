@@ -80,6 +80,8 @@ class TargetInfo:
     """a pass of the target, for a drafter that drafts with the target itself"""
     embeddings: tuple[Tensor, Tensor] | None = None
     """the rows (vocabulary, width) that tokens are read with, and those that logits are computed with"""
+    weights: str = ""
+    """the same for every load of these weights with any tokenizer, different for others of the same shape"""
 
 
 class ScoredNodes(NamedTuple):

@@ -48,6 +48,7 @@ class ToyTarget(Target):
             bucket=weakly(self.bucket),
             score=weakly(self.score),
             embeddings=(rows[0], rows[1]),
+            weights=info.fingerprint,
         )
         self._needs = Needs()
         self._cached: dict[SequenceState, list[int]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from branchwise.cli.console import print_notice
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing
+from branchwise.provenance import without_folder
 from branchwise.registry import check_known, split_spec
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def head(
     except KeyboardInterrupt:
         print_notice(f"Stopped; the same command goes on with what is in {folder}.")
         raise
-    found.save(out)
+    replace(found, target=without_folder(llm.name)).save(out)
     last = found.about["curve"][-1]
     weights = sum(weight.numel() for weight in found.head.parameters())
     if as_json:

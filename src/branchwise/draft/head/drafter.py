@@ -7,6 +7,7 @@ predicted all levels in the first pass already.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,8 +96,9 @@ class HeadDrafter(TreeDrafter):
         if target.embeddings is None:
             raise ModelError(f"{target.name} shows no embeddings, and a head reads them.")
         self._embeddings, output = target.embeddings
-        self.head = self.trained.head.to(target.device, target.dtype)
-        self.head.frequencies = self.head.frequencies.float()
+        # A copy: other targets may share the file's own weights. Frequencies are never rounded, since positions grow.
+        self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
+        self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
         self._table = self.trained.table[: self.wanted].to(target.device)
         self._output, self._rows = output, output[self._table].contiguous()
         self._listed = torch.zeros(target.vocabulary, dtype=torch.bool)
