@@ -6,8 +6,10 @@ through `Cache`. Outside a pass the model is left exactly as it was found.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -166,6 +168,13 @@ class ModelRunner:
             return probe.run(self.run)
         finally:
             self.hook.store = None
+
+    def fingerprint(self, tokenizer: Any) -> str:
+        """What a model with its tokenizer is known by: its shape and its vocabulary."""
+        config = self.model.config.get_text_config()
+        spelled = sorted(tokenizer.get_vocab().items()) if tokenizer is not None else []
+        shape = [config.model_type, config.hidden_size, config.num_hidden_layers, self.vocabulary]
+        return hashlib.sha256(json.dumps([shape, spelled]).encode()).hexdigest()[:16]
 
     def layer_names(self, count: int) -> tuple[str, ...]:
         """The modules of the decoder layers, first layer first, and of the norm that follows them."""

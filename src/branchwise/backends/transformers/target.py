@@ -32,10 +32,10 @@ from branchwise.backends.base import (
     weakly,
 )
 from branchwise.backends.transformers.check import check_against_own_forward
-from branchwise.backends.transformers.fingerprint import fingerprint, weights_fingerprint
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.probe import context_limit, fitting_context
 from branchwise.backends.transformers.runner import ModelRunner, bytes_read, embedding_rows
+from branchwise.backends.transformers.weights import weights_fingerprint
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
 from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
@@ -97,7 +97,6 @@ class TransformersTarget(PipelinedTarget):
         row_bytes = layout.bytes_per_row(dtype) * slots
         length = fitting_context(context or limit, row_bytes, max_nodes, device, asked=context is not None)
         execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
-        weights = weights_fingerprint(model)
         self.info = TargetInfo(
             name,
             self.runner.vocabulary,
@@ -106,7 +105,7 @@ class TransformersTarget(PipelinedTarget):
             slots,
             device,
             dtype,
-            fingerprint(weights, tokenizer),
+            self.runner.fingerprint(tokenizer),
             tokenizer,
             int(model.config.get_text_config().hidden_size),
             self.runner.layer_names(len(layout.keys)),
@@ -115,7 +114,7 @@ class TransformersTarget(PipelinedTarget):
             weakly(self.bucket),
             weakly(self.score),
             embedding_rows(model),
-            weights,
+            weights_fingerprint(model),
         )
         rows = length + max_nodes
         self.store = KVCache(layout, slots, rows, dtype, device, by_kernels=execution.kernels, record=graphs)

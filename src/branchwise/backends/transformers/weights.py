@@ -1,4 +1,4 @@
-"""What a model is known by: files that were made for it, such as trained heads, must not serve another one.
+"""What the weights of a model are known by: a head that was trained on some must not draft for others.
 
 A few numbers of every weight are hashed, so that a fine-tuned model is another model, even where it was trained in some
 layers only. They are rounded to bfloat16 first: a model has the same fingerprint on every device, and in float32,
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +39,3 @@ def sampled(weight: Tensor) -> Tensor:
     """(`SAMPLED`,) float32: always the same places of a weight."""
     places = torch.arange(SAMPLED) * STRIDE % weight.numel()
     return weight.detach()[tuple(torch.unravel_index(places.to(weight.device), weight.shape))].float()
-
-
-def fingerprint(weights: str, tokenizer: Any) -> str:
-    """The same for every load of the weights of this fingerprint with this tokenizer."""
-    spelled = sorted(tokenizer.get_vocab().items()) if tokenizer is not None else []
-    return hashlib.sha256(json.dumps([weights, spelled]).encode()).hexdigest()[:16]
