@@ -181,13 +181,19 @@ def test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host(form: str, shap
     assert compared > 10
 
 
+FEW = "topk:2,depth=2,width=2"
+"""of which a few passes are made, since kernels are slow in Triton's interpreter"""
 BEST = ["topk:7,depth=4,width=3", "topk:30,depth=3,width=6", "topk:2,depth=5,width=2"]
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("form", "shape", "kernels"),
-    [*((form, shape, False) for form in AUTOREGRESSIVE for shape in BEST), ("fspad", "topk:5,depth=3,width=2", True)],
+    [
+        *((form, shape, False) for form in AUTOREGRESSIVE for shape in BEST),
+        ("fspad", "topk:5,depth=3,width=2", True),
+        ("eagle", FEW, True),
+    ],
 )
 @torch.no_grad()
 def test_the_best_trees_are_laid_on_the_device_as_on_the_host(form: str, shape: str, kernels: bool) -> None:
@@ -242,12 +248,13 @@ def test_the_best_trees_are_laid_on_the_device_as_on_the_host(form: str, shape: 
 
     drafter.start, drafter.draft = start, draft  # type: ignore[method-assign]
     drafter.update, drafter.finish = update, finish  # type: ignore[method-assign]
-    length = 4 if kernels else 24
-    prompts = [(1, 2, 3), (5,), tuple(range(20)), (8, 9)]
+    few = shape == FEW
+    length = 2 if few else 4 if kernels else 24
+    prompts = [(1, 2, 3), (5,), tuple(range(20)), (8, 9)][: 2 if few else 4]
     texts = [engine.submit(Request(prompt, max_new_tokens=length + 3 * n)) for n, prompt in enumerate(prompts)]
     while engine.busy:
         engine.step()
-    assert compared > 10
+    assert compared > (1 if few else 10)
     plain = Engine(target, build_drafter("none"), VERIFIERS.build("match"))
     for text, prompt in zip(texts, prompts, strict=True):
         alone = plain.submit(Request(prompt, max_new_tokens=len(text.token_ids)))
