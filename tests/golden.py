@@ -6,7 +6,8 @@
 
 A change that is meant to change no text changes no line of `data/golden.json`. There are two targets: the toy with
 exact tiny distributions, on which the target itself with noise stands in for a draft model, and SmolLM2 in float32,
-whose draft model is its own first layers. Every entry has texts decoded alone, and three prompts decoded as a batch.
+whose draft model is its own first layers. Heads are random. Every entry has texts decoded alone, and three prompts
+decoded as a batch.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from branchwise.llm import LLM, load
 from branchwise.methods import PRESETS, Method
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
+from tests.heads import random_head
 from tests.test_index import write as write_index
 
 FILE = Path(__file__).parent / "data" / "golden.json"
@@ -95,8 +97,11 @@ def toy(folder: Path, every: int = 1) -> dict[str, Any]:
     """Of all presets and pairs of a verifier and a tree, or of every so many."""
     index = folder / "index"
     write_index(index, [[(i * i + j) % TOY_VOCABULARY for j in range(i + 3)] for i in range(40)], TOY_VOCABULARY)
+    random_head(ToyTarget(TOY_VOCABULARY).info, table=TOY_VOCABULARY - 2).save(folder / "head")
 
     def standing_in(method: Method) -> Method:
+        if method.needs_head:
+            return method.drafting_with(head=str(folder / "head"))
         draft = method.draft.replace("model:trim=32768", "disturbed").replace("fused:model", "fused:trigram")
         draft = draft.replace("model", "disturbed").replace("retrieval", f"retrieval{{}}{index}")
         return replace(method, draft=draft.format("(" if "fused" in draft else ":") + (")" if "fused" in draft else ""))
@@ -120,10 +125,12 @@ def real(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
             writer.extend(list(prompt))
             writer.end_document()
         writer.finish(["prompts"])
+    random_head(target.info, table=1000).save(folder / "real-head")
     found = {}
     for method in [*PRESETS.values(), *verifiers("model")][share[0] :: share[1]]:
         wanted = {"draft_model": draft.name} if "model" in method.blanks else {}
         wanted |= {"index": str(index)} if "retrieval" in method.blanks else {}
+        wanted |= {"head": str(folder / "real-head")} if "head" in method.blanks else {}
         found[method.name] = texts(target, method.drafting_with(**wanted), prompts, REAL_LENGTH, 1)
         print(f"smollm2 {method.name}", file=sys.stderr)
     return found

@@ -47,7 +47,7 @@ def test_a_lossless_preset_is_lossless(name: str, audits: dict[str, MethodAudite
 def test_what_was_enumerated_is_the_policy_of_the_method(audits: dict[str, MethodAudited]) -> None:
     for name in LOSSLESS:
         tree = PRESETS[name].tree
-        if PRESETS[name].needs_draft_model:
+        if PRESETS[name].needs_draft_model or PRESETS[name].needs_head:
             assert tree is not None
             assert split_spec(audits[name].tree)[0] == split_spec(tree)[0]
             assert ("stop=" in audits[name].tree) is ("stop=" in tree)
@@ -93,7 +93,14 @@ def test_a_warning_is_shown_once_whoever_gives_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "tree"), [("disturbed//match", "paths:2x2"), ("model//match", "chain:3"), ("model:no/such", "chain:3")]
+    ("spec", "tree"),
+    [
+        ("disturbed//match", "paths:2x2"),
+        ("model//match", "chain:3"),
+        ("model:no/such", "chain:3"),
+        ("head", "topk:4,depth=2,width=2"),
+        ("head:no/such,table=5//match", "topk:4,depth=2,width=2"),
+    ],
 )
 def test_a_drafter_without_a_tree_is_audited_with_its_own(spec: str, tree: str) -> None:
     method = find_any(spec)
@@ -108,8 +115,9 @@ def test_every_tree_of_the_registry_has_a_small_one() -> None:
         small("unknown:4")
 
 
-def test_a_trimmed_head_never_drafts_what_it_does_not_know() -> None:
-    method = PRESETS["vocabtrim"]
+@pytest.mark.parametrize("name", ["vocabtrim", "eagle", "head-cascade"])
+def test_a_trimmed_head_never_drafts_what_it_does_not_know(name: str) -> None:
+    method = PRESETS[name]
     for instance in instances(method):
         _, drafts = drafted(method, instance)
         for tree in drafts.trees:

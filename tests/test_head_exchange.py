@@ -300,7 +300,7 @@ def exportable(model: LlamaForCausalLM, target: TransformersTarget, form: str) -
     for weight in head.parameters():
         torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.3)
     table = torch.randperm(VOCABULARY)[:PROPOSED]
-    return TrainedHead(head.eval().requires_grad_(False), table, target.info.name, target.info.fingerprint)
+    return TrainedHead(head.eval().requires_grad_(False), table, target.info.name, target.info.weights)
 
 
 @pytest.mark.parametrize("form", ["speculators", "eagle"])
@@ -340,7 +340,7 @@ def test_the_maps_between_vocabularies(model: LlamaForCausalLM, target: Transfor
     assert stored["t2d"].nonzero().flatten().tolist() == tokens.tolist()
     assert torch.equal(stored["lm_head.weight"], model.lm_head.weight[tokens])
     assert "embed_tokens.weight" not in stored
-    whole = TrainedHead(head.head, torch.randperm(VOCABULARY), head.target, head.fingerprint)
+    whole = TrainedHead(head.head, torch.randperm(VOCABULARY), head.target, head.weights)
     export_speculators(whole, tmp_path / "all", target.info, Verifier("org/model"))
     assert not {"d2t", "t2d"} & load_file(tmp_path / "all" / "model.safetensors").keys()
     assert load_speculators(tmp_path / "all").table.tolist() == list(range(VOCABULARY))

@@ -16,13 +16,16 @@ from branchwise.cli import app, main
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.tree import Draw
 from branchwise.draft import build_drafter, build_policy
-from branchwise.draft.base import Budget
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, LossyWarning, UsageError
 from branchwise.llm import LLM, load
 from branchwise.methods import PLAIN, PRESETS, Method, choose_method, find_method, find_methods, table
 from branchwise.testing import ToyTarget
-from branchwise.verify import VERIFIERS, check_pairing
+from branchwise.train.head.run import FORMS
+from branchwise.verify import VERIFIERS, Verifier, check_pairing
+from tests.heads import random_head
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -44,7 +47,9 @@ NAMES = [
     "traversal",
     "vocabtrim",
 ]
-GROWN = [name for name in NAMES if PRESETS[name].lossless]
+HEADED = ["eagle", "eagle-sampled", "fspad", "parallelspec", "head-cascade"]
+"""presets that draft with a trained head"""
+GROWN = [name for name in [*NAMES, *HEADED] if PRESETS[name].lossless]
 
 
 FREE = ["ngram", "default", "prompt-lookup", "token-recycling", "stand", "suffix", "aded"]
@@ -58,18 +63,35 @@ def on_toys(name: str) -> Method:
     return Method(name, "disturbed:sigma=0.7", preset.tree, preset.verify)
 
 
+def parts_on(target: ToyTarget, name: str) -> tuple[Drafter, Verifier]:
+    """The drafter and the verifier of a preset on a toy, where a random head stands for a trained one."""
+    preset = PRESETS[name]
+    if name not in HEADED:
+        return on_toys(name).build()
+    head = random_head(target.info, name if name in FORMS else "carry")
+    return HeadDrafter(head, tree=build_policy(preset.tree or "")), VERIFIERS.build(preset.verify)
+
+
 def test_the_presets_of_the_literature_are_all_here() -> None:
-    assert set(PRESETS) == {"plain", *FREE, *RETRIEVING, *NAMES}
+    assert set(PRESETS) == {"plain", *FREE, *RETRIEVING, *NAMES, *HEADED}
     assert [name for name, method in PRESETS.items() if not method.lossless] == ["improved-mcsd-lossy"]
     assert {name for name, method in PRESETS.items() if method.needs_draft_model} == {"rasd", *NAMES}
     assert {name for name, method in PRESETS.items() if method.needs_index} == set(RETRIEVING)
+    assert {name for name, method in PRESETS.items() if method.needs_head} == set(HEADED)
     for name, method in PRESETS.items():
         assert method.name == name
         assert method.about.endswith(".")
         assert method.paper or name == "plain"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in HEADED if name != "head-cascade"])
+def test_a_preset_says_which_form_of_a_head_it_is(name: str) -> None:
+    form = name.removesuffix("-sampled")
+    assert form in FORMS
+    assert f"`branchwise train head --form {form}` trains it." in PRESETS[name].about
+
+
+@pytest.mark.parametrize("name", [*NAMES, *HEADED])
 def test_a_preset_draws_what_its_verifier_takes(name: str) -> None:
     method = PRESETS[name]
     assert method.tree is not None
@@ -79,12 +101,12 @@ def test_a_preset_draws_what_its_verifier_takes(name: str) -> None:
     assert getattr(verifier, "lossless", True) is method.lossless is ("lossy" not in name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *HEADED])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget(name: str, temperature: float) -> None:
     target = ToyTarget(16, seed=3)
     for budget in (None, Budget(13, 4)):
-        drafter, verifier = on_toys(name).build()
+        drafter, verifier = parts_on(target, name)
         engine = Engine(target, drafter, verifier, budget)
         sampling = SamplingParams(temperature=temperature, seed=4)
         generation = engine.submit(Request((1, 2, 3), sampling, max_new_tokens=16))
@@ -120,7 +142,7 @@ def test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same(name: 
 def test_a_lossless_preset_writes_the_greedy_text_of_plain_decoding(name: str) -> None:
     target = ToyTarget(16, seed=8)
     texts = []
-    for drafter, verifier in ((build_drafter("none"), VERIFIERS.build("match")), on_toys(name).build()):
+    for drafter, verifier in ((build_drafter("none"), VERIFIERS.build("match")), parts_on(target, name)):
         engine = Engine(target, drafter, verifier)
         generation = engine.submit(Request((1, 2), max_new_tokens=24))
         while not generation.finished:
@@ -142,6 +164,10 @@ def test_a_draft_model_joins_a_preset_with_its_options() -> None:
     assert find_method("rest", index="a/dir").draft == "retrieval:a/dir"
     assert find_method("rasd", "org/small,top-k=5", "dir,max=8").draft == (
         "fused:model(org/small,top-k=5)+retrieval(dir,max=8)"
+    )
+    assert find_method("eagle", head="a/head").draft == "head:a/head"
+    assert find_method("head:,table=5/chain:3/block", head="h,table=9,temperature=0.7") == Method(
+        "head:,table=5/chain:3/block", "head:h,table=9,temperature=0.7", "chain:3", "block"
     )
     assert find_method("fused:ngram(max=3)+retrieval", index="d").draft == "fused:ngram(max=3)+retrieval(d)"
     assert find_method("model/chain:3/token", "small") == Method(
@@ -174,6 +200,7 @@ def test_a_draft_model_joins_a_preset_with_its_options() -> None:
         ("disturbed/template:/match/b.json/rrs", ("disturbed", "template:/match/b.json", "rrs")),
         ("disturbed/template:/a/b.json/rrs", ("disturbed", "template:/a/b.json", "rrs")),
         ("retrieval:a/b,max=3/topk:4/match", ("retrieval:a/b,max=3", "topk:4", "match")),
+        ("head:a/b.st,table=3/paths:2x2/block", ("head:a/b.st,table=3", "paths:2x2", "block")),
         ("fused:model(a/b)+retrieval(c/d)/topk:4", ("fused:model(a/b)+retrieval(c/d)", "topk:4", "match")),
         ("fused:ngram(max=3,min=1)+suffix", ("fused:ngram(max=3,min=1)+suffix", None, "match")),
         ("recycle/ranks:/a/b.json/match", ("recycle", "ranks:/a/b.json", "match")),
@@ -194,6 +221,8 @@ def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
     assert choose_method(draft_model="small", verify="auto").draft == "model:small"
     assert choose_method("cascade", draft_model="small") == find_method("cascade", "small")
     assert choose_method(index="dir").draft == "retrieval:dir"
+    assert choose_method(head="file").draft == "head:file"
+    assert choose_method(draft="head", tree="chain:4", head="file") == Method("head/chain:4", "head:file", "chain:4")
     assert choose_method(index="dir", draft_model="small").draft == "fused:model(small)+retrieval(dir)"
     assert choose_method(index="dir", draft="fused:ngram+retrieval").draft == "fused:ngram+retrieval(dir)"
     assert [method.draft for method in find_methods(["ngram", "block"], "small")] == ["ngram", "model:small"]
@@ -214,6 +243,12 @@ def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
         ({"draft": "ngram", "index": "dir"}, "--draft or --index, not both"),
         ({"method": "rest"}, "needs an index; name one with --index"),
         ({"method": "rest", "index": "dir", "draft_model": "small"}, "leave out --draft-model"),
+        ({"method": "eagle"}, "'eagle' needs a trained head; name one with --head, a file that `branchwise train head"),
+        ({"draft": "head"}, "'head' needs a trained head; name one with --head"),
+        ({"draft": "model"}, "'model' needs a draft model; name one with --draft-model"),
+        ({"method": "eagle", "draft_model": "small"}, "leave out --draft-model"),
+        ({"method": "cascade", "draft_model": "small", "head": "file"}, "leave out --head"),
+        ({"draft": "ngram", "head": "file"}, "--draft or --head, not both"),
         ({"method": "ngram/chain:8/match/more"}, "more than three parts"),
         ({"method": "model:a/b/chain:8/token/more"}, "more than three parts"),
     ],
@@ -266,7 +301,8 @@ def test_methods_prints_json_and_tells_more_of_one() -> None:
     found = json.loads(listed("--json"))["methods"]
     assert [method["name"] for method in found] == list(PRESETS)
     assert set(found[0]) == {
-        "name", "about", "paper", "draft", "tree", "verify", "lossless", "needs_draft_model", "needs_index", "command",
+        "name", "about", "paper", "draft", "tree", "verify", "lossless", "needs_draft_model", "needs_index",
+        "needs_head", "command",
     }  # fmt: skip
     one = listed("rsd-s")
     assert "branchwise generate PROMPT --method rsd-s --draft-model ID" in one
@@ -283,6 +319,9 @@ MISTAKES = [
     (("--method", "ngram", "--index", "x"), "leave out --index"),
     (("--method", "rest"), "Method 'rest' needs an index; name one with --index"),
     (("--method", "rasd", "--index", "x"), "Method 'rasd' needs a draft model"),
+    (("--method", "eagle"), "Method 'eagle' needs a trained head; name one with --head"),
+    (("--method", "ngram", "--head", "x"), "leave out --head"),
+    (("--method", "eagle", "--head", "no/such/file"), "The head no/such/file cannot be read"),
     (("--method", "block", "--draft-model", "no/such/folder/at/all"), "no/such/folder/at/all"),
 ]
 

@@ -78,7 +78,11 @@ SLOW: dict[str, str] = {
         "(cascade|block) on paths|traversal on without-replacement"
     ),
     "test_verify_batches.py::test_no_coin_decides_twice_in_trees_of_any_size": "paths:2x140.*-device",
+    "test_head_audit.py::test_the_first_tokens_have_the_targets_law": "fspad-gate-chain:2-block",
     # Triton's interpreter
+    "test_head_drafter.py::test_the_best_trees_are_laid_on_the_device_as_on_the_host": (
+        ".*-False|eagle-topk:2,depth=2,width=2-True"  # the other one 110 s
+    ),
     "test_attention.py::test_tree_attention_equals_the_plain_one": (
         "(a tree behind nothing|texts of different lengths|nine heads over three|head width 80|values wider|"
         "eight splits|soft|.*window|padding).*"

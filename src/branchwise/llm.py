@@ -99,6 +99,7 @@ def load(
     method: str | Method | None = None,
     draft_model: str | None = None,
     index: str | None = None,
+    head: str | None = None,
     draft: str | Drafter | None = None,
     tree: str | None = None,
     verify: str | None = None,
@@ -115,21 +116,24 @@ def load(
 ) -> LLM:
     """Load a model by alias, hub id, folder or GGUF file, with a drafter and a verifier.
 
-    These are a `method` by name, with the model that drafts for it and the index it retrieves from, or `draft`, `tree`
-    and `verify` one by one; without any of them it is the method `default`. `context` limits the tokens of a
-    sequence (the model's own limit by default); `max_batch` is how many sequences run together, more wait their turn.
-    `compile` compiles layers before a GPU records them. `warmup` compiles and records at load what a request needs, so
-    that the first request runs at the speed of the second; on a CPU there is nothing to warm up. A method that changes
-    the output distribution warns (`LossyWarning`).
+    These are a `method` by name, with the model that drafts for it, the index it retrieves from or the file of its
+    trained head, or `draft`, `tree` and `verify` one by one; without any of them it is the method `default`. `context`
+    limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences run together,
+    more wait their turn. `compile` compiles layers before a GPU records them. `warmup` compiles and records at load
+    what a request needs, so that the first request runs at the speed of the second; on a CPU there is nothing to warm
+    up. A method that changes the output distribution warns (`LossyWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
     model = fspath(model)
     if draft is None or isinstance(draft, str):
-        chosen = choose_method(method, draft=draft, tree=tree, verify=verify, draft_model=draft_model, index=index)
+        named = {"draft_model": draft_model, "index": index, "head": head}
+        chosen = choose_method(method, draft=draft, tree=tree, verify=verify, **named)
         drafter, verifier = chosen.build()
-    elif method or draft_model or index or tree:
-        raise UsageError("A drafter of your own grows its own trees; leave out method, draft_model, index and tree.")
+    elif method or draft_model or index or head or tree:
+        raise UsageError(
+            "A drafter of your own grows its own trees; leave out method, draft_model, index, head and tree."
+        )
     else:
         chosen = Method(draft.name, draft.name, verify=verify or "match")
         drafter, verifier = draft, VERIFIERS.build(chosen.verify)
@@ -176,12 +180,14 @@ class LLM:
             return self.with_method(Method(draft, draft, tree, verify))
         return self._with(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify))
 
-    def with_method(self, method: str | Method, draft_model: str | None = None, index: str | None = None) -> LLM:
+    def with_method(
+        self, method: str | Method, draft_model: str | None = None, index: str | None = None, head: str | None = None
+    ) -> LLM:
         """The same weights and cache with another method, by name or as a spec draft/tree/verify.
 
         A method that changes the distribution warns (`LossyWarning`).
         """
-        chosen = choose_method(method, draft_model=draft_model, index=index)
+        chosen = choose_method(method, draft_model=draft_model, index=index, head=head)
         return self._with(chosen, *chosen.build())
 
     def _with(self, method: Method, drafter: Drafter, verifier: Verifier) -> LLM:

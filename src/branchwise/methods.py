@@ -1,7 +1,8 @@
 """Methods: a drafter, the tree it grows and the verifier that accepts its tokens, under one name.
 
 A method is the name of a preset (presets.toml) or a spec `draft/tree/verify` whose empty or missing parts take their
-defaults: `ngram/chain:8`, `model/paths:4x6/cascade`, `ngram//match`. The drafter `model` runs the user's draft model.
+defaults: `ngram/chain:8`, `model/paths:4x6/cascade`, `ngram//match`. The drafter `model` runs the user's draft model,
+`head` the user's trained head.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from branchwise.draft import DRAFTERS, TREES, build_drafter
 from branchwise.draft.base import Drafter
@@ -22,11 +24,26 @@ MODEL = "model"
 """the drafter that runs a draft model"""
 RETRIEVAL = "retrieval"
 """the drafter that reads an index"""
+HEAD = "head"
+"""the drafter that runs a trained head"""
+
+
+class Blank(NamedTuple):
+    """What a drafter needs that only the user can name."""
+
+    what: str
+    option: str
+    value: str
+    """what stands for it in a command line"""
+    hint: str
+
+
 BLANKS = {
-    MODEL: ("a draft model", "--draft-model", "such as a smaller model with the tokenizer of the target"),
-    RETRIEVAL: ("an index", "--index", "a folder that `branchwise index build` made"),
+    MODEL: Blank("a draft model", "--draft-model", "ID", "such as a smaller model with the tokenizer of the target"),
+    RETRIEVAL: Blank("an index", "--index", "DIR", "a folder that `branchwise index build` made"),
+    HEAD: Blank("a trained head", "--head", "FILE", "a file that `branchwise train head --model MODEL` wrote"),
 }
-"""drafters that need a model or a folder which only the user can name: what it is, its option, a hint"""
+"""drafters that need a model, a folder or a file"""
 FUSED = "fused:"
 DEFAULT = "default"
 """the method if none is asked for"""
@@ -55,7 +72,7 @@ class Method:
 
     @property
     def blanks(self) -> list[str]:
-        """The drafters whose model or index the user has not named yet."""
+        """The drafters whose model, index or head the user has not named yet."""
         named = (split_spec(spec) for spec in members_of(self.draft))
         return [name for name, positional, _ in named if name in BLANKS and not positional]
 
@@ -68,18 +85,25 @@ class Method:
         return RETRIEVAL in self.blanks
 
     @property
+    def needs_head(self) -> bool:
+        return HEAD in self.blanks
+
+    @property
     def command(self) -> str:
         """The command line that runs it."""
-        words = [f" {BLANKS[name][1]} {'ID' if name == MODEL else 'DIR'}" for name in self.blanks]
+        words = [f" {BLANKS[name].option} {BLANKS[name].value}" for name in self.blanks]
         return f"branchwise generate PROMPT --method {self.name}{''.join(words)}"
 
-    def drafting_with(self, draft_model: str | None = None, index: str | None = None) -> Method:
-        """This method with the draft model of a spec `ID[,temperature=…]`, or an index `DIR[,max=…]`.
+    def drafting_with(
+        self, draft_model: str | None = None, index: str | None = None, head: str | None = None
+    ) -> Method:
+        """This method with the draft model of a spec `ID[,temperature=…]`, an index `DIR[,max=…]`, or a trained head
+        `FILE[,table=…]`.
 
         Their options override the method's own.
         """
-        given = {MODEL: draft_model, RETRIEVAL: index}
-        for name, (what, option, hint) in BLANKS.items():
+        given = {MODEL: draft_model, RETRIEVAL: index, HEAD: head}
+        for name, (what, option, _, hint) in BLANKS.items():
             if given[name] is not None and name not in self.blanks:
                 raise UsageError(f"Method {self.name!r} drafts without {what}; leave out {option}.")
             if not given[name] and name in self.blanks:
@@ -129,20 +153,24 @@ PLAIN = PRESETS["plain"]
 """the target alone, the baseline of all comparisons"""
 
 
-def find_method(spec: str, draft_model: str | None = None, index: str | None = None) -> Method:
-    """The method of a name or of a spec `draft/tree/verify`, with the draft model and index if it needs them."""
+def find_method(spec: str, draft_model: str | None = None, index: str | None = None, head: str | None = None) -> Method:
+    """The method of a name or of a spec `draft/tree/verify`, with the draft model, index and head if it needs them."""
     method = find_any(spec)
     return method.drafting_with(
-        draft_model if method.needs_draft_model else None, index if method.needs_index else None
+        draft_model if method.needs_draft_model else None,
+        index if method.needs_index else None,
+        head if method.needs_head else None,
     )
 
 
-def find_methods(specs: Sequence[str], draft_model: str | None = None, index: str | None = None) -> list[Method]:
-    """Methods that share a draft model and an index; at least one must need each."""
-    for (name, (what, option, _)), value in zip(BLANKS.items(), (draft_model, index), strict=True):
+def find_methods(
+    specs: Sequence[str], draft_model: str | None = None, index: str | None = None, head: str | None = None
+) -> list[Method]:
+    """Methods that share a draft model, an index and a head; at least one must need each."""
+    for (name, blank), value in zip(BLANKS.items(), (draft_model, index, head), strict=True):
         if value is not None and not any(name in find_any(spec).blanks for spec in specs):
-            raise UsageError(f"No method here drafts with {what}; leave out {option}.")
-    return [find_method(spec, draft_model, index) for spec in specs]
+            raise UsageError(f"No method here drafts with {blank.what}; leave out {blank.option}.")
+    return [find_method(spec, draft_model, index, head) for spec in specs]
 
 
 def choose_method(
@@ -153,6 +181,7 @@ def choose_method(
     verify: str | None = None,
     draft_model: str | None = None,
     index: str | None = None,
+    head: str | None = None,
 ) -> Method:
     """The method that a user asks for: by name, or by its parts."""
     if method is not None:
@@ -163,11 +192,12 @@ def choose_method(
                     f"verifier of its own; leave out --{option}, or say all three in its place."
                 )
         if isinstance(method, str):
-            return find_methods([method], draft_model, index)[0]
-        return method if draft_model is None and index is None else method.drafting_with(draft_model, index)
-    said = [name for name, value in ((MODEL, draft_model), (RETRIEVAL, index)) if value is not None]
+            return find_methods([method], draft_model, index, head)[0]
+        named = draft_model is not None or index is not None or head is not None
+        return method.drafting_with(draft_model, index, head) if named else method
+    said = [name for name, value in zip(BLANKS, (draft_model, index, head), strict=True) if value is not None]
     if draft is not None and said and not Method("", draft).blanks:
-        raise UsageError(f"Give --draft or {BLANKS[said[0]][1]}, not both.")
+        raise UsageError(f"Give --draft or {BLANKS[said[0]].option}, not both.")
     if draft is None and tree is None and not said:
         default = PRESETS[DEFAULT]
         return default if verify is None else replace(default, name=f"{DEFAULT}//{verify}", verify=verify)
@@ -175,11 +205,11 @@ def choose_method(
         draft = FUSED + "+".join(said) if len(said) > 1 else next(iter(said), "ngram")
     name = "/".join(part or "" for part in (draft, tree, verify)).rstrip("/")
     chosen = Method(name, draft, tree, verify or "match")
-    return chosen.drafting_with(draft_model, index) if said else chosen
+    return chosen.drafting_with(draft_model, index, head) if chosen.blanks else chosen
 
 
 def find_any(spec: str) -> Method:
-    """The method of a name or a spec, even if its draft model or index is not named yet."""
+    """The method of a name or a spec, even if its draft model, index or head is not named yet."""
     if spec in PRESETS:
         return PRESETS[spec]
     parts = _split(spec)
@@ -214,7 +244,7 @@ def members_of(draft: str) -> list[str]:
     return split_members(draft.removeprefix(FUSED))
 
 
-FILES = ("model:", "model(", "retrieval:", "retrieval(", "template:", "ranks:", "learned:")
+FILES = ("model:", "model(", "retrieval:", "retrieval(", "head:", "template:", "ranks:", "learned:")
 """parts of a spec after which a name with slashes may follow"""
 
 

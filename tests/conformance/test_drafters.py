@@ -19,19 +19,21 @@ from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.engine import Engine, Request
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
+from tests.heads import Contrary, Knowing, Truth, random_head
 from tests.test_index import write
 from tests.test_model_drafter import tiny
 
 VOCABULARY = 6
 PROMPTS = [(1, 2, 3, 1, 2), (4,), (5, 0, 5, 0, 5, 0, 5)]
 LENGTH = 50
-
-Truth = dict[tuple[int, ...], list[int]]
+INFO = ToyTarget(VOCABULARY).info
 
 DOUBLES: dict[str, Callable[[Truth], Drafter]] = {
     "no skill": lambda truth: RandomDrafter(VOCABULARY),
     "truth": lambda truth: TruthDrafter(truth, VOCABULARY, decoys=1),
     "adversarial": lambda truth: ContrarianDrafter(truth, VOCABULARY),
+    "head, truth": lambda truth: Knowing(random_head(INFO), truth, TREES.build("paths:2x3")),
+    "head, adversarial": lambda truth: Contrary(random_head(INFO), truth, TREES.build("paths:2x3")),
 }
 
 
@@ -55,9 +57,17 @@ def any_index() -> Drafter:
         return build_drafter(f"retrieval:{folder}/index")
 
 
+def any_head() -> Drafter:
+    """A random head that can propose four of the six tokens, and those of a prompt."""
+    with TemporaryDirectory() as folder:
+        random_head(INFO, table=4).save(Path(folder) / "head")
+        return build_drafter(f"head:{folder}/head")
+
+
 NOT_BY_NAME: dict[str, Callable[[], Drafter]] = {
     "model": AnyModel,
     "retrieval": any_index,
+    "head": any_head,
     "fused": lambda: build_drafter("fused:recycle+suffix+trigram"),
 }
 """those that need something of the user"""
@@ -99,11 +109,12 @@ def test_every_tree_starts_at_the_root_and_stays_within_the_budget(name: str) ->
     rng = random.Random(0)
     drafter, target = SHIPPED[name]({}), ToyTarget(VOCABULARY, slots=3)
     drafter.bind(target.info)
+    target.require(drafter.needs)
     for _ in range(60):
         sequences = [SequenceState([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]) for _ in range(3)]
         budgets = [Budget(nodes=rng.randint(1, 12), depth=rng.randint(0, 6)) for _ in sequences]
         for sequence in sequences:
-            target.open(sequence)
+            drafter.start(sequence, target.open(sequence, drafter.needs.prefill_logits))
         trees = drafter.draft(sequences, budgets)
         for sequence in sequences:
             target.close(sequence)

@@ -1,9 +1,10 @@
 """The audit of methods: tree policy and verifier together, through every draft and every coin.
 
 A method is audited with its own policy and its own rule, on a tree small enough to enumerate and on small distributions
-in place of the draft model's. What a draft model does to its distributions before they are drawn from (temperature,
-remembered distributions of the target) makes other distributions, and those of the instances are as good as any; a
-trimmed head is a distribution with zeros, so one token is cut out for it.
+in place of the draft model's, or of the trained head's. What a draft model does to its distributions before they are
+drawn from (temperature, remembered distributions of the target) makes other distributions, and those of the instances
+are as good as any. A trimmed draft model, and a trained head with its table, know some tokens only: a distribution with
+zeros, so one token is cut out for them. `branchwise audit model --head FILE` audits a head itself.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from branchwise.core.tree import Draw
 from branchwise.draft import DRAFTERS, TREES, build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.lookup.ngram import NGram
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.errors import UsageError
-from branchwise.methods import MODEL, Method
+from branchwise.methods import HEAD, MODEL, Method
 from branchwise.models import DEFAULT_MODEL
 from branchwise.registry import split_spec
 from branchwise.verify import VERIFIERS, check_pairing
@@ -136,14 +138,15 @@ def audit_method(method: Method) -> MethodAudited:
 
 def instances(method: Method) -> Iterator[Instance]:
     """The same small worlds for every method, always."""
-    trimmed = "trim" in split_spec(method.draft)[2]
+    name, _, options = split_spec(method.draft)
+    trimmed = name == HEAD or "trim" in options
     for sigma, seed in itertools.product(SIMILARITIES.values(), SEEDS):
         instance = Instance.random(VOCABULARY, DEPTH if method.lossless else FORK[1], 2, sigma, (seed,))
         yield without_last_token(instance) if trimmed else instance
 
 
 def without_last_token(instance: Instance) -> Instance:
-    """A draft head that does not know the last token."""
+    """A drafter that does not know the last token."""
     tables = [np.where(np.arange(VOCABULARY) < VOCABULARY - 1, table, 0.0) for table in instance.q]
     return replace(instance, q=tuple(table / table.sum(axis=1, keepdims=True) for table in tables))
 
@@ -178,7 +181,11 @@ def small(tree: str) -> str:
 
 def default_tree(draft: str) -> str:
     """The name of the tree that a drafter grows by default."""
+    # The tree does not depend on the draft model or the head, so none is loaded.
     name, _, _ = split_spec(draft)
-    # The tree does not depend on the draft model, so none is loaded.
-    grown: Any = build_drafter(f"{MODEL}:{DEFAULT_MODEL}" if name == MODEL else draft)
-    return next(tree for tree in TREES if TREES.find(tree) is type(grown.tree))
+    if name == HEAD:
+        grown: TreePolicy = HeadDrafter.default_tree()
+    else:
+        built: Any = build_drafter(f"{MODEL}:{DEFAULT_MODEL}" if name == MODEL else draft)
+        grown = built.tree
+    return next(tree for tree in TREES if TREES.find(tree) is type(grown))

@@ -348,7 +348,9 @@ def in_bfloat16(llm: LLM, slots: int) -> LLM:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
     target = llm.engine.target
-    rounded = TransformersTarget(model, slots=slots, context=target.context, max_nodes=target.max_nodes)
+    rounded = TransformersTarget(
+        model, slots=slots, context=target.context, max_nodes=target.max_nodes, tokenizer=llm.tokenizer
+    )
     return LLM(llm.name, model, llm.tokenizer, Engine(rounded, build_drafter("none"), VERIFIERS.build("match")))
 
 

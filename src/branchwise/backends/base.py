@@ -68,7 +68,7 @@ class TargetInfo:
     slots: int  # sequences that can be open at the same time
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
-    fingerprint: str = ""  # the same for every load of this model with this tokenizer, different for another one
+    fingerprint: str = ""  # of the model's shape and its tokenizer: the same for every load, whatever the weights
     tokenizer: Any = None  # the transformers tokenizer, if there is one
     hidden_width: int = 0  # numbers of a hidden state
     layers: tuple[str, ...] = ()  # modules whose hidden states can be asked for, first layer first
@@ -80,6 +80,8 @@ class TargetInfo:
     """a pass of the target, for a drafter that drafts with the target itself"""
     embeddings: tuple[Tensor, Tensor] | None = None
     """the rows (vocabulary, width) that tokens are read with, and those that logits are computed with"""
+    weights: str = ""
+    """the same for every load of these weights with any tokenizer, different for others of the same shape"""
 
 
 class ScoredNodes(NamedTuple):

@@ -18,7 +18,8 @@ from branchwise.verify import Verdict
 
 class ToyTarget(Target):
     """A model whose logits are a fixed random function of all tokens before, and so are the hidden states of its one
-    layer, "embedding". It keeps the books of a KV cache and checks that a real cache would hold what is committed."""
+    layer, "embedding". Its embeddings are random rows, which its own logits do not read. It keeps the
+    books of a KV cache and checks that a real cache would hold what is committed."""
 
     def __init__(
         self,
@@ -38,8 +39,16 @@ class ToyTarget(Target):
         self.passes = 0
         self.prefills: list[list[int]] = []  # tokens of every chunk of every prefill pass
         info = TargetInfo("toy", vocabulary, context, max_nodes, slots, fingerprint=f"toy-{vocabulary}-{seed}")
+        noise = torch.Generator().manual_seed(seed)
+        rows = torch.randn(2, vocabulary, vocabulary, generator=noise)
         self.info = replace(
-            info, hidden_width=vocabulary, layers=("embedding",), bucket=weakly(self.bucket), score=weakly(self.score)
+            info,
+            hidden_width=vocabulary,
+            layers=("embedding",),
+            bucket=weakly(self.bucket),
+            score=weakly(self.score),
+            embeddings=(rows[0], rows[1]),
+            weights=info.fingerprint,
         )
         self._needs = Needs()
         self._cached: dict[SequenceState, list[int]] = {}
@@ -107,7 +116,7 @@ class ToyTarget(Target):
             assert int(tokens[0]) == sequence.root, "a tree does not start at the root"
             self._scored[sequence] = (tree, tokens)
             for node in range(len(tree)):
-                path = cached + tokens[tree.topology.path(node)].tolist()
+                path = cached + tokens[tree.path(node)].tolist()
                 logits[row, node] = self.logits(path)
                 for states in hidden.values():
                     states[row, node] = self.hidden(path)
@@ -116,7 +125,7 @@ class ToyTarget(Target):
     def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
         for sequence, verdict in zip(sequences, verdicts, strict=True):
             tree, tokens = self._scored.pop(sequence)
-            assert tuple(tree.topology.path(verdict.path[-1])) == verdict.path, "an accepted path has a gap"
+            assert tuple(tree.path(verdict.path[-1])) == verdict.path, "an accepted path has a gap"
             self._cached[sequence] += tokens[list(verdict.path)].tolist()
 
     def close(self, sequence: SequenceState) -> None:

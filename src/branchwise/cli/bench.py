@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from branchwise.cli.console import console, print_notice
-from branchwise.cli.options import AsJson, DraftModel, Index, Loading, Sampling, at_least, grouped
+from branchwise.cli.options import AsJson, DraftModel, Index, Loading, Sampling, TrainedHead, at_least, grouped
 from branchwise.errors import UsageError
 from branchwise.progress import showing
 from branchwise.registry import check_known, split_specs
@@ -82,6 +82,7 @@ def bench(
     ] = "ngram",
     draft_model: DraftModel = None,
     index: Index = None,
+    head: TrainedHead = None,
     peers: Annotated[
         str, Option(help="transformers, transformers-lookup, transformers-assisted:MODEL, llama.cpp, openai:URL.")
     ] = "",
@@ -139,7 +140,7 @@ def bench(
     specs = [name for spec in split_specs(methods) for name in (PRESETS if spec == "all" else [spec])]
     if not specs and not others:
         raise UsageError("There is nothing to compare; name methods with --methods or peers with --peers.")
-    chosen = find_methods(specs, draft_model, index)
+    chosen = find_methods(specs, draft_model, index, head)
     for method in chosen:
         method.build()  # a pair that does not fit is refused before a model is loaded
     entered = list(dict.fromkeys([PLAIN, *chosen]))
@@ -157,6 +158,7 @@ def bench(
         "methods": [method.name for method in chosen],
         "draft_model": None if draft_model is None else without_folder(draft_model),
         "index": None if index is None else without_folder(index),
+        "head": None if head is None else without_folder(head),
         "peers": others,
         **shared,
         "context": context,

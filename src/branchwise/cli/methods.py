@@ -38,7 +38,11 @@ def methods(
 
 
 def _as_dict(method: Method) -> dict[str, Any]:
-    needs = {"needs_draft_model": method.needs_draft_model, "needs_index": method.needs_index}
+    needs = {
+        "needs_draft_model": method.needs_draft_model,
+        "needs_index": method.needs_index,
+        "needs_head": method.needs_head,
+    }
     return {**asdict(method), "lossless": method.lossless, **needs, "command": method.command}
 
 
@@ -55,7 +59,8 @@ def _print_table(methods: list[Method]) -> None:
         table.add_row(method.name, method.draft, method.tree or "", method.verify, kept, method.paper)
     shown.print(table)
     shown.print(
-        "\nThe drafter `model` is the model that --draft-model names; `retrieval` reads the --index. "
+        "\nThe drafter `model` is the model that --draft-model names; `retrieval` reads the --index, `head` "
+        "runs the trained --head. "
         "branchwise methods NAME describes a method.",
         style="dim",
     )

@@ -30,6 +30,9 @@ DraftModel = Annotated[
     str | None, Option(help="Model that drafts, named as for --model; options may follow: ID,temperature=0.8,top-k=20.")
 ]
 Index = Annotated[str | None, Option(help="Folder of an index to retrieve from; see `branchwise index build`.")]
+TrainedHead = Annotated[
+    str | None, Option("--head", metavar="FILE", help="Trained head that drafts; see `branchwise train head`.")
+]
 State = Annotated[str | None, Option(metavar="FILE", help="What the drafter learned: read first, saved at the end.")]
 MaxNewTokens = Annotated[int, Option("--max-new-tokens", "-n", help="Write at most this many tokens.")]
 Seed = Annotated[int | None, Option(help="A seed writes the same text with any drafter.", show_default="random")]
@@ -68,6 +71,7 @@ class Drafting:
     ] = None
     draft_model: DraftModel = None
     index: Index = None
+    head: TrainedHead = None
     draft: Annotated[str | None, Option(help="Drafter, such as ngram or none.", show_default="the method's")] = None
     tree: Annotated[str | None, Option(help="Shape of drafts, such as chain:8.", show_default="the drafter's")] = None
     verify: Annotated[str | None, Option(help="Rule of acceptance; lossy rules say so.", show_default="match")] = None

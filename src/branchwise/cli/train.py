@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from branchwise.cli.console import print_notice
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing
+from branchwise.provenance import without_folder
 from branchwise.registry import check_known, split_spec
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def head(
     """Train a head that drafts from the target's own hidden states.
 
     The target writes texts, and a small network learns from them what comes next. After Ctrl-C the same command goes
-    on. The file then drafts: --draft head:head.safetensors
+    on. The file then drafts: --head head.safetensors
 
     branchwise train head --model smollm2 --minutes 5 --out smollm2.head
     """
@@ -172,7 +173,7 @@ def head(
     except KeyboardInterrupt:
         print_notice(f"Stopped; the same command goes on with what is in {folder}.")
         raise
-    found.save(out)
+    replace(found, target=without_folder(llm.name)).save(out)
     last = found.about["curve"][-1]
     weights = sum(weight.numel() for weight in found.head.parameters())
     if as_json:
@@ -180,7 +181,7 @@ def head(
         return
     hits = " ".join(f"{hit:.2f}" for hit in last["hits"])
     print(f"{weights / 1e6:.1f} M weights, {last['steps']} steps. Held-out texts, hits by depth: {hits}")
-    print(f"Use it with --draft head:{out}")
+    print(f"Use it with --head {out}")
 
 
 @train.command()

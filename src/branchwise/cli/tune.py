@@ -12,7 +12,7 @@ from typer import Option
 
 from branchwise.bench.prompts import EDITING, FREE
 from branchwise.cli.console import bare_table, console
-from branchwise.cli.options import AsJson, DraftModel, Index, Loading, at_least, grouped
+from branchwise.cli.options import AsJson, DraftModel, Index, Loading, TrainedHead, at_least, grouped
 from branchwise.errors import UsageError
 from branchwise.plots import check_plot, pyplot, save
 from branchwise.progress import showing
@@ -39,6 +39,7 @@ def tune(
     method: Annotated[list[str] | None, Option(help="Methods to time; may be repeated.")] = None,
     draft_model: DraftModel = None,
     index: Index = None,
+    head: TrainedHead = None,
     fresh: Annotated[bool, Option("--fresh", help="Measure again, whatever the cache holds.")] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, Option(help="Draw the costs as a PNG file.")] = None,
@@ -60,7 +61,7 @@ def tune(
     from branchwise.methods import Method, find_methods
     from branchwise.tune import measure, measure_drafter
 
-    timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model, index)]
+    timed = [*(Method(name, name) for name in drafts), *find_methods(wanted, draft_model, index, head)]
     for found in timed:  # refuse an unknown name, and warn of a lossy method, before a model is loaded
         found.build()
         found.warn_if_lossy()

@@ -35,6 +35,7 @@ from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.probe import context_limit, fitting_context
 from branchwise.backends.transformers.runner import ModelRunner, bytes_read, embedding_rows
+from branchwise.backends.transformers.weights import weights_fingerprint
 from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
 from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
@@ -113,6 +114,7 @@ class TransformersTarget(PipelinedTarget):
             weakly(self.bucket),
             weakly(self.score),
             embedding_rows(model),
+            weights_fingerprint(model),
         )
         rows = length + max_nodes
         self.store = KVCache(layout, slots, rows, dtype, device, by_kernels=execution.kernels, record=graphs)

@@ -7,6 +7,7 @@ predicted all levels in the first pass already.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ class HeadDrafter(TreeDrafter):
     ) -> None:
         """`table` uses the N most frequent tokens of the head's table. `temperature` is that of the draft; by default
         that of the text, and 1 for a greedy text."""
-        super().__init__(tree or TopK(32, depth=6, width=8))
+        super().__init__(tree or self.default_tree())
         if table is not None and table < 1:
             raise UsageError(f"A head proposes at least 1 token, not table={table}.")
         if temperature is not None and not temperature > 0:
@@ -87,6 +88,10 @@ class HeadDrafter(TreeDrafter):
         self._ahead: Ahead | None = None
         """drafts on the device, if trees are such that it can and passes are recorded"""
 
+    @staticmethod
+    def default_tree() -> TreePolicy:
+        return TopK(32, depth=6, width=8)
+
     @property
     def needs(self) -> Needs:
         return Needs(hidden_layers=self._taps, pad_shape=super().needs.pad_shape)
@@ -99,8 +104,9 @@ class HeadDrafter(TreeDrafter):
         embeddings, self._output = target.embeddings
         self._taps = self.trained.taps(target)
         self._embeddings = _own(self.trained.embeddings, embeddings)
-        self.head = self.trained.head.to(target.device, target.dtype)
-        self.head.frequencies = self.head.frequencies.float()
+        # A copy: other targets may share the file's own weights. Frequencies are never rounded, since positions grow.
+        self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
+        self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
         self._table = self.trained.table[: self.wanted].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = _own(self.trained.rows, shared)
@@ -132,17 +138,25 @@ class HeadDrafter(TreeDrafter):
         self._texts[sequence] = Following(unread, len(extra))
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        if self._ahead is not None:
-            with torch.inference_mode():
-                if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
-                    self._roots(behind)
-                self._drafted = self._ahead.draft(sequences, budgets)
-            return self._drafted
-        # Before the first pass over a text of one token there are no states to draft from.
-        known = [self._cache.lengths[sequence] + len(self._texts[sequence].unread) > 0 for sequence in sequences]
-        return super().draft(
-            sequences, [budget if some else NOTHING for some, budget in zip(known, budgets, strict=True)]
-        )
+        budgets = [
+            budget if self._knows(sequence) else NOTHING for sequence, budget in zip(sequences, budgets, strict=True)
+        ]
+        if self._ahead is None:
+            return super().draft(sequences, budgets)
+        with torch.inference_mode():
+            if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
+                self._roots(behind)
+            self._drafted = self._ahead.draft(sequences, budgets)
+        return self._drafted
+
+    def _knows(self, sequence: SequenceState) -> bool:
+        """Whether there are states of all tokens before the root, and of one at least. States of a step that was
+        interrupted before its tokens joined the text are forgotten; those of a step that there was no memory to learn
+        from are missing for good."""
+        text, lengths, before = self._texts[sequence], self._cache.lengths, len(sequence.tokens) - 1
+        lengths[sequence] = min(lengths[sequence], before)
+        text.unread = text.unread[: before - lengths[sequence]]
+        return lengths[sequence] + len(text.unread) == before > 0
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         return None if self._ahead is None else self._ahead.draft_next(budgets)
@@ -188,9 +202,17 @@ class HeadDrafter(TreeDrafter):
         self.passes += 1
         while any(len(self._texts[sequence].unread) > CHUNK for sequence in sequences):
             self._catch_up([sequence for sequence in sequences if len(self._texts[sequence].unread) > CHUNK])
-        return self._catch_up(sequences)
+        if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
+            self._catch_up(behind)  # a text whose last step was interrupted has nothing unread
+        found = []
+        for sequence in sequences:
+            text, slot = self._texts[sequence], self._cache.slot[sequence]
+            text.root = self._cache.lengths[sequence] - 1
+            text.carried, text.cells = {0: self._cache.carried[slot]}, {}
+            found.append(self._cache.predicted[slot, None])
+        return found
 
-    def _catch_up(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
+    def _catch_up(self, sequences: Sequence[SequenceState]) -> None:
         """One pass over the next unread rows of these texts."""
         texts, lengths = [self._texts[sequence] for sequence in sequences], self._cache.lengths
         taken = [text.unread[:CHUNK] for text in texts]
@@ -213,17 +235,12 @@ class HeadDrafter(TreeDrafter):
         seen = torch.arange(keys)[None, None, :] <= cells[:, :, None]
         attend = self._cache.attend(sequences, cells, seen)
         predict, carry = self.head(features, embeddings, cells.clamp_min(0).to(features.device), attend)
-        found = []
         for row, (sequence, text, count) in enumerate(zip(sequences, texts, counts, strict=True)):
             lengths[sequence] += count
             text.unread = text.unread[count:]
-            text.root = lengths[sequence] - 1
-            text.carried, text.cells = {0: carry[row, count - 1]}, {}
             text.ahead = predict[row, count : count + masks] if masks else None
-            found.append(predict[row, count - 1 : count])
             slot = self._cache.slot[sequence]
             self._cache.predicted[slot], self._cache.carried[slot] = predict[row, count - 1], carry[row, count - 1]
-        return found
 
     def _level(self, requests: Sequence[ExpandRequest]) -> list[Tensor]:
         """One pass over nodes below the root; what is predicted after each, (nodes, width) a text."""

@@ -15,7 +15,7 @@ from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.state import Format, Tensors
 from branchwise.errors import ModelError
 
-FORMAT = Format("head", "train one with: branchwise train head --model MODEL", ModelError, version=2)
+FORMAT = Format("head", "train one with: branchwise train head --model MODEL", ModelError)
 SCALE = ".scale"
 
 
@@ -28,7 +28,8 @@ class TrainedHead:
     """(tokens,) int64: what its output rows are for, most frequent first"""
     target: str
     """name of the model that it was trained for"""
-    fingerprint: str
+    weights: str
+    """fingerprint of its weights (`TargetInfo.weights`)"""
     about: Mapping[str, Any] = field(default_factory=dict)
     """recipe, scores and provenance"""
     rows: Tensor | None = None
@@ -51,7 +52,7 @@ class TrainedHead:
         known = {
             "config": asdict(self.head.config),
             "target": self.target,
-            "fingerprint": self.fingerprint,
+            "weights": self.weights,
             "about": dict(self.about),
         }
         FORMAT.write(file, known, tensors, parents=True)
@@ -72,12 +73,15 @@ class TrainedHead:
         }
         head.load_state_dict(weights)
         head.eval().requires_grad_(False)
-        return cls(head, table, known["target"], known["fingerprint"], known["about"])
+        return cls(head, table, known["target"], known["weights"], known["about"])
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse a target that the head was not trained for."""
-        if self.fingerprint != target.fingerprint:
-            raise ModelError(f"The head was trained for {self.target} and cannot draft for {target.name}.")
+        """Refuse a target that the head was not trained for. It would draft badly for other weights, and a network
+        that reads states of another width or other layers could not run."""
+        if self.weights != target.weights:
+            raise ModelError(
+                f"The head was trained for {self.target}, and this {target.name} has other weights; {FORMAT.remedy}."
+            )
 
     def taps(self, target: TargetInfo) -> tuple[str, ...]:
         """The layers of the target that it reads, by name."""

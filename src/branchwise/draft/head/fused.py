@@ -21,6 +21,9 @@ from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.network import HeadConfig
 from branchwise.draft.policies.topk import TopK
 
+OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "carry", "epsilon"
+"""of a network, that the kernels compute; others must be left as they are by default"""
+
 
 class FusedDraft(BestFirstDraft):
     def __init__(self, tree: TopK, *parts: Any) -> None:
@@ -31,7 +34,8 @@ class FusedDraft(BestFirstDraft):
 
     @staticmethod
     def fits(config: HeadConfig) -> bool:
-        return config.gate == "none" and not config.masks and len(config.taps) <= MOST_TAPS
+        known = {name: vars(config)[name] for name in OPTIONS}
+        return config == HeadConfig(**known) and len(config.taps) <= MOST_TAPS
 
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor

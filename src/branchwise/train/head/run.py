@@ -236,7 +236,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        asked = {"target": self.info.fingerprint, "sizes": asdict(self.sizes), "recipe": asdict(self.recipe)}
+        asked = {"target": self.info.weights, "sizes": asdict(self.sizes), "recipe": asdict(self.recipe)}
         known = self.folder / "run.json"
         if known.exists() and json.loads(known.read_text()) != asked:
             raise UsageError(f"{self.folder} holds another run; choose another --out, or remove it.")
@@ -274,7 +274,7 @@ class Training:
             head.load_state_dict(torch.load(best, weights_only=True))
         head.eval().requires_grad_(False)
         about = {"recipe": asdict(self.recipe), "curve": learner.curve, "steps": learner.steps, "texts": len(texts)}
-        return TrainedHead(head.float().cpu(), table.cpu(), self.info.name, self.info.fingerprint, about)
+        return TrainedHead(head.float().cpu(), table.cpu(), self.info.name, self.info.weights, about)
 
 
 def next_batches(texts: Sequence[Text], tokens: int, count: int) -> list[list[Text]]:
