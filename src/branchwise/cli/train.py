@@ -127,7 +127,9 @@ def head(
     loading: Loading,
     minutes: Annotated[float, Option(help="How long the head learns; writing texts comes before.")] = 5.0,
     texts: Annotated[int, Option(help="Texts that the target writes to learn from.")] = 60_000,
-    form: Annotated[str, Option(help="carry, eagle, fspad, fspad-gate, parallelspec or two-layers.")] = "carry",
+    form: Annotated[
+        str, Option(help="carry, eagle, fspad, fspad-gate, longspec, longspec-states, parallelspec or two-layers.")
+    ] = "carry",
     mlp: Annotated[int | None, Option(help="Width of the head's MLP.", show_default="five times the model's")] = None,
     table: Annotated[int, Option(help="Tokens that it can propose, the most frequent ones.")] = 32_768,
     avoid: Annotated[
