@@ -12,7 +12,7 @@ from branchwise.engine import Engine, Request
 from branchwise.train.head.learn import Text, Watched
 from branchwise.train.head.replay import Replay, Shape
 from branchwise.verify import VERIFIERS
-from tests.test_head_drafter import TAPS, VOCABULARY, model_of, trained
+from tests.test_head_drafter import VOCABULARY, model_of, trained
 from tests.test_head_training import FORMS
 
 
@@ -30,7 +30,8 @@ def test_a_replay_counts_the_passes_that_the_engine_makes(form: str, spec: str, 
     target = TransformersTarget(model, slots=1, context=128, max_nodes=32)
     head = trained(target, form, table=VOCABULARY - 3)
     engine = Engine(target, HeadDrafter(head, tree=build_policy(spec)), VERIFIERS.build("match"))
-    replay = Replay(head.head, Watched(model, TAPS, head.table))
+    config = head.head.config
+    replay = Replay(head.head, Watched(model, config.taps, head.table, config.cross))
     accepted = 0
     for prompt in [(1, 2, 3), (5,), tuple(range(20)), (39, 38, 37, 36)]:
         generation = engine.submit(Request(prompt, max_new_tokens=40))
