@@ -22,7 +22,7 @@ FORMS = {
     "fspad": {"carry": True, "gate": "full"},
     "parallel": {"masks": 5},
     "parallel with bias": {"masks": 5, "bias": 4, "layers": 2},
-    "window": {"window": 3, "layers": 2},
+    "window": {"window": 2, "layers": 2},
     "cross": {"cross": "model.layers.2", "carry": True},
     "longspec": {"cross": "model.layers.2", "window": 5, "taps": ()},
     "longspec with states": {"cross": "model.layers.2", "window": 8, "layers": 2},
