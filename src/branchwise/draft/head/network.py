@@ -100,8 +100,10 @@ class Head(nn.Module):
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         self.tap_norms = nn.ModuleList(norm() for _ in config.taps)
         self.embedding_norm, self.output_norm = norm(), norm()
+        # Without hidden states it joins the embedding alone: where output rows are embeddings too, a row that began as
+        # its own token would have to unlearn to predict that one.
+        self.join = nn.Linear(max(1, len(config.taps)) * width, width, bias=False)
         if config.taps:
-            self.join = nn.Linear(len(config.taps) * width, width, bias=False)
             self.feature_norm = norm()
         self.blocks = nn.ModuleList(
             Block(config, inputs=2 if number == 0 and config.taps else 1, outputs=2 if config.carry and last else 1)
@@ -137,8 +139,9 @@ class Head(nn.Module):
         that attends to keys and values of the target.
         """
         embedded = self.embedding_norm(embeddings)
-        state, read = embedded, None
-        if self.config.taps:
+        if not self.config.taps:
+            state, read = self.join(embedded), None
+        else:
             assert features is not None, "a head that reads hidden states was given none"
             state = features if self.gate is None else self.gate(features, embedded)
             read = torch.cat([self.feature_norm(state), embedded], dim=-1)
