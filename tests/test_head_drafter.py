@@ -157,6 +157,23 @@ def test_forks_and_texts_that_come_and_go_are_predicted_as_in_training(form: str
         assert text.token_ids == alone.token_ids
 
 
+@pytest.mark.usefixtures("interpreter")
+@torch.no_grad()
+def test_rows_that_a_device_has_committed_are_read_as_in_training() -> None:
+    """By kernels, where accepted rows are moved before the host knows of them."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    model = model_of()
+    target = TransformersTarget(model, slots=2, context=128, max_nodes=16, kernels=True)
+    drafter = Watching(trained(target, "longspec with states"), tree=build_policy("topk:5,depth=3,width=2"))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    assert engine.pipelined
+    for prompt in [(1, 2, 3), tuple(range(20))]:
+        engine.submit(Request(prompt, max_new_tokens=5))
+    while engine.busy:
+        engine.step()
+    assert_as_in_training(drafter, model)
+
+
 @pytest.mark.parametrize("form", LONG)
 def test_a_cache_with_a_window_does_not_grow_with_the_text(form: str) -> None:
     model = model_of(max_position_embeddings=2048)
