@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from branchwise.backends.base import Prefill, Scored, TargetInfo
+from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
+from branchwise.backends.toy import ToyTarget
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.rows import unpack_bits
 from branchwise.core.sampling import SamplingParams
@@ -26,14 +28,15 @@ from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
-from branchwise.testing import ToyTarget
+from branchwise.errors import ModelError, UsageError
 from branchwise.train.head.learn import Watched
 from branchwise.train.head.unroll import unroll
 from branchwise.verify import VERIFIERS, Verdict
 from tests.heads import random_head
 from tests.test_head_training import FORMS
 
-AUTOREGRESSIVE = [form for form in FORMS if "parallel" not in form]
+AUTOREGRESSIVE = [form for form, options in FORMS.items() if not options.keys() & {"masks", "window", "cross"}]
+LONG = ["window", "cross", "longspec", "longspec with states", "parallel longspec"]
 VOCABULARY, WIDTH, LAYERS = 40, 24, 3
 TAPS = ("model.layers.0", "model.layers.2")
 
@@ -54,7 +57,7 @@ def model_of(seed: int = 0, **options: Any) -> LlamaForCausalLM:
 def trained(target: TransformersTarget, form: str, table: int = 30) -> TrainedHead:
     torch.manual_seed(1)
     sizes = {"width": WIDTH, "taps": TAPS, "heads": 4, "kv_heads": 2, "head_width": 6, "mlp": 32}
-    head = Head(HeadConfig(**sizes, **FORMS[form]), 1 / 100 ** (torch.arange(3) / 3))
+    head = Head(HeadConfig(**sizes | FORMS[form]), 1 / 100 ** (torch.arange(3) / 3))
     for weight in head.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.3)
@@ -85,12 +88,13 @@ class Watching(HeadDrafter):
 
 def expected(drafter: HeadDrafter, model: LlamaForCausalLM, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
     """The logits of training after the last token of a branch, over the table."""
-    watched = Watched(model, TAPS, drafter._table)
+    config = drafter.head.config
+    watched = Watched(model, config.taps, drafter._table, config.cross)
     tokens = torch.tensor([[*text, *path]])
-    hidden, _ = watched(tokens)
+    hidden, _, cached = watched(tokens)
     features = drafter.head.features([state[:, :-1] for state in hidden])
     embeddings = watched.embeddings[tokens[:, 1:]]
-    predict = unroll(drafter.head, features, embeddings, len(path) + 1)[len(path)][0, -1]
+    predict = unroll(drafter.head, features, embeddings, len(path) + 1, cached)[len(path)][0, -1]
     previous = watched.embeddings[tokens[0, -1]] if drafter.head.config.bias else None
     return drafter.head.logits(predict, watched.rows, previous)
 
@@ -112,7 +116,10 @@ def test_a_tree_is_predicted_as_in_training(form: str, shape: str) -> None:
     while engine.busy:
         engine.step()
     assert len(drafter.seen) > 30
-    heat = sampling.temperature or 1.0
+    assert_as_in_training(drafter, model, sampling.temperature or 1.0)
+
+
+def assert_as_in_training(drafter: Watching, model: LlamaForCausalLM, heat: float = 1.0) -> None:
     for text, path, probs, extra in drafter.seen[::3]:
         wanted = torch.zeros(VOCABULARY)
         logits = expected(drafter, model, text, path)
@@ -121,6 +128,118 @@ def test_a_tree_is_predicted_as_in_training(form: str, shape: str) -> None:
         wanted[drafter._table] = (logits / heat).softmax(0)
         found = probs[drafter._table] / probs[drafter._table].sum()
         torch.testing.assert_close(found, wanted[drafter._table], atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", LONG)
+@torch.no_grad()
+def test_forks_and_texts_that_come_and_go_are_predicted_as_in_training(form: str) -> None:
+    """Slots move when a text ends, in the target's cache and in the head's, and a fork starts from copied rows."""
+    model = model_of()
+    target = TransformersTarget(model, slots=4, context=128, max_nodes=32)
+    drafter = Watching(trained(target, form), tree=build_policy("topk:6,depth=3,width=2"))
+    engine = Engine(target, drafter, VERIFIERS.build("match"), prefill_tokens=3)
+    source = SequenceState(list(range(15)))
+    target.open(source)
+    asked = [Request((7, number, 2), max_new_tokens=length) for number, length in enumerate((4, 25, 9))]
+    forks = [Request(tuple(source.tokens), max_new_tokens=length) for length in (5, 30)]
+    texts = [engine.submit(request) for request in asked]
+    texts += [engine.submit(request, like=source) for request in forks]
+    texts.append(engine.submit(Request(tuple(range(30, 8, -1)), max_new_tokens=20)))
+    while engine.busy:
+        engine.step()
+    target.close(source)
+    assert_as_in_training(drafter, model)
+    plain = Engine(target, build_drafter("none"), VERIFIERS.build("match"))
+    for text in texts:
+        alone = plain.submit(text.request)
+        while plain.busy:
+            plain.step()
+        assert text.token_ids == alone.token_ids
+
+
+@pytest.mark.usefixtures("interpreter")
+@torch.no_grad()
+def test_rows_that_a_device_has_committed_are_read_as_in_training() -> None:
+    """By kernels, where accepted rows are moved before the host knows of them."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    model = model_of()
+    target = TransformersTarget(model, slots=2, context=128, max_nodes=16, kernels=True)
+    drafter = Watching(trained(target, "longspec with states"), tree=build_policy("topk:5,depth=3,width=2"))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    assert engine.pipelined
+    for prompt in [(1, 2, 3), tuple(range(20))]:
+        engine.submit(Request(prompt, max_new_tokens=5))
+    while engine.busy:
+        engine.step()
+    assert_as_in_training(drafter, model)
+
+
+@pytest.mark.parametrize("form", LONG)
+def test_a_cache_with_a_window_does_not_grow_with_the_text(form: str) -> None:
+    model = model_of(max_position_embeddings=2048)
+    target = TransformersTarget(model, slots=1, context=2048, max_nodes=32)
+    drafter = HeadDrafter(trained(target, form), tree=build_policy("chain:2"))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    sizes = []
+    for length in (40, 400, 1200):
+        engine.submit(Request(tuple(number % VOCABULARY for number in range(length)), max_new_tokens=60))
+        while engine.busy:
+            engine.step()
+            for sequence, rows in drafter._cache.lengths.items():
+                held = rows - drafter._cache.first[sequence]
+                assert held <= 2 * drafter.head.config.window or not drafter.head.config.window
+        sizes.append(drafter._cache.bytes)
+    assert (sizes[0] == sizes[2]) == bool(drafter.head.config.window)
+
+
+def test_cached_keys_and_values_are_views_of_committed_tokens() -> None:
+    """As many tokens as the longest text has committed, in the order that was asked for, and those of the model."""
+    model = model_of()
+    target = TransformersTarget(model, slots=3, context=64)
+    cached = target.info.cached
+    assert cached is not None
+    assert [part.shape for part in cached("model.layers.1", ())] == [(0, 2, 0, 6)] * 2
+    texts = [SequenceState(list(range(start, start + 5 + start))) for start in range(3)]
+    for text in texts:
+        target.open(text)
+    for asked in (texts, texts[1:], texts[::-1], [texts[2], texts[0]]):
+        keys, values = cached("model.layers.1", asked)
+        assert keys.shape == values.shape == (len(asked), 2, max(len(text.tokens) for text in asked) - 1, 6)
+        assert (keys.data_ptr() == target.store.layers_keys[1][asked[0].tokens[0]].data_ptr()) == (
+            asked[0] in texts[:2]
+        )
+        for row, text in enumerate(asked):
+            count = len(text.tokens) - 1
+            watched = Watched(model, (), torch.arange(VOCABULARY), "model.layers.1")
+            own = watched(torch.tensor([text.tokens[:-1]])).cached
+            assert own is not None
+            torch.testing.assert_close(keys[row, :, :count], own.keys[0])
+            torch.testing.assert_close(values[row, :, :count], own.values[0])
+    with pytest.raises(UsageError, match=r"no layer 'model.norm' with keys"):
+        target.require(Needs(cached_layer="model.norm"))
+
+
+def test_positions_are_exact_in_a_head_of_half_precision() -> None:
+    """Frequencies that were rounded with the weights would turn queries by whole circles at large positions."""
+    target = TransformersTarget(model_of(), slots=1, context=64)
+    drafter = HeadDrafter(trained(target, "longspec"))
+    exact = drafter.trained.head.frequencies.clone()
+    for _ in range(2):
+        drafter.bind(replace(target.info, dtype=torch.bfloat16))
+        assert drafter.head.dtype == torch.bfloat16
+        assert torch.equal(drafter.head.frequencies, exact)
+
+
+def test_a_head_refuses_a_target_whose_keys_it_cannot_read() -> None:
+    target = TransformersTarget(model_of(), slots=1, context=64)
+    head = trained(target, "longspec")
+    other = TransformersTarget(model_of(num_key_value_heads=4), slots=1, context=64)
+    with pytest.raises(ModelError, match="attends to 2 heads of width 6, and LlamaForCausalLM has 4"):
+        Engine(other, HeadDrafter(head), VERIFIERS.build("match"))
+    with pytest.raises(ModelError, match="shows no keys and values"):
+        HeadDrafter(head).bind(replace(target.info, cached=None))
+    with pytest.raises(UsageError, match="has no keys and values"):
+        ToyTarget().require(Needs(cached_layer="embedding"))
 
 
 @pytest.mark.parametrize("form", AUTOREGRESSIVE)

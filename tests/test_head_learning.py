@@ -12,13 +12,15 @@ from transformers import LlamaForCausalLM
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.errors import UsageError
 from branchwise.progress import Progress, silent
-from branchwise.train.head.learn import Recipe, Text
-from branchwise.train.head.run import FORMS, Sizes, Training
+from branchwise.train.head.cross import LayerCache, moved_keys, rotary_frequencies
+from branchwise.train.head.learn import Learner, Recipe, Text, Watched
+from branchwise.train.head.run import FORMS, Sizes, Training, blank_head
 from branchwise.train.texts import Writer, without_loops
 from tests.test_head_drafter import VOCABULARY, model_of
 
 SIZES = Sizes(mlp=32, table=VOCABULARY)
 STEPS = 80
+LONG = {"carry": False, "window": 8, "cross": True, "states": False}
 
 
 def ruled(seed: int = 0) -> LlamaForCausalLM:
@@ -47,13 +49,53 @@ def training(folder: Path, model: LlamaForCausalLM, progress: Progress = silent,
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"carry": False, "gate": "full"}, {"carry": False, "masks": 3, "bias": 8}, FORMS["speculators"]]
+    "options",
+    [{}, {"carry": False, "gate": "full"}, {"carry": False, "masks": 3, "bias": 8}, FORMS["speculators"], LONG],
 )
 def test_a_head_learns_a_rule(tmp_path: Path, options: dict[str, object]) -> None:
     model = ruled()
     texts = texts_of(model)
     head = training(tmp_path, model, **options).run(texts[8:], texts[:8], 1e9)
     assert min(head.about["curve"][-1]["hits"][: 1 if options.get("masks") else 3]) > 0.9
+
+
+def test_moved_positions_do_not_change_what_the_target_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads its text where it stands; keys are turned to where it would have put them, and nothing else changes."""
+    model = model_of(2, max_position_embeddings=4096)
+    target = TransformersTarget(model, slots=1, context=64)
+    head = blank_head(model, target.info, replace(SIZES, **LONG))
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    watched = Watched(model, head.config.taps, torch.arange(VOCABULARY), head.config.cross)
+    learner = Learner(head, watched, Recipe(1.0, depth=3, moved=1.0))
+    texts = texts_of(model, 3)
+    found, states, tokens, counted = learner._unrolled(texts)
+    moved, *same = learner._unrolled(texts, moved=True)
+    assert all(torch.equal(*pair) for pair in zip((states, tokens, counted), same, strict=True))
+    assert not torch.allclose(found[0], moved[0])
+    again = Learner(head, watched, Recipe(1.0, depth=3, moved=1.0))._unrolled(texts, moved=True)[0]
+    assert torch.equal(again[0], moved[0])  # seed and step decide
+    monkeypatch.setattr("branchwise.train.head.cross.ANCHORS", 0)
+    whole = learner._unrolled(texts, moved=True)[0]
+    torch.testing.assert_close(whole, found, atol=5e-3, rtol=5e-3)  # only distances to the anchors have changed
+
+    # Keys of the first layer know no others, so that they can stand anywhere; moved as a whole, those of all can.
+    places = torch.arange(tokens.shape[1])
+    for layer, anchors in (("model.layers.0", 3), ("model.layers.2", 0)):
+        positions = places + 3000 * (places >= anchors)
+        plain, far = LayerCache(layer), LayerCache(layer)
+        for cache, at in ((plain, places), (far, positions)):
+            model.base_model(tokens, position_ids=at[None], past_key_values=cache, use_cache=False)
+        assert plain.rows is not None
+        turned = moved_keys(plain.rows, positions, rotary_frequencies(model, 6))
+        torch.testing.assert_close(turned, far.rows, atol=2e-3, rtol=1e-3)
+        assert not torch.allclose(plain.rows.keys, turned.keys, atol=1e-1)
+
+
+def test_a_head_refuses_keys_that_do_not_turn_as_a_whole() -> None:
+    model = model_of(num_hidden_layers=1)
+    with pytest.raises(UsageError, match="another --form"):
+        rotary_frequencies(model, 8)
 
 
 def test_a_head_does_not_learn_noise(tmp_path: Path) -> None:

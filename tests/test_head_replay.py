@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.draft import build_policy
@@ -11,8 +12,9 @@ from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.engine import Engine, Request
 from branchwise.train.head.learn import Text, Watched
 from branchwise.train.head.replay import Replay, Shape
+from branchwise.train.head.unroll import unroll
 from branchwise.verify import VERIFIERS
-from tests.test_head_drafter import TAPS, VOCABULARY, model_of, trained
+from tests.test_head_drafter import VOCABULARY, model_of, trained
 from tests.test_head_training import FORMS
 
 
@@ -30,7 +32,8 @@ def test_a_replay_counts_the_passes_that_the_engine_makes(form: str, spec: str, 
     target = TransformersTarget(model, slots=1, context=128, max_nodes=32)
     head = trained(target, form, table=VOCABULARY - 3)
     engine = Engine(target, HeadDrafter(head, tree=build_policy(spec)), VERIFIERS.build("match"))
-    replay = Replay(head.head, Watched(model, TAPS, head.table))
+    config = head.head.config
+    replay = Replay(head.head, Watched(model, config.taps, head.table, config.cross))
     accepted = 0
     for prompt in [(1, 2, 3), (5,), tuple(range(20)), (39, 38, 37, 36)]:
         generation = engine.submit(Request(prompt, max_new_tokens=40))
@@ -40,3 +43,30 @@ def test_a_replay_counts_the_passes_that_the_engine_makes(form: str, spec: str, 
         assert replay.passes(text, [shape]) == [generation.stats.steps]
         accepted += len(generation.token_ids) - generation.stats.steps
     assert accepted > 0 or shape.width == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_replay_predicts_what_training_does(form: str) -> None:
+    """Node by node along the most probable path from every root, deeper than windows are wide."""
+    model, depth, prompt = model_of(), 5, 3
+    head = trained(TransformersTarget(model, slots=1, context=64), form, table=VOCABULARY).head
+    watched = Watched(model, head.config.taps, torch.arange(VOCABULARY), head.config.cross)
+    tokens = torch.randint(0, VOCABULARY, (24,), generator=torch.Generator().manual_seed(3))
+    levels = Replay(head, watched)._grown(tokens, prompt, Shape.chain(depth))
+    values = torch.cat([level.values for level in levels], dim=1)
+    drafted = torch.cat([level.tokens for level in levels], dim=1)
+
+    def logprob(path: Tensor, steps: int) -> Tensor:
+        """Of the last token of a path, so many tokens behind the last that the target has read."""
+        hidden, _, cached = watched(path[None])
+        embeddings = watched.embeddings[path[None, 1:-1]]
+        features = head.features([state[:, :-2] for state in hidden])
+        predict = unroll(head, features, embeddings, steps, cached)[-1][0, -1]
+        previous = embeddings[0, -1] if head.config.bias else None
+        return head.logits(predict, watched.rows, previous).log_softmax(dim=-1)[path[-1]]
+
+    for place in range(0, len(values), 4):
+        text = tokens[: prompt + place]
+        found = [logprob(torch.cat([text, drafted[place, :steps]]), steps) for steps in range(1, depth + 1)]
+        torch.testing.assert_close(values[place], torch.stack(found).cumsum(dim=0), atol=1e-4, rtol=1e-3)

@@ -41,6 +41,9 @@ class Needs:
     topk: int = 0  # so many of the most probable tokens behind every node, computed on the device with the pass
     pad_shape: PadShape | None = None
     """the least size of a batch of its trees, so that CUDA graphs see the same shapes at every step"""
+    cached_layer: str | None = None
+    """name of a layer (`TargetInfo.layers`) whose part of the KV cache it reads between steps (`TargetInfo.cached`);
+    nothing is computed for it"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,15 @@ class Execution:
 def weakly(method: Any) -> Callable[..., Any]:
     """A method that does not keep its object alive: a target holds most of a device's memory, and goes at once."""
     return partial(method.__func__, proxy(method.__self__))
+
+
+class CachedRows(NamedTuple):
+    """What the KV cache holds of one layer, (batch, heads, tokens, width) each: tokens from the first on, as many as
+    the longest sequence has committed. What stands behind those of a shorter one means nothing."""
+
+    keys: Tensor
+    """as attention reads them: with positions, where the model puts these into keys"""
+    values: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +94,10 @@ class TargetInfo:
     """the rows (vocabulary, width) that tokens are read with, and those that logits are computed with"""
     weights: str = ""
     """the same for every load of these weights with any tokenizer, different for others of the same shape"""
+    cached: Callable[[str, Sequence[SequenceState]], CachedRows] | None = None
+    """keys and values of a layer for the committed tokens of sequences, which are all but the last between steps; views
+    of the cache where it can be, good until the next pass, commit or change of slots. Without sequences it shows the
+    shapes alone"""
 
 
 class ScoredNodes(NamedTuple):
@@ -184,6 +200,8 @@ class Target(ABC):
         """From now on passes report what a drafter needs; by default they report logits alone."""
         if needs.hidden_layers:
             raise UsageError(f"{self.info.name} reports no hidden states, and the drafter needs them.")
+        if needs.cached_layer is not None:
+            raise UsageError(f"{self.info.name} shows no keys and values, and the drafter needs them.")
 
     def bucket(self, batch: int, nodes: int) -> tuple[int, int]:
         """For how many trees and nodes a pass is made, given how many are wanted."""

@@ -63,6 +63,8 @@ class ToyTarget(Target):
         unknown = set(needs.hidden_layers) - set(self.info.layers)
         if unknown:
             raise UsageError(f"The toy target has no layer {sorted(unknown)[0]!r}; it has {self.info.layers[0]!r}.")
+        if needs.cached_layer is not None:
+            raise UsageError("The toy target has no keys and values, and the drafter needs them.")
         layers = (*self._needs.hidden_layers, *needs.hidden_layers)
         self._needs = Needs(hidden_layers=tuple(dict.fromkeys(layers)))
 

@@ -129,7 +129,10 @@ def head(
     minutes: Annotated[float, Option(help="How long the head learns; writing texts comes before.")] = 5.0,
     texts: Annotated[int, Option(help="Texts that the target writes to learn from.")] = 60_000,
     form: Annotated[
-        str, Option(help="carry, eagle, fspad, fspad-gate, parallelspec, speculators or two-layers.")
+        str,
+        Option(
+            help="carry, eagle, fspad, fspad-gate, longspec, longspec-states, parallelspec, speculators or two-layers."
+        ),
     ] = "carry",
     mlp: Annotated[int | None, Option(help="Width of the head's MLP.", show_default="five times the model's")] = None,
     table: Annotated[int, Option(help="Tokens that it can propose, the most frequent ones.")] = 32_768,

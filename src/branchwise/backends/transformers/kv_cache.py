@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 
+from branchwise.backends.base import CachedRows
 from branchwise.backends.transformers.attention import attend, tree_mask
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rows import unpack_bits
@@ -66,9 +67,7 @@ class Pass:
         self.lengths = torch.tensor(lengths, device=device)
         self.rows = torch.tensor(starts, device=device)[:, None] + torch.arange(nodes, device=device)  # (batch, nodes)
         self.slot_column = torch.tensor(slots, device=device)[:, None]
-        together = slice(slots[0], slots[0] + len(slots))
-        in_order = slots == list(range(together.start, together.stop))
-        self.slots: slice | Tensor = together if in_order else self.slot_column[:, 0]
+        self.slots: slice | Tensor = side_by_side(slots) or self.slot_column[:, 0]
         self.depths = depths
         self.ancestors = ancestors
         self.written = written
@@ -243,6 +242,12 @@ class KVCache(BlankCache):
         assert self.current is not None, "a model ran on the cache outside a pass"
         return self.current.write(self.layers_keys[layer_idx], self.layers_values[layer_idx], key_states, value_states)
 
+    def committed(self, layer: int, sequences: Sequence[SequenceState]) -> CachedRows:
+        """Keys and values of the committed tokens of these sequences in a layer."""
+        slots, lengths = self._seats(sequences)
+        places, end = side_by_side(slots) or slots, max(lengths, default=0)
+        return CachedRows(self.layers_keys[layer][places, :, :end], self.layers_values[layer][places, :, :end])
+
     def keep(
         self, sequences: Sequence[SequenceState], paths: Sequence[tuple[int, ...]], *, moved: bool = False
     ) -> None:
@@ -297,6 +302,13 @@ class KVCache(BlankCache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.rows
+
+
+def side_by_side(slots: list[int]) -> slice | None:
+    """Neighbouring slots in order as a slice, which reads without a copy; None for others."""
+    if not slots or slots != list(range(slots[0], slots[0] + len(slots))):
+        return None
+    return slice(slots[0], slots[0] + len(slots))
 
 
 def move(*inputs: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from branchwise.backends.base import (
+    CachedRows,
     Chunk,
     Execution,
     Needs,
@@ -46,6 +47,7 @@ from branchwise.cuda.graphs import GraphedFunction, Graphs, InflightPass, advanc
 from branchwise.cuda.inputs import PassInputs, size_for
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
 from branchwise.errors import UnsupportedModel, UsageError
+from branchwise.registry import nearest
 from branchwise.verify import Verdict, Verdicts, Verifier
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ class TransformersTarget(PipelinedTarget):
             weakly(self.score),
             embedding_rows(model),
             weights_fingerprint(model),
+            weakly(self.cached),
         )
         rows = length + max_nodes
         self.store = KVCache(layout, slots, rows, dtype, device, by_kernels=execution.kernels, record=graphs)
@@ -150,6 +153,8 @@ class TransformersTarget(PipelinedTarget):
     def require(self, needs: Needs) -> None:
         before = self.runner.hidden_layers, self._topk
         self.runner.watch(needs.hidden_layers)
+        if needs.cached_layer is not None:
+            self.cached(needs.cached_layer, ())  # refuses what is no layer
         if self._graphs is not None:
             self._topk = max(self._topk, min(needs.topk, self.info.vocabulary))
         if before != (self.runner.hidden_layers, self._topk):
@@ -160,6 +165,13 @@ class TransformersTarget(PipelinedTarget):
             return batch, nodes
         size = size_for(batch, nodes, nodes)
         return size.batch, min(size.nodes, self.info.max_nodes)
+
+    def cached(self, layer: str, sequences: Sequence[SequenceState]) -> CachedRows:
+        """Keys and values of a decoder layer for the committed tokens of these sequences (`TargetInfo.cached`)."""
+        known = list(self.info.layers[: len(self.store.layers_keys)])
+        if layer not in known:
+            raise UsageError(f"{self.info.name} has no layer {layer!r} with keys and values.{nearest(layer, known)}")
+        return self.store.committed(known.index(layer), sequences)
 
     # Sequences
 

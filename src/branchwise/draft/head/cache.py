@@ -2,6 +2,9 @@
 
 A row of a text reads hidden states of the target and stays. A row of a drafted node reads what its parent carried on;
 it stands behind the rows of its text and is overwritten when the tree is done.
+
+If rows see a window of each other, those that have left it are let go, so that a cache does not grow with its texts:
+the rows in the window move to the first cells from time to time, and a cell is the place of a row behind the first one.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ class HeadCache:
 
     def __init__(self, config: HeadConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.lengths: dict[SequenceState, int] = {}
-        """open text -> rows that stay"""
+        """open text -> rows up to here, those that were let go included"""
+        self.first: dict[SequenceState, int] = {}
+        """open text -> the row in its first cell"""
+        self._window = config.window
         self.slot: dict[SequenceState, int] = {}
         self.padding = slots
         """the slot that no text has"""
@@ -51,9 +57,11 @@ class HeadCache:
         """The cell that no text reaches."""
         return int(self.store.shape[4]) - 1
 
-    def open(self, sequence: SequenceState, extra: Tensor, rows: Tensor) -> None:
+    def open(self, sequence: SequenceState, extra: Tensor, rows: Tensor, first: int = 0) -> None:
+        """`extra` tokens can be proposed besides the table, and have these output rows. Rows before the `first` one are
+        never written."""
         slot = self.slot[sequence] = self._free.pop()
-        self.lengths[sequence] = 0
+        self.lengths[sequence] = self.first[sequence] = first
         self.predicted[slot], self.carried[slot] = 0, 0  # a text of one token has no row before its first verdict
         self.extra_tokens[slot] = -1
         self.extra_tokens[slot, : len(extra)] = extra
@@ -62,7 +70,17 @@ class HeadCache:
     def close(self, sequence: SequenceState) -> None:
         if sequence in self.slot:
             self._free.append(self.slot.pop(sequence))
-            del self.lengths[sequence]
+            del self.lengths[sequence], self.first[sequence]
+
+    def let_go(self, sequences: Sequence[SequenceState], most: int) -> None:
+        """Let go of rows of these texts that no further row sees, where there are more than `most` of them."""
+        for sequence in sequences if self._window else ():
+            seen = self._window - 1
+            gone = self.lengths[sequence] - self.first[sequence] - seen
+            if gone > most:
+                cells = self.store[:, :, self.slot[sequence]]
+                cells[..., :seen, :] = cells[..., gone : gone + seen, :].clone()
+                self.first[sequence] += gone
 
     def hold(self, cells: int) -> None:
         """Let every slot have so many cells, and one more for padding."""

@@ -3,6 +3,9 @@
 After a step the head reads the hidden states of the tokens that were kept, in one pass for all texts, which gives the
 distributions after the new roots. Then every level of a tree is one pass over its new nodes; a parallel head has
 predicted all levels in the first pass already.
+
+A head may also attend to keys and values that the target has cached: a row of a text to those of the tokens up to its
+own, as in training, and a drafted row to those of all committed tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sampling import SamplingParams
@@ -26,7 +30,7 @@ from branchwise.draft.head.ahead import Ahead
 from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
-from branchwise.draft.head.network import Head
+from branchwise.draft.head.network import Head, Look
 from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.head.speculators import load_speculators
 from branchwise.draft.model.drafter import Reading
@@ -94,7 +98,8 @@ class HeadDrafter(TreeDrafter):
 
     @property
     def needs(self) -> Needs:
-        return Needs(hidden_layers=self._taps, pad_shape=super().needs.pad_shape)
+        cross = self.trained.head.config.cross
+        return Needs(hidden_layers=self._taps, pad_shape=super().needs.pad_shape, cached_layer=cross or None)
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
@@ -104,9 +109,11 @@ class HeadDrafter(TreeDrafter):
         embeddings, self._output = target.embeddings
         self._taps = self.trained.taps(target)
         self._embeddings = _own(self.trained.embeddings, embeddings)
-        # A copy: other targets may share the file's own weights. Frequencies are never rounded, since positions grow.
+        # A copy: other targets may share the file's own weights. Frequencies are never rounded: positions grow, and keys
+        # of the target would not fit queries of the head.
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
+        self._check_cached(target)
         self._table = self.trained.table[: self.wanted].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = _own(self.trained.rows, shared)
@@ -119,7 +126,11 @@ class HeadDrafter(TreeDrafter):
         self._texts.clear()
         self._readings.clear()
         self._ahead = None
-        if not self.head.config.masks:
+        config = self.head.config
+        self._chunk = max(1, config.window // 4) if config.window else CHUNK
+        self._reach = config.layers * (config.window - 1) + 1
+        """in a window: as many rows, the last one included, as the last one depends on"""
+        if not (config.masks or config.window or config.cross):
             parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
@@ -133,8 +144,10 @@ class HeadDrafter(TreeDrafter):
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
         prompt = torch.tensor(list(dict.fromkeys(reversed(sequence.tokens))))  # the last tokens first
         extra = prompt[~self._listed[prompt]][:MOST_EXTRA].to(self._table.device)
-        self._cache.open(sequence, extra, self._output[extra])
-        unread = self._features([prefill.hidden[tap] for tap in self._taps])
+        count = len(sequence.tokens) - 1
+        skipped = max(0, count - self._reach) if self.head.config.window else 0
+        self._cache.open(sequence, extra, self._output[extra], skipped)
+        unread = self._features([prefill.hidden[tap][skipped:] for tap in self._taps], count - skipped)
         self._texts[sequence] = Following(unread, len(extra))
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -177,11 +190,13 @@ class HeadDrafter(TreeDrafter):
             return
         for row, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
             text, path = self._texts[sequence], list(verdict.path)
-            kept = self._features([scored.hidden[tap][row, path] for tap in self._taps])
+            kept = self._features([scored.hidden[tap][row, path] for tap in self._taps], len(path))
             text.unread = torch.cat([text.unread, kept])
 
-    def _features(self, hidden: Sequence[Tensor]) -> Tensor:
-        return self.head.features([state.to(self.head.join.weight.dtype) for state in hidden])
+    def _features(self, hidden: Sequence[Tensor], rows: int) -> Tensor:
+        """(rows, width), or (rows, 0) in a head that reads no hidden states."""
+        features = self.head.features([state.to(self.head.dtype) for state in hidden])
+        return self._rows.new_zeros(rows, 0) if features is None else features
 
     @torch.inference_mode()
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
@@ -200,8 +215,8 @@ class HeadDrafter(TreeDrafter):
     def _roots(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
         """Catch up with the texts; what is predicted after their roots, (1, width) each."""
         self.passes += 1
-        while any(len(self._texts[sequence].unread) > CHUNK for sequence in sequences):
-            self._catch_up([sequence for sequence in sequences if len(self._texts[sequence].unread) > CHUNK])
+        while behind := [sequence for sequence in sequences if len(self._texts[sequence].unread) > self._chunk]:
+            self._catch_up(behind)
         if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
             self._catch_up(behind)  # a text whose last step was interrupted has nothing unread
         found = []
@@ -214,15 +229,17 @@ class HeadDrafter(TreeDrafter):
 
     def _catch_up(self, sequences: Sequence[SequenceState]) -> None:
         """One pass over the next unread rows of these texts."""
+        self._cache.let_go(sequences, self._chunk)
         texts, lengths = [self._texts[sequence] for sequence in sequences], self._cache.lengths
-        taken = [text.unread[:CHUNK] for text in texts]
+        taken = [text.unread[: self._chunk] for text in texts]
         last = [len(part) == len(text.unread) for part, text in zip(taken, texts, strict=True)]
         masks = self.head.config.masks if all(last) else 0
         counts = [len(part) for part in taken]
-        rows, keys = max(counts) + masks, max(lengths[s] + c for s, c in zip(sequences, counts, strict=True)) + masks
+        first = torch.tensor([self._cache.first[sequence] for sequence in sequences])[:, None]
+        rows = max(counts) + masks
         features = taken[0].new_zeros(len(sequences), rows, taken[0].shape[1])
-        embeddings = torch.zeros_like(features)
-        cells = torch.full((len(sequences), rows), -1)
+        embeddings = features.new_zeros(len(sequences), rows, self.head.config.width)
+        places, anchors = torch.full((2, len(sequences), rows), -1)  # -1 for padding
         for row, (sequence, part, count) in enumerate(zip(sequences, taken, counts, strict=True)):
             start = lengths[sequence]
             after = torch.tensor(sequence.tokens[start + 1 : start + count + 1], device=features.device)
@@ -231,10 +248,15 @@ class HeadDrafter(TreeDrafter):
             if masks:
                 features[row, count : count + masks] = self.head.mask_feature
                 embeddings[row, count : count + masks] = self.head.mask_embeddings
-            cells[row, : count + masks] = torch.arange(start, start + count + masks)
-        seen = torch.arange(keys)[None, None, :] <= cells[:, :, None]
-        attend = self._cache.attend(sequences, cells, seen)
-        predict, carry = self.head(features, embeddings, cells.clamp_min(0).to(features.device), attend)
+            places[row, : count + masks] = torch.arange(start, start + count + masks)
+            anchors[row, : count + masks] = places[row, : count + masks].clamp_max(start + count - 1)
+        cells = torch.where(places < 0, -1, places - first)
+        ages = cells[:, :, None] - torch.arange(int(cells.max()) + 1)
+        seen = ages >= 0
+        if self.head.config.window:
+            seen &= ages < self.head.config.window
+        attend, look = self._cache.attend(sequences, cells, seen), self._look(sequences, anchors)
+        predict, carry = self.head(features, embeddings, places.clamp_min(0).to(features.device), attend, look)
         for row, (sequence, text, count) in enumerate(zip(sequences, texts, counts, strict=True)):
             lengths[sequence] += count
             text.unread = text.unread[count:]
@@ -248,25 +270,56 @@ class HeadDrafter(TreeDrafter):
         sequences = [request.sequence for request in requests]
         texts = [self._texts[sequence] for sequence in sequences]
         rows = max(len(request.nodes) for request in requests)
-        keys = max(text.root + 1 + len(text.cells) + len(r.nodes) for text, r in zip(texts, requests, strict=True))
+        ends = [text.root + 1 - self._cache.first[s] for text, s in zip(texts, sequences, strict=True)]
+        keys = max(end + len(t.cells) + len(r.nodes) for end, t, r in zip(ends, texts, requests, strict=True))
         cells, positions = torch.full((len(requests), rows), -1), torch.zeros(len(requests), rows, dtype=torch.long)
         tokens, seen = torch.zeros_like(positions), torch.zeros(len(requests), rows, keys, dtype=torch.bool)
         features = self._rows.new_zeros(len(requests), rows, self.head.config.width)
-        for row, (request, text) in enumerate(zip(requests, texts, strict=True)):
+        window = self.head.config.window
+        for row, (request, text, end) in enumerate(zip(requests, texts, ends, strict=True)):
             tree = request.tree
             for place, node in enumerate(request.nodes):
-                cell = text.cells.setdefault(node, text.root + 1 + len(text.cells))
+                cell = text.cells.setdefault(node, end + len(text.cells))
                 cells[row, place], tokens[row, place] = cell, tree.tokens[node]
                 positions[row, place] = text.root + tree.depths[node]
-                seen[row, place, : text.root + 1] = True
-                seen[row, place, [text.cells[above] for above in _branch(tree, node)]] = True
+                seen[row, place, max(0, end + tree.depths[node] - window) if window else 0 : end] = True
+                branch = [text.cells[above] for above in _branch(tree, node)]
+                seen[row, place, branch[: window or None]] = True
             features[row, : len(request.nodes)] = torch.stack([text.carried[tree.parents[n]] for n in request.nodes])
         device = features.device
         attend = self._cache.attend(sequences, cells, seen)
-        predict, carry = self.head(features, self._embeddings[tokens.to(device)], positions.to(device), attend)
+        look = self._look(sequences, torch.tensor([[text.root] for text in texts]))
+        predict, carry = self.head(features, self._embeddings[tokens.to(device)], positions.to(device), attend, look)
         for row, (request, text) in enumerate(zip(requests, texts, strict=True)):
             text.carried |= {node: carry[row, place] for place, node in enumerate(request.nodes)}
         return [predict[row, : len(request.nodes)] for row, request in enumerate(requests)]
+
+    def _look(self, sequences: Sequence[SequenceState], anchors: Tensor) -> Look | None:
+        """Attention to the target's keys and values of the tokens up to `anchors` (batch, rows), or (batch, 1) for all
+        rows of a text. Padding sees the first token, so that it stays finite."""
+        if not self.head.config.cross:
+            return None
+        assert self.target is not None
+        assert self.target.cached is not None
+        keys, values = self.target.cached(self.head.config.cross, sequences)
+        seen = torch.arange(keys.shape[2]) <= anchors[..., None].clamp_min(0)
+        mask = None if bool(seen.all()) else seen[:, None].to(keys.device)
+        return lambda query: functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+    def _check_cached(self, target: TargetInfo) -> None:
+        """Refuse a target whose keys and values the head cannot attend to."""
+        config = self.head.config
+        if not config.cross:
+            return
+        if target.cached is None:
+            raise ModelError(f"{target.name} shows no keys and values, and this head attends to them.")
+        for part in target.cached(config.cross, ()):
+            _, heads, _, width = part.shape
+            if (heads, width) != (config.kv_heads, config.head_width):
+                raise ModelError(
+                    f"The head attends to {config.kv_heads} heads of width {config.head_width}, and {target.name} has "
+                    f"{heads} of width {width}."
+                )
 
     def _foreseen(self, request: ExpandRequest) -> Tensor:
         """What a parallel head predicted for the depths of these nodes."""

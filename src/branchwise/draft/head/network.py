@@ -1,4 +1,4 @@
-"""The network of a trained head: one or two decoder layers over the hidden states of the target.
+"""The network of a trained head: one or two decoder layers over what the target computed.
 
 Row t reads the target's hidden states at token t and the embedding of token t + 1, and predicts token t + 2. Where the
 target has not been yet, at a drafted token, a row reads what the row before it carried on instead of hidden states.
@@ -13,6 +13,9 @@ The published forms are options of this one network:
                    norms stand; `query_norm` and `attention_bias` are those of the layer's family (`speculators.py`)
     ParallelSpec   Xiao et al., arXiv 2410.05589: `masks` stand for tokens not known yet, so that all depths are one
                    pass; `bias` tells each depth the token drafted before it
+    LongSpec       Yang et al., arXiv 2502.17421: rows see a `window` of each other, and `cross` lets them attend to the
+                   keys and values that the target has cached anyway, so that memory of their own is constant; they
+                   read no hidden states
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from torch.nn import functional
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attention of a layer: (its number, queries (batch, heads, rows, head width), keys and values of the new rows) ->
 (batch, heads, rows, head width)"""
+Look = Callable[[Tensor], Tensor]
+"""attention to keys and values of the target: queries (batch, heads, rows, head width) -> the same shape"""
 
 GATES = ("none", "low", "full")
 TAP_NORMS = ("each", "joined", "none")
@@ -43,7 +48,7 @@ class HeadConfig:
     width: int
     """of its own states, and of the target's hidden states unless `tap_width` says otherwise"""
     taps: tuple[str, ...]
-    """layers of the target whose outputs it reads (`TargetInfo.layers`)"""
+    """layers of the target whose outputs it reads (`TargetInfo.layers`); none if it reads embeddings alone"""
     heads: int
     kv_heads: int
     head_width: int
@@ -58,6 +63,11 @@ class HeadConfig:
     """ParallelSpec: so many depths behind the first are predicted in the same pass"""
     bias: int = 0
     """rank of the correction by the token drafted before, in a parallel head"""
+    window: int = 0
+    """LongSpec: a row sees so many of the last rows, itself included; 0 for all"""
+    cross: str = ""
+    """LongSpec: the layer of the target (`TargetInfo.layers`) whose keys and values every block attends to as well; its
+    heads are as many and as wide as those of the head"""
     epsilon: float = 1e-5
     tap_width: int = 0
     """of the target's hidden states, if it is not `width`"""
@@ -82,6 +92,10 @@ class HeadConfig:
             raise ValueError("a parallel head carries nothing from row to row")
         if self.bias and not self.masks:
             raise ValueError("only a parallel head needs a bias by the token before")
+        if not self.taps and not self.cross:
+            raise ValueError("a head reads hidden states of the target, or its keys and values")
+        if not self.taps and (self.carry or self.masks or self.gate != "none"):
+            raise ValueError("a head without hidden states has none to gate, to carry on or to mask")
 
     @property
     def read_width(self) -> int:
@@ -109,10 +123,14 @@ class Head(nn.Module):
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         norms = {"each": len(config.taps), "joined": 1, "none": 0}[config.tap_norms]
         self.tap_norms = nn.ModuleList(norm(config.read_width // norms) for _ in range(norms))
-        self.join = nn.Linear(config.read_width, width, bias=False)
-        self.feature_norm, self.embedding_norm, self.output_norm = norm(), norm(), norm()
+        self.embedding_norm, self.output_norm = norm(), norm()
+        # Without hidden states it joins the embedding alone: where output rows are embeddings too, a row that began as
+        # its own token would have to unlearn to predict that one.
+        self.join = nn.Linear(config.read_width or width, width, bias=False)
+        if config.taps:
+            self.feature_norm = norm()
         self.blocks = nn.ModuleList(
-            Block(config, inputs=2 if number == 0 else 1, outputs=2 if config.carry and last else 1)
+            Block(config, inputs=2 if number == 0 and config.taps else 1, outputs=2 if config.carry and last else 1)
             for number in range(config.layers)
             for last in [number == config.layers - 1]
         )
@@ -125,8 +143,14 @@ class Head(nn.Module):
             self.bias_up = nn.Linear(config.bias, width, bias=False)
             nn.init.zeros_(self.bias_up.weight)
 
-    def features(self, hidden: Sequence[Tensor]) -> Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_norm.weight.dtype
+
+    def features(self, hidden: Sequence[Tensor]) -> Tensor | None:
         """(…, width): the hidden states of the tapped layers, (…, width) each, as what a row reads."""
+        if not self.config.taps:
+            return None
         if self.config.tap_norms == "each":
             hidden = [norm(state) for norm, state in zip(self.tap_norms, hidden, strict=True)]
         read = torch.cat(list(hidden), dim=-1)
@@ -135,23 +159,28 @@ class Head(nn.Module):
         joined: Tensor = self.join(read)
         return joined
 
-    def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Rows:
+    def forward(
+        self, features: Tensor | None, embeddings: Tensor, positions: Tensor, attend: Attend, look: Look | None = None
+    ) -> Rows:
         """Rows of features (or of what earlier rows carried) and of the target's embeddings, (batch, rows, width) each.
 
-        `positions` (batch, rows) are the places of the tokens whose hidden states the rows read.
+        `positions` (batch, rows) are the places of the tokens whose hidden states the rows read. `look` is for a head
+        that attends to keys and values of the target.
         """
         embedded = self.embedding_norm(embeddings)
-        state = features if self.gate is None else self.gate(features, embedded)
+        if not self.config.taps:
+            state, read = self.join(embedded), None
+        else:
+            assert features is not None, "a head that reads hidden states was given none"
+            state = features if self.gate is None else self.gate(features, embedded)
+            normed = self.feature_norm(state)
+            read = torch.cat([normed, embedded], dim=-1)
+            if self.config.norm_before_residual:
+                state = normed
         angles = positions[:, None, :, None] * self.frequencies
         turn = angles.cos().to(state.dtype), angles.sin().to(state.dtype)
-        normed = self.feature_norm(state)
-        read = torch.cat([normed, embedded], dim=-1)
-        if self.config.norm_before_residual:
-            state = normed
         for number, block in enumerate(self.blocks):
-            if number:
-                read = self.blocks[number].get_submodule("input_norm")(state)
-            state = block(state, read, turn, partial(attend, number))
+            state = block(state, None if number else read, turn, partial(attend, number), look)
         if self.config.carry:
             return Rows(*state.chunk(2, dim=-1))
         return Rows(state, self.output_norm(state) if self.config.carry_normed else state)
@@ -180,7 +209,7 @@ class Norm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """A decoder layer; the first one of a head attends from features and embeddings side by side."""
+    """A decoder layer; the first one of a head with features attends from these and embeddings side by side."""
 
     def __init__(self, config: HeadConfig, *, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -191,6 +220,7 @@ class Block(nn.Module):
         self.query_norm = Norm(config, head) if config.query_norm else nn.Identity()
         self.key_norm = Norm(config, head) if config.query_norm else nn.Identity()
         self.input_norm = Norm(config) if inputs == 1 else nn.Identity()
+        self.cross = Cross(config) if config.cross else None
         self.mlp_norm = Norm(config)
         self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, outputs * width, bias=False)
@@ -198,19 +228,44 @@ class Block(nn.Module):
     def forward(
         self,
         state: Tensor,
-        read: Tensor,
+        read: Tensor | None,
         turn: tuple[Tensor, Tensor],
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        look: Look | None,
     ) -> Tensor:
+        """`read` is what it attends from, by default the state itself."""
+        if read is None:
+            read = self.input_norm(state)
         batch, rows, _ = read.shape
         shaped = self.qkv(read).view(batch, rows, self.heads + 2 * self.kv_heads, -1).transpose(1, 2)
         query, key, value = shaped.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         query, key = self.query_norm(query), self.key_norm(key)
         found = attend(rotated(query, *turn), rotated(key, *turn), value)
         state = state + self.out(found.transpose(1, 2).reshape(batch, rows, -1))
+        if self.cross is not None:
+            assert look is not None, "a head that attends to its target was shown no keys and values"
+            state = state + self.cross(state, turn, look)
         gate, up = self.gate_up(self.mlp_norm(state)).chunk(2, dim=-1)
         out: Tensor = state.repeat(1, 1, self.outputs) + self.down(functional.silu(gate) * up)
         return out
+
+
+class Cross(nn.Module):
+    """LongSpec's second attention, between the first one and the MLP. Keys and values are the target's, as they stand
+    in its cache, so it has queries alone."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm = Norm(config)
+        self.query = nn.Linear(config.width, config.heads * config.head_width, bias=False)
+        self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+
+    def forward(self, state: Tensor, turn: tuple[Tensor, Tensor], look: Look) -> Tensor:
+        batch, rows, _ = state.shape
+        query = self.query(self.norm(state)).view(batch, rows, self.heads, -1).transpose(1, 2)
+        found: Tensor = self.out(look(rotated(query, *turn)).transpose(1, 2).reshape(batch, rows, -1))
+        return found
 
 
 class Gate(nn.Module):

@@ -13,14 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from branchwise.backends.base import CachedRows
+from branchwise.backends.transformers.probe import context_limit
 from branchwise.draft.head.network import Head
+from branchwise.train.head.cross import LayerCache, moved_keys, moved_positions
 from branchwise.train.head.loss import loss_of
 from branchwise.train.head.unroll import unroll
 
@@ -46,6 +49,8 @@ class Recipe:
     clip: float = 1.0
     chunk: int = 8192
     """rows whose logits are in memory at a time"""
+    moved: float = 0.75
+    """share of the batches whose positions are moved far into a text, for a head with cross-attention"""
     seed: int = 0
 
 
@@ -76,11 +81,22 @@ class Score:
         return whole
 
 
-class Watched:
-    """A target model in training: hidden states of some layers, and its embedding and output rows."""
+class Observed(NamedTuple):
+    """What a pass of the target over whole texts found."""
 
-    def __init__(self, model: Any, taps: Sequence[str], table: Tensor) -> None:
-        self.model = model
+    hidden: list[Tensor]
+    """outputs of the taps, (batch, length, width) each"""
+    last: Tensor
+    """(batch, length, width): the states that the output rows read"""
+    cached: CachedRows | None
+    """keys and values (batch, heads, length, width) of a layer, for a head with cross-attention"""
+
+
+class Watched:
+    """A target model in training: hidden states of some layers, keys and values of one, embedding and output rows."""
+
+    def __init__(self, model: Any, taps: Sequence[str], table: Tensor, cross: str = "") -> None:
+        self.model, self.cross = model, cross
         self.taps = [model.get_submodule(name) for name in taps]
         self.embeddings: Tensor = self.model.get_input_embeddings().weight
         self.output: Tensor = self.model.get_output_embeddings().weight
@@ -89,8 +105,8 @@ class Watched:
         self.place[table] = torch.arange(len(table), device=table.device)
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The outputs of the taps and the states that the output rows read, (batch, length, width) each."""
+    def __call__(self, tokens: Tensor) -> Observed:
+        cache = LayerCache(self.cross) if self.cross else None
         seen: dict[int, Tensor] = {}
 
         def keep(number: int) -> Any:
@@ -98,11 +114,11 @@ class Watched:
 
         hooks = [tap.register_forward_hook(keep(number)) for number, tap in enumerate(self.taps)]
         try:
-            last = self.model.base_model(tokens, use_cache=False).last_hidden_state
+            last = self.model.base_model(tokens, use_cache=False, past_key_values=cache).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
-        return [seen[number] for number in range(len(self.taps))], last
+        return Observed([seen[number] for number in range(len(self.taps))], last, None if cache is None else cache.rows)
 
 
 @dataclass
@@ -157,7 +173,7 @@ class Learner:
         for optimiser, full in zip(self.optimisers, (self.recipe.muon, self.recipe.adam), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = full * self.rate
-        loss = self._loss(texts)
+        loss = self._loss(texts, moved=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
         for optimiser in self.optimisers:
@@ -196,18 +212,32 @@ class Learner:
             answers[row, text.prompt : len(text.tokens)] = True
         return tokens.to(device), answers.to(device)
 
-    def _unrolled(self, texts: Sequence[Text]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Predictions by depth, the target's states where each is judged, tokens, and the rows that count."""
+    def _unrolled(self, texts: Sequence[Text], *, moved: bool = False) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Predictions by depth, the target's states where each is judged, tokens, and the rows that count. Positions
+        may be `moved` in some batches."""
         tokens, answers = self._batch(texts)
+        positions = self._positions(tokens.shape[1] - 2) if moved else None
         with self._quickly():
-            hidden, last = self.target(tokens)
+            hidden, last, cached = self.target(tokens)
             embeddings = self.target.embeddings[tokens[:, 1:-1]]
             features = self.head.features([state[:, :-2] for state in hidden])
-            found = unroll(self.head, features, embeddings, self.recipe.depth)
+            if cached is not None:
+                cached = CachedRows(*(part[:, :, :-2] for part in cached))
+                cached = cached if positions is None else moved_keys(cached, positions, self.head.frequencies)
+            found = unroll(self.head, features, embeddings, self.recipe.depth, cached, positions)
         return found, last[:, 1:-1], tokens, answers[:, 2:]
 
-    def _loss(self, texts: Sequence[Text]) -> Tensor:
-        found, states, tokens, counted = self._unrolled(texts)
+    def _positions(self, rows: int) -> Tensor | None:
+        """(rows,): positions of this step's batch, None for plain ones. Seed and step decide, so that a run goes on as
+        if it had not been ended."""
+        rng = random.Random(f"positions {self.recipe.seed} {self.steps}")
+        if not self.head.config.cross or rng.random() >= self.recipe.moved:
+            return None
+        farthest = context_limit(self.target.model.config)
+        return moved_positions(rows, farthest, rng).to(self.target.table.device)
+
+    def _loss(self, texts: Sequence[Text], *, moved: bool = False) -> Tensor:
+        found, states, tokens, counted = self._unrolled(texts, moved=moved)
         chosen = counted.nonzero(as_tuple=True)
         places, known = self._best(states[chosen])
         taken = tuple(index[known] for index in chosen)

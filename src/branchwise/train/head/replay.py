@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from branchwise.backends.base import CachedRows
 from branchwise.draft.head.cache import MOST_EXTRA
 from branchwise.draft.head.network import Attend, Head, Rows
 from branchwise.train.head.learn import Text, Watched
@@ -75,15 +76,17 @@ class Replay:
 
     def _grown(self, tokens: Tensor, prompt: int, shape: Shape) -> list[Level]:
         head, embeddings = self.head, self.target.embeddings
-        hidden, _ = self.target(tokens[None])
-        dtype = head.join.weight.dtype
+        hidden, _, cached = self.target(tokens[None])
+        dtype = head.dtype
+        cached = None if cached is None else CachedRows(*(part.to(dtype) for part in cached))
         roots = torch.arange(prompt - 1, len(tokens) - 1, device=tokens.device)
-        cache = TextCache(head, len(tokens) - 1, roots)
+        cache = TextCache(head, len(tokens) - 1, roots, cached)
         features = head.features([state[:, :-1].to(dtype) for state in hidden])
         after = embeddings[tokens[1:]][None].to(dtype)
-        rows = head(features, after, torch.arange(len(tokens) - 1, device=tokens.device)[None], cache.whole)
+        places = torch.arange(len(tokens) - 1, device=tokens.device)[None]
+        rows = head(features, after, places, cache.whole, cache.look_whole)
         before = (roots - 1).clamp_min(0)
-        ahead = self._ahead(features, after, before, shape.depth)
+        ahead = self._ahead(features, after, before, shape.depth, cached)
         predict, carry = rows.predict[0, before][:, None], rows.carry[0, before][:, None]
         table, output = self._table(tokens[:prompt])
         values, known = torch.zeros(len(roots), 1, device=tokens.device), tokens[roots][:, None]
@@ -115,16 +118,18 @@ class Replay:
         every = torch.arange(len(known), device=known.device)[:, None]
         embedded = self.target.embeddings[known].to(carry.dtype)
         rows: Rows = self.head(
-            carry[every, parents], embedded, positions[:, None].expand_as(known), cache.below(parents)
+            carry[every, parents], embedded, positions[:, None].expand_as(known), cache.below(parents), cache.look_below
         )
         return rows
 
-    def _ahead(self, features: Tensor, embeddings: Tensor, before: Tensor, depth: int) -> list[Tensor]:
+    def _ahead(
+        self, features: Tensor | None, embeddings: Tensor, before: Tensor, depth: int, cached: CachedRows | None
+    ) -> list[Tensor]:
         """By depth what a parallel head predicts in the rows before the roots, (roots, width); nothing for others."""
-        if not self.head.config.masks:
+        if not self.head.config.masks or features is None:
             return []
         longer, after = (functional.pad(part, (0, 0, 0, depth)) for part in (features, embeddings))
-        levels = unroll(self.head, longer, after, depth)
+        levels = unroll(self.head, longer, after, depth, cached)
         levels += levels[-1:] * (depth - len(levels))
         last = self.head.config.masks
         return [level[0, before + min(place, last)] for place, level in enumerate(levels)]
@@ -134,7 +139,7 @@ class Replay:
         listed = self.target.place >= 0
         seen = torch.tensor(list(dict.fromkeys(reversed(prompt.tolist()))), device=prompt.device)
         extra = seen[~listed[seen]][:MOST_EXTRA]
-        dtype = self.head.join.weight.dtype
+        dtype = self.head.dtype
         table = torch.cat([self.target.table, extra])
         return table, torch.cat([self.target.rows, self.target.output[extra]]).to(dtype)
 
@@ -155,32 +160,59 @@ class Replay:
 class TextCache:
     """Keys and values of all rows of a text, and of the nodes above each expanded one in the trees of all roots."""
 
-    def __init__(self, head: Head, rows: int, roots: Tensor) -> None:
+    def __init__(self, head: Head, rows: int, roots: Tensor, cached: CachedRows | None) -> None:
+        """`cached` (1, heads, tokens, width) are the keys and values of the target, if the head attends to these."""
         self._groups = head.config.heads // head.config.kv_heads
+        self._window = head.config.window
+        self._depth = 0
         self._text: dict[int, tuple[Tensor, Tensor]] = {}
         self._above: dict[int, tuple[Tensor, Tensor]] = {}
-        self._seen = torch.arange(rows, device=roots.device) < roots[:, None]  # (roots, rows): those before the root
+        self._rows, self._roots = torch.arange(rows, device=roots.device), roots
+        self._cached = None if cached is None else [self._repeated(part[:, :, :rows]) for part in cached]
 
     def whole(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of the rows of the text among themselves."""
         key, value = self._repeated(key), self._repeated(value)
         self._text[layer] = key[0], value[0]
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if not self._window:
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        ages = self._rows[:, None] - self._rows
+        return functional.scaled_dot_product_attention(query, key, value, (ages >= 0) & (ages < self._window))
+
+    def look_whole(self, query: Tensor) -> Tensor:
+        """Attention of the rows of the text to the target, each as far as the target has been then."""
+        assert self._cached is not None
+        keys, values = self._cached
+        return functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+
+    def look_below(self, query: Tensor) -> Tensor:
+        """Attention of a level, (roots, heads, nodes, width), to what the target has read before each root."""
+        assert self._cached is not None
+        keys, values = (part[0] for part in self._cached)
+        unread = self._rows >= self._roots[:, None].clamp_min(1)  # a text of one token means nothing, and stays finite
+        scores = torch.einsum("rhnd,htd->rhnt", query, keys) * query.shape[-1] ** -0.5
+        weights = scores.masked_fill(unread[:, None, None], -torch.inf).float().softmax(dim=-1).to(query.dtype)
+        return torch.einsum("rhnt,htd->rhnd", weights, values)
 
     def below(self, parents: Tensor) -> Attend:
         """Attention of one more level, (roots, heads, nodes, width), whose nodes stand below these of the last one."""
+        self._depth += 1
+        ages = self._roots[:, None] - self._rows  # of the rows of the text, counted from the root
+        seen = ages > 0
+        if self._window:
+            seen &= ages + self._depth - 1 < self._window
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             above = [part[:, :, :, None] for part in (self._repeated(key), self._repeated(value))]
             if layer in self._above:
                 rows = torch.arange(len(parents), device=parents.device)[:, None]
                 before = (part.transpose(1, 2)[rows, parents].transpose(1, 2) for part in self._above[layer])
-                above = [torch.cat(pair, dim=3) for pair in zip(before, above, strict=True)]
+                above = [torch.cat(pair, dim=3)[:, :, :, -self._window :] for pair in zip(before, above, strict=True)]
             self._above[layer] = above[0], above[1]
             keys, values = self._text[layer]
             scale = query.shape[-1] ** -0.5
             text = torch.einsum("rhnd,htd->rhnt", query, keys) * scale
-            text = text.masked_fill(~self._seen[:, None, None], -torch.inf)
+            text = text.masked_fill(~seen[:, None, None], -torch.inf)
             tree = torch.einsum("rhnd,rhnkd->rhnk", query, above[0]) * scale
             weights = torch.cat([text, tree], dim=-1).float().softmax(dim=-1).to(query.dtype)
             of_text, of_tree = weights.split([text.shape[-1], tree.shape[-1]], dim=-1)

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
 from branchwise.draft.head.file import TrainedHead
-from branchwise.draft.head.network import Block, Head, HeadConfig
+from branchwise.draft.head.network import Block, Cross, Head, HeadConfig
 from branchwise.draft.head.speculators import usual_inputs
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
 from branchwise.train import prompts
+from branchwise.train.head.cross import rotary_frequencies
 from branchwise.train.head.learn import Learner, Recipe, Score, Text, Watched, batches
 from branchwise.train.texts import Writer, without_loops
 
@@ -51,8 +52,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "parallelspec": {"carry": False, "masks": 6, "bias": 128},
     "two-layers": {"carry": True, "layers": 2},
     "speculators": {"carry": False, "taps": "eagle-3", "tap_norms": "none"},
+    "longspec": {"carry": False, "window": 256, "cross": True, "states": False},
+    "longspec-states": {"carry": True, "window": 256, "cross": True},
 }
-"""published forms of a head, and ours; `speculators` is EAGLE-3 as vLLM reads it by default"""
+"""published forms of a head, and ours. `speculators` is EAGLE-3 as vLLM reads it by default; a window is half of what
+texts to learn from have, as LongSpec's was"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class Sizes:
     gate: str = "none"
     masks: int = 0
     bias: int = 0
+    window: int = 0
+    cross: bool = False
+    """whether it attends to keys and values of the target's last layer"""
+    states: bool = True
+    """whether it reads hidden states of the target"""
     table: int = 32_768
     taps: str = "late"
     """which layers it reads: late (`TAPPED`) or those of eagle-3"""
@@ -83,10 +92,12 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
     """An untrained head that fits a target."""
     config = model.config.get_text_config()
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    width = config.hidden_size // heads
+    width, last = config.hidden_size // heads, info.layers[config.num_hidden_layers - 1]
+    if sizes.cross:  # as wide as the heads that it attends to
+        width = config.to_dict().get("head_dim") or width
     shape = HeadConfig(
         width=config.hidden_size,
-        taps=tapped(info, config.num_hidden_layers, sizes.taps),
+        taps=tapped(info, config.num_hidden_layers, sizes.taps) if sizes.states else (),
         heads=heads,
         kv_heads=kv_heads,
         head_width=width,
@@ -97,12 +108,16 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
         masks=sizes.masks,
         bias=sizes.bias,
         tap_norms=sizes.tap_norms,
+        window=sizes.window,
+        cross=last if sizes.cross else "",
     )
     theta = float((config.rope_parameters or {}).get("rope_theta", 10_000.0))
-    head = Head(shape, theta ** (-torch.arange(0, width, 2) / width))
+    plain = theta ** (-torch.arange(0, width, 2) / width)
+    head = Head(shape, rotary_frequencies(model, width) if sizes.cross else plain)
     for block in head.modules():
-        if isinstance(block, Block):  # at first a row says what it reads
+        if isinstance(block, Block | Cross):  # at first a row says what it reads
             torch.nn.init.zeros_(block.out.weight)
+        if isinstance(block, Block):
             torch.nn.init.zeros_(block.down.weight)
     return head
 
@@ -248,7 +263,8 @@ class Training:
         table = frequent(texts, vocabulary, min(self.sizes.table, vocabulary)).to(device)
         torch.manual_seed(self.recipe.seed)
         head = blank_head(self.model, self.info, self.sizes).to(device)
-        learner = Learner(head, Watched(self.model, head.config.taps, table), self.recipe)
+        watched = Watched(self.model, head.config.taps, table, head.config.cross)
+        learner = Learner(head, watched, self.recipe)
         state, best = self.folder / "state.pt", self.folder / "best.pt"
         if state.exists():
             learner.restore(state)
