@@ -17,10 +17,10 @@ def test_best_tokens_are_those_of_logits_in_memory(
 ) -> None:
     kernels = pytest.importorskip("branchwise.cuda.best_tokens")
     rng = torch.Generator().manual_seed(tokens)
-    table, norm = torch.randn(tokens, width, generator=rng), torch.randn(width, generator=rng)
+    table = torch.randn(tokens, width, generator=rng)
     whole = torch.randn(2 * batch * rows, width + 5, generator=rng)  # rows hold more than what is read
     chosen = torch.randint(len(whole), (batch, rows), generator=rng)
-    states = torch.nn.functional.rms_norm(whole[chosen][..., :width], (width,), norm, 1e-5)
+    states = torch.nn.functional.rms_norm(whole[chosen][..., :width], (width,), eps=1e-5)
     slots = torch.randperm(batch + 2, generator=rng)[:batch]
     more = torch.randn(batch + 2, extra, width, generator=rng)
     known = torch.randint(-1, 2, (batch + 2, extra), generator=rng)
@@ -28,10 +28,8 @@ def test_best_tokens_are_those_of_logits_in_memory(
     logits = torch.cat([states @ table.T, own], dim=-1)
     expected = logits.topk(count, dim=-1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    whole, chosen, norm, table, more, known, slots = (
-        part.to(device) for part in (whole, chosen, norm, table, more, known, slots)
-    )
-    found = kernels.best_tokens(whole, chosen, (norm, 1e-5), table, more, known, slots, count)
+    whole, chosen, table, more, known, slots = (part.to(device) for part in (whole, chosen, table, more, known, slots))
+    found = kernels.best_tokens(whole, chosen, 1e-5, table, more, known, slots, count)
     values, places, total = (part.cpu() for part in found)
     torch.testing.assert_close(values, expected.values, rtol=1e-4, atol=1e-5)
     assert torch.equal(places.long(), expected.indices)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from branchwise.cuda.head_rows import _norms, _row_piece, _weighed, _weights
+from branchwise.cuda.head_rows import _norms, _row_piece, _weights
 from branchwise.cuda.kernels import _operand
 
 NOTHING = tl.constexpr(-1.0e30)
@@ -25,20 +25,13 @@ BLOCK = 64
 
 
 def best_tokens(
-    rows: Tensor,
-    chosen: Tensor,
-    norm: tuple[Tensor, float],
-    table: Tensor,
-    extra: Tensor,
-    known: Tensor,
-    slots: Tensor,
-    count: int,
+    rows: Tensor, chosen: Tensor, epsilon: float, table: Tensor, extra: Tensor, known: Tensor, slots: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best logits after rows[chosen], where they stand, and the logarithm of all exponentials.
 
-    Rows are normed by `norm`, a weight and its epsilon; `chosen` is (batch, rows), and of every row the first elements
-    count, as many as the table has. Places below len(table) are rows of the table (tokens, width); behind them come the
-    `extra` rows (slots, some, width) of the slot of each text, those of them that are `known` >= 0 (slots, some).
+    `chosen` is (batch, rows), and of every row the first elements count, as many as the table has. Rows are normed; the
+    weights of the norm are in the table. Places below len(table) are rows of the table (tokens, width); behind them
+    come the `extra` rows (slots, some, width) of the slot of each text, if `known` (slots, some) says >= 0 for them.
     Returns (batch, rows, count) twice and (batch, rows).
     """
     (batch, per_text), width = chosen.shape, table.shape[1]
@@ -51,8 +44,8 @@ def best_tokens(
     found = torch.empty_like(values[:, 0]), torch.empty_like(places[:, 0]), torch.empty_like(sums[0, :, 0])
     tile, fill = max(16, min(64, triton.next_power_of_2(whole))), max(16, triton.next_power_of_2(per_text))
     _blocks[(every, max(triton.cdiv(whole, tile), batch))](
-        rows, chosen, norm[0], table, extra, known, slots, values, places, sums[0], sums[1],
-        rows.stride(0), whole, per_text, len(table), extra.shape[1], batch, norm[1],
+        rows, chosen, table, extra, known, slots, values, places, sums[0], sums[1],
+        rows.stride(0), whole, per_text, len(table), extra.shape[1], batch, epsilon,
         width=width, every=every, blocks=blocks, count=count, block=BLOCK, tile=tile, fill=fill,
         operand=_operand(table.dtype), num_warps=4, num_stages=4,
     )  # fmt: skip
@@ -66,19 +59,19 @@ def best_tokens(
 
 @triton.jit
 def _product(
-    rows, place, real, norm, epsilon, weights, column, inside, width: tl.constexpr, tile: tl.constexpr,
-    block: tl.constexpr, operand: tl.constexpr,
+    rows, place, real, epsilon, weights, column, inside, width: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
+    operand: tl.constexpr,
 ):  # fmt: skip
     """(tile, block): logits of normed rows with output rows; both are read in pieces."""
     piece: tl.constexpr = 64 if width >= 64 else 16
-    found, squares = tl.zeros((tile, block), tl.float32), tl.zeros((tile, piece), tl.float32)
+    found, gram = tl.zeros((tile, block), tl.float32), tl.zeros((tile, tile), tl.float32)
     for start in range(0, width, piece):
         at = start + tl.arange(0, piece)
-        row = _row_piece(rows, place, real, at, at < width)
+        left = _row_piece(rows, place, real, at, at < width, operand)
         right = _weights(weights, column, inside, at, at < width, width, operand)
-        found = tl.dot(_weighed(row, norm, at, at < width, operand), right, found, input_precision="ieee")
-        squares += row.to(tl.float32) * row.to(tl.float32)
-    return tl.where(inside[None, :], found / _norms(squares, epsilon, width)[:, None], NOTHING)
+        found = tl.dot(left, right, found, input_precision="ieee")
+        gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
+    return tl.where(inside[None, :], found / _norms(gram, epsilon, width, tile)[:, None], NOTHING)
 
 
 @triton.jit
@@ -101,7 +94,7 @@ def _keep(
 
 @triton.jit(do_not_specialize=["whole", "per_text", "texts"])
 def _blocks(
-    rows, chosen, norm, table, extra, known, slots, values, places, highest, totals,
+    rows, chosen, table, extra, known, slots, values, places, highest, totals,
     stride_row, whole, per_text, tokens, some, texts, epsilon,
     width: tl.constexpr, every: tl.constexpr, blocks: tl.constexpr, count: tl.constexpr, block: tl.constexpr,
     tile: tl.constexpr, fill: tl.constexpr, operand: tl.constexpr,
@@ -115,9 +108,7 @@ def _blocks(
         if group * tile < whole:
             column += part * block
             place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
-            logits = _product(
-                rows, place, real, norm, epsilon, table, column, column < tokens, width, tile, block, operand
-            )
+            logits = _product(rows, place, real, epsilon, table, column, column < tokens, width, tile, block, operand)
             _keep(logits, row, real, part * block, part, values, places, highest, totals, every, count, block)
     elif group < texts:
         inner = tl.arange(0, fill)
@@ -127,18 +118,7 @@ def _blocks(
         token = tl.load(known + slot * some + column, mask=column < some, other=-1)
         place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
         logits = _product(
-            rows,
-            place,
-            real,
-            norm,
-            epsilon,
-            extra + slot * some * width,
-            column,
-            token >= 0,
-            width,
-            fill,
-            block,
-            operand,
+            rows, place, real, epsilon, extra + slot * some * width, column, token >= 0, width, fill, block, operand
         )
         first = tokens + (part - blocks) * block
         _keep(logits, row, real, first, part, values, places, highest, totals, every, count, block)

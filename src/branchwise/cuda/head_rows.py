@@ -2,8 +2,9 @@
 
 A level of a tree is a handful of rows, and as single operations most of its time is the gaps between them. Here a layer
 is four products with whatever stands before and behind each of them in the same kernel: norms and the gathering of rows
-before, rotary positions, the KV cache, the gate of the MLP and the residual behind. All weights of a head fit into the
-cache of the device. The plain `draft.head.network` is the truth. Without a CUDA device only tests import this file.
+before, rotary positions, the KV cache, the gate of the MLP and the residual behind. Matrices that read normed rows come
+with the weights of the norm in them. All weights of a head fit into the cache of the device. The plain
+`draft.head.network` is the truth. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -26,9 +27,8 @@ COLUMNS = 16
 """outputs of a program"""
 
 
-def join(hidden: Sequence[Tensor], norms: Tensor, weight: Tensor, nodes: Tensor, epsilon: float) -> Tensor:
-    """(rows, width): the features of nodes (batch, steps) of trees whose hidden states (batch, nodes, width) are these.
-    `norms` (taps, width) are the weights of their norms."""
+def join(hidden: Sequence[Tensor], weight: Tensor, nodes: Tensor, epsilon: float) -> Tensor:
+    """(rows, width): features of nodes (batch, steps) of trees whose hidden states (batch, nodes, width) are these."""
     width, (batch, steps) = weight.shape[0], nodes.shape
     strides = {state.stride() for state in hidden}
     assert len(strides) == 1, "hidden states must lie alike"
@@ -36,7 +36,7 @@ def join(hidden: Sequence[Tensor], norms: Tensor, weight: Tensor, nodes: Tensor,
     out = weight.new_empty(batch * steps, width)
     taps = [*hidden, *[hidden[-1]] * (MOST_TAPS - len(hidden))]
     _join[(triton.cdiv(width, COLUMNS), triton.cdiv(batch * steps, _tile(batch * steps)))](
-        *taps, norms, weight, nodes, out, *hidden[0].stride()[:2], nodes.stride(0), batch * steps, steps, epsilon,
+        *taps, weight, nodes, out, *hidden[0].stride()[:2], nodes.stride(0), batch * steps, steps, epsilon,
         taps=len(hidden), width=width, columns=COLUMNS, **_shape(weight, batch * steps),
     )  # fmt: skip
     return out
@@ -46,7 +46,6 @@ def read(
     states: Tensor,
     chosen: Tensor,
     embeddings: tuple[Tensor, Tensor] | None,
-    norms: tuple[Tensor, Tensor],
     weight: Tensor,
     frequencies: Tensor,
     cache: tuple[Tensor, Tensor],
@@ -72,10 +71,11 @@ def read(
     table, tokens = embeddings or (states, chosen)
     chunks = triton.cdiv(head_width // 2, COLUMNS)
     _read[((heads + 2 * kv_heads) * chunks, triton.cdiv(batch * rows, _tile(batch * rows)))](
-        states, chosen, table, tokens, *norms, weight, frequencies, query, keys, values, slots, lengths,
+        states, chosen, table, tokens, weight, frequencies, query, keys, values, slots, lengths,
         states.stride(0), table.stride(0), *keys.stride()[:3], batch * rows, rows, keys.shape[2], cell, position,
         advance, epsilon,
-        paired=embeddings is not None, width=norms[0].shape[0], heads=heads, kv_heads=kv_heads, head_width=head_width,
+        paired=embeddings is not None, width=weight.shape[1] // (2 if embeddings else 1), heads=heads,
+        kv_heads=kv_heads, head_width=head_width,
         chunk=COLUMNS, **_shape(weight, batch * rows),
     )  # fmt: skip
     return query
@@ -86,12 +86,12 @@ def project(found: Tensor, weight: Tensor, states: Tensor, chosen: Tensor) -> Te
     return _added(found, weight, states, chosen)
 
 
-def gate_up(states: Tensor, norm: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def gate_up(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """(rows, MLP width): the gated inner values of the MLP."""
     rows, width = states.shape
     out = weight.new_empty(rows, weight.shape[0] // 2)
     _gate_up[(triton.cdiv(out.shape[1], COLUMNS), triton.cdiv(rows, _tile(rows)))](
-        states, norm, weight, out, rows, out.shape[1], epsilon,
+        states, weight, out, rows, out.shape[1], epsilon,
         width=width, columns=COLUMNS, **_shape(weight, rows),
     )  # fmt: skip
     return out
@@ -124,23 +124,17 @@ def _shape(weight: Tensor, rows: int) -> dict[str, object]:
 
 
 @triton.jit
-def _row_piece(states, place, real, at, some):
+def _row_piece(states, place, real, at, some, operand: tl.constexpr):
     """(tile, piece): elements of rows, as they are stored."""
-    return tl.load(states + place[:, None] + at[None, :], mask=real[:, None] & some[None, :], other=0.0)
+    return tl.load(states + place[:, None] + at[None, :], mask=real[:, None] & some[None, :], other=0.0).to(operand)
 
 
 @triton.jit
-def _weighed(row, norm, at, some, operand: tl.constexpr):
-    """Elements of rows times the weights of their norm. What a norm divides by is divided by behind the product: it is
-    only known when the whole row was read."""
-    weight = tl.load(norm + at, mask=some, other=0.0).to(tl.float32)
-    return (row.to(tl.float32) * weight[None, :]).to(operand)
-
-
-@triton.jit
-def _norms(squares, epsilon, width: tl.constexpr):
-    """(tile,): what rows are divided by, from the squares of their elements (tile, piece), added up piece by piece."""
-    return tl.sqrt(tl.sum(squares, axis=1) / width + epsilon)
+def _norms(gram, epsilon, width: tl.constexpr, tile: tl.constexpr):
+    """(tile,): what the norms of rows divide by, from the products of rows with each other (tile, tile). These are made
+    beside the products with weights, so that nothing but products stands in the way of the next piece."""
+    row, column = tl.arange(0, tile)[:, None], tl.arange(0, tile)[None, :]
+    return tl.sqrt(tl.sum(tl.where(row == column, gram, 0.0), axis=1) / width + epsilon)
 
 
 @triton.jit
@@ -152,7 +146,7 @@ def _weights(weight, line, inside, at, some, inputs, operand: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_path", "rows", "steps"])
 def _join(
-    first, second, third, fourth, norms, weight, nodes, out,
+    first, second, third, fourth, weight, nodes, out,
     stride_batch, stride_node, stride_path, rows, steps, epsilon,
     taps: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
     operand: tl.constexpr,
@@ -173,44 +167,42 @@ def _join(
             states = third
         else:
             states = fourth
-        part, squares = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, piece), tl.float32)
+        part, gram = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, tile), tl.float32)
         for start in range(0, width, piece):
             at = start + tl.arange(0, piece)
-            state = _row_piece(states, place, real, at, at < width)
+            left = _row_piece(states, place, real, at, at < width, operand)
             right = _weights(weight + tap * width, column, column < width, at, at < width, taps * width, operand)
-            left = _weighed(state, norms + tap * width, at, at < width, operand)
             part = tl.dot(left, right, part, input_precision="ieee")
-            squares += state.to(tl.float32) * state.to(tl.float32)
-        total += part / _norms(squares, epsilon, width)[:, None]
+            gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
+        total += part / _norms(gram, epsilon, width, tile)[:, None]
     goal = out + row[:, None] * width + column[None, :]
     tl.store(goal, total.to(out.dtype.element_ty), mask=real[:, None] & (column < width)[None, :])
 
 
 @triton.jit
 def _halves(
-    states, place, real, norm, weight, line, inside, epsilon, inputs,
+    states, place, real, weight, line, inside, epsilon, inputs,
     half: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
     operand: tl.constexpr,
 ):  # fmt: skip
     """Normed rows times some lines of a matrix, and times the lines half a head below them, (tile, chunk) each."""
     lower, upper = tl.zeros((tile, chunk), tl.float32), tl.zeros((tile, chunk), tl.float32)
-    squares = tl.zeros((tile, piece), tl.float32)
+    gram = tl.zeros((tile, tile), tl.float32)
     for start in range(0, width, piece):
         at = start + tl.arange(0, piece)
-        state = _row_piece(states, place, real, at, at < width)
+        left = _row_piece(states, place, real, at, at < width, operand)
         first = _weights(weight, line, inside, at, at < width, inputs, operand)
         second = _weights(weight, line + half, inside, at, at < width, inputs, operand)
-        left = _weighed(state, norm, at, at < width, operand)
         lower = tl.dot(left, first, lower, input_precision="ieee")
         upper = tl.dot(left, second, upper, input_precision="ieee")
-        squares += state.to(tl.float32) * state.to(tl.float32)
-    norms = _norms(squares, epsilon, width)[:, None]
+        gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
+    norms = _norms(gram, epsilon, width, tile)[:, None]
     return lower / norms, upper / norms
 
 
 @triton.jit(do_not_specialize=["rows", "per_text", "cell", "position", "advance", "capacity"])
 def _read(
-    states, chosen, table, tokens, state_norm, token_norm, weight, frequencies, query, keys, values, slots, lengths,
+    states, chosen, table, tokens, weight, frequencies, query, keys, values, slots, lengths,
     stride_state, stride_token, stride_slot, stride_head, stride_row, rows, per_text, capacity, cell, position, advance,
     epsilon,
     paired: tl.constexpr, width: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr,
@@ -227,14 +219,13 @@ def _read(
     inputs: tl.constexpr = 2 * width if paired else width
     place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_state
     lower, upper = _halves(
-        states, place, real, state_norm, weight, line, inside, epsilon, inputs, half, width, chunk, tile, piece, operand
+        states, place, real, weight, line, inside, epsilon, inputs, half, width, chunk, tile, piece, operand
     )
     if paired:
         place = tl.load(tokens + row, mask=real, other=0).to(tl.int64) * stride_token
         lower_more, upper_more = _halves(
-            table, place, real, token_norm, weight + width, line, inside, epsilon, inputs, half, width, chunk, tile,
-            piece, operand,
-        )  # fmt: skip
+            table, place, real, weight + width, line, inside, epsilon, inputs, half, width, chunk, tile, piece, operand
+        )
         lower += lower_more
         upper += upper_more
     text, number = row // per_text, row % per_text
@@ -266,15 +257,15 @@ def _read(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gate_up(
-    states, norm, weight, out, rows, lines, epsilon,
+    states, weight, out, rows, lines, epsilon,
     width: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real, inside = row < rows, column < lines
     gate, up = _halves(
-        states, row.to(tl.int64) * width, real, norm, weight, column, inside, epsilon, width, lines, width, columns,
-        tile, piece, operand,
+        states, row.to(tl.int64) * width, real, weight, column, inside, epsilon, width, lines, width, columns, tile,
+        piece, operand,
     )  # fmt: skip
     found = gate / (1 + tl.exp(-gate)) * up
     goal = out + row[:, None].to(tl.int64) * lines + column[None, :]
@@ -294,7 +285,7 @@ def _add(
     total = tl.zeros((tile, columns), tl.float32)
     for start in range(0, inputs, piece):
         at = start + tl.arange(0, piece)
-        part = _row_piece(left, place, real, at, at < inputs).to(operand)
+        part = _row_piece(left, place, real, at, at < inputs, operand)
         right = _weights(weight, column, inside, at, at < inputs, inputs, operand)
         total = tl.dot(part, right, total, input_precision="ieee")
     state = row.to(tl.int64)

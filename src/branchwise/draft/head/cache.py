@@ -50,7 +50,7 @@ class HeadCache:
         """of the last row of every text"""
         self.extra_tokens = torch.full((slots + 1, MOST_EXTRA), -1, device=device)
         self.extra_rows = torch.zeros(slots + 1, MOST_EXTRA, width, **kind)
-        """tokens that a text may also propose, -1 for none, and their output rows"""
+        """tokens that a text may also propose, -1 for none, and their output rows times the weights of the norm"""
 
     @property
     def scratch(self) -> int:

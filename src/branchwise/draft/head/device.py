@@ -50,6 +50,7 @@ class DeviceDraft(ABC):
         self._embeddings, self._table = embeddings, table
         self._rows = output[table].contiguous() if rows is None else rows
         self._kernels = have_kernels(table.device)
+        self._normed_rows = with_norm(self._rows, head.output_norm.weight) if self._kernels else self._rows
 
     @abstractmethod
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
@@ -105,17 +106,17 @@ class DeviceDraft(ABC):
         if self._kernels:
             from branchwise.cuda.best_tokens import best_tokens
 
-            norm, extra = self.head.output_norm, (self.cache.extra_rows, self.cache.extra_tokens)
+            extra = self.cache.extra_rows, self.cache.extra_tokens
             every = torch.arange(predict[..., 0].numel(), device=predict.device).view(predict.shape[:2])
             states = predict.reshape(-1, predict.shape[-1])
-            weights = norm.weight, self.head.config.epsilon
-            values, places, total = best_tokens(states, every, weights, self._rows, *extra, slots, count)
+            epsilon = self.head.config.epsilon
+            values, places, total = best_tokens(states, every, epsilon, self._normed_rows, *extra, slots, count)
             places = places.long()
         else:
-            states = self.head.output(predict)
-            own = torch.einsum("brd,bed->bre", states, self.cache.extra_rows[slots])
+            bare = functional.rms_norm(predict, predict.shape[-1:], eps=self.head.config.epsilon)
+            own = torch.einsum("brd,bed->bre", bare, self.cache.extra_rows[slots])
             own = own.masked_fill((known < 0)[:, None], -torch.inf)
-            logits = torch.cat([functional.linear(states, self._rows), own], dim=-1).float()
+            logits = torch.cat([self.head.logits(predict, self._rows), own], dim=-1).float()
             values, places = logits.topk(count, dim=-1)
             total = logits.logsumexp(dim=-1)
         theirs = known[:, None].expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
@@ -161,3 +162,8 @@ class DeviceDraft(ABC):
             return found.transpose(1, 2)
 
         return attend
+
+
+def with_norm(weight: Tensor, *norms: Tensor) -> Tensor:
+    """A matrix that takes rows before the weights of their norms, as kernels read it."""
+    return (weight.float() * torch.cat(norms).float()).to(weight.dtype).contiguous()

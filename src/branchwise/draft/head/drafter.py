@@ -109,8 +109,8 @@ class HeadDrafter(TreeDrafter):
         embeddings, self._output = target.embeddings
         self._taps = self.trained.taps(target)
         self._embeddings = _own(self.trained.embeddings, embeddings)
-        # A copy: other targets may share the file's own weights. Frequencies are never rounded: positions grow, and keys
-        # of the target would not fit queries of the head.
+        # A copy: other targets may share the file's own weights. Frequencies are never rounded: positions grow, and
+        # keys of the target would not fit queries of the head.
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
         self._check_cached(target)
@@ -146,7 +146,7 @@ class HeadDrafter(TreeDrafter):
         extra = prompt[~self._listed[prompt]][:MOST_EXTRA].to(self._table.device)
         count = len(sequence.tokens) - 1
         skipped = max(0, count - self._reach) if self.head.config.window else 0
-        self._cache.open(sequence, extra, self._output[extra], skipped)
+        self._cache.open(sequence, extra, self._output[extra] * self.head.output_norm.weight, skipped)
         unread = self._features([prefill.hidden[tap][skipped:] for tap in self._taps], count - skipped)
         self._texts[sequence] = Following(unread, len(extra))
 
@@ -337,9 +337,8 @@ class HeadDrafter(TreeDrafter):
         logits = predict.new_full((len(predict), self._vocabulary.size), NONE)
         logits[:, self._table] = self.head.logits(predict, self._rows, previous)
         if count := self._texts[request.sequence].extra:
-            slot = self._cache.slot[request.sequence]
-            rows = self._cache.extra_rows[slot, :count]
-            logits[:, self._cache.extra_tokens[slot, :count]] = self.head.logits(predict, rows, previous)
+            extra = self._cache.extra_tokens[self._cache.slot[request.sequence], :count]
+            logits[:, extra] = self.head.logits(predict, self._output[extra], previous)
         return self._reading(request.sequence.sampling)(logits)
 
     def _reading(self, sampling: SamplingParams) -> Reading:

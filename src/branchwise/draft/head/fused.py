@@ -7,10 +7,11 @@ the table (`cuda.best_tokens`) and the choice of the next nodes (`cuda.head_tree
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from branchwise.core.rows import WORD, pack_bits, words_for
 from branchwise.cuda.best_tokens import best_tokens
@@ -18,6 +19,7 @@ from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, project, r
 from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, remember
 from branchwise.cuda.kernels import tree_attention
 from branchwise.draft.head.best_first import BestFirstDraft
+from branchwise.draft.head.device import with_norm
 from branchwise.draft.head.network import HeadConfig
 from branchwise.draft.policies.topk import TopK
 
@@ -25,12 +27,33 @@ OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "
 """of a network, that the kernels compute; others must be left as they are by default"""
 
 
+class Weights(NamedTuple):
+    """The matrices of a layer."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
 class FusedDraft(BestFirstDraft):
     def __init__(self, tree: TopK, *parts: Any) -> None:
         super().__init__(tree, *parts)
         head = self.head
-        self._tap_norms = torch.stack([norm.get_parameter("weight") for norm in head.tap_norms])
-        self._norm = head.output_norm.weight, head.config.epsilon
+        self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
+        self._normed_rows = with_norm(self._rows, head.output_norm.weight)
+        self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
+
+    def _weights(self, number: int, block: Module) -> Weights:
+        first = self.head.feature_norm.weight, self.head.embedding_norm.weight
+        of = block.get_parameter
+        norms = (of("input_norm.weight"),) if number else first
+        return Weights(
+            with_norm(of("qkv.weight"), *norms),
+            of("out.weight"),
+            with_norm(of("gate_up.weight"), of("mlp_norm.weight")),
+            of("down.weight"),
+        )
 
     @staticmethod
     def fits(config: HeadConfig) -> bool:
@@ -40,9 +63,9 @@ class FusedDraft(BestFirstDraft):
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
     ) -> Tensor:
-        head, device = self.head, slots.device
+        device = slots.device
         after, ends, last = follow(paths, tokens, following, lengths)
-        features = join(hidden, self._tap_norms, head.join.weight, paths, head.config.epsilon)
+        features = join(hidden, self._join, paths, self.head.config.epsilon)
         every, before = numbers(*paths.shape, device), in_order(*paths.shape, device)
         rows = self._layers(features, every, after, slots, lengths, before, cell=0, position=0, advance=1)
         remember(rows, last, slots, self.cache.predicted, self.cache.carried)
@@ -60,7 +83,7 @@ class FusedDraft(BestFirstDraft):
         # The states of a root lie in its slot, those of a node where its row does.
         predicted, carried, at, first = self.cache.predicted, self.cache.carried, slots[:, None], 0
         for depth in range(1, self.depth + 1):
-            best = best_tokens(predicted, at, self._norm, self._rows, *extra, slots, width)
+            best = best_tokens(predicted, at, self.head.config.epsilon, self._normed_rows, *extra, slots, width)
             cell = (depth - 1) * width
             level = pick(best, names, level, at, proposed, first, cell, width)
             first += at.shape[1] * width
@@ -101,22 +124,17 @@ class FusedDraft(BestFirstDraft):
         (batch, count), device = at.shape, slots.device
         depths = filled(0, torch.int32, device, batch, count)  # these two only windows need
         columns = filled(0, torch.int32, device, batch, WORD * bits.shape[2])
-        for number, block in enumerate(head.blocks):
-            weight = {name: block.get_parameter(f"{name}.weight") for name in ("qkv", "out", "gate_up", "down")}
-            norms = head.feature_norm.weight, head.embedding_norm.weight
-            if number:
-                norms = (block.get_parameter("input_norm.weight"),) * 2
+        for number, weights in enumerate(self._blocks):
             cache = self.cache.store[0, number], self.cache.store[1, number]
             query = read(
-                states, at, None if number else (self._embeddings, tokens), norms, weight["qkv"], head.frequencies,
-                cache, slots, lengths, cell=cell, position=position, advance=advance, heads=config.heads,
-                epsilon=config.epsilon,
+                states, at, None if number else (self._embeddings, tokens), weights.qkv, head.frequencies, cache, slots,
+                lengths, cell=cell, position=position, advance=advance, heads=config.heads, epsilon=config.epsilon,
             )  # fmt: skip
             scale = config.head_width**-0.5
             found = tree_attention(query.transpose(1, 2), *cache, slots, lengths, depths, columns, bits, scale=scale)
-            attended = project(found.view(batch * count, -1), weight["out"], states, at)
-            inner = gate_up(attended, block.get_parameter("mlp_norm.weight"), weight["gate_up"], config.epsilon)
-            states, at = down(inner, weight["down"], attended), numbers(batch, count, device)
+            attended = project(found.view(batch * count, -1), weights.out, states, at)
+            inner = gate_up(attended, weights.gate_up, config.epsilon)
+            states, at = down(inner, weights.down, attended), numbers(batch, count, device)
         return states
 
 
