@@ -15,7 +15,6 @@ from branchwise.cli.console import print_notice
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing
-from branchwise.provenance import without_folder
 from branchwise.registry import check_known, split_spec
 
 if TYPE_CHECKING:
@@ -156,6 +155,7 @@ def head(
     if not minutes > 0:
         raise UsageError(f"--minutes must be above 0, not {minutes}.")
     from branchwise.draft.head.file import TrainedHead
+    from branchwise.provenance import without_folder
     from branchwise.train.head.learn import Recipe
     from branchwise.train.head.run import FORMS, Sizes, Training, prepare
 
