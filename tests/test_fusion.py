@@ -19,8 +19,8 @@ from branchwise.draft import DRAFTERS, build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreePolicy
 from branchwise.draft.lookup.base import LookupDrafter
+from branchwise.draft.lookup.drafted import DraftedMember
 from branchwise.draft.lookup.fusion import EDGES, Calibration, FusedCursor, Fusion, split_members
-from branchwise.draft.model.member import DraftModelMember
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, UsageError
@@ -362,7 +362,7 @@ def test_options_reach_the_member() -> None:
 
 
 class Model(TreeDrafter):
-    """What a draft model is to `DraftModelMember`: it grows a tree from distributions."""
+    """What a draft model is to `DraftedMember`: it grows a tree from distributions."""
 
     name, cost = "model", 0.25
 
@@ -411,7 +411,7 @@ def test_passes_and_cost_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch)
     draft(fusion, Budget(7, 2))
     assert fusion.passes == 2
     assert fusion.cost == 0.25
-    assert isinstance(fusion.members[0], DraftModelMember)
+    assert isinstance(fusion.members[0], DraftedMember)
 
 
 def test_a_fusion_with_a_model_writes_what_plain_decoding_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -453,3 +454,34 @@ def test_a_step_that_left_no_memory_to_learn_ends_the_drafts_of_its_text_and_not
         engine.step()
     assert len(text.token_ids) == 12
     assert text.stats.drafted_tokens == before > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@torch.no_grad()
+def test_a_head_and_memories_propose_in_one_tree(tmp_path: Path, temperature: float) -> None:
+    """Texts are those of plain decoding, both kinds of member are in the trees, and the head reads what it would read
+    alone."""
+    model = model_of()
+    target = TransformersTarget(model, slots=3, context=128, max_nodes=32)
+    trained(target, "carry").save(tmp_path / "head.safetensors", int8=False)
+    drafter = build_drafter(f"fused:head({tmp_path / 'head.safetensors'})+suffix(min=1)", "topk:12,depth=4,width=4")
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    sampling = SamplingParams(temperature=temperature, seed=4)
+    prompts = [(1, 2, 3, 1, 2, 3, 1), (5,), tuple(range(20))]
+    texts = [engine.submit(Request(prompt, sampling, max_new_tokens=20)) for prompt in prompts]
+    member = drafter.members[0]._drafter
+    seen: set[str] = set()
+    while engine.busy:
+        engine.step()
+        seen |= {source for tree in drafter._drafted for source in tree.sources}
+        for text in texts:
+            if not text.finished and (sequence := text.sequence) in member._cache.lengths:
+                read = member._cache.lengths[sequence] + len(member._texts[sequence].unread)
+                assert read == len(sequence.tokens) - 1
+    assert {"head", "suffix"} <= seen
+    plain = Engine(target, build_drafter("none"), VERIFIERS.build("match"))
+    for text, prompt in zip(texts, prompts, strict=True):
+        alone = plain.submit(Request(prompt, sampling, max_new_tokens=20))
+        while plain.busy:
+            plain.step()
+        assert text.token_ids == alone.token_ids

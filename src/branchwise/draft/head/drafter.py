@@ -154,7 +154,7 @@ class HeadDrafter(TreeDrafter):
         budgets = [
             budget if self._knows(sequence) else NOTHING for sequence, budget in zip(sequences, budgets, strict=True)
         ]
-        if self._ahead is None:
+        if self._ahead is None or self.kept_probs is not None:  # whoever keeps distributions wants them on the host
             return super().draft(sequences, budgets)
         with torch.inference_mode():
             if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:

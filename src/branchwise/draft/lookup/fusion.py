@@ -3,8 +3,8 @@
 RASD (Quan et al., arXiv 2503.03434) attaches what was retrieved to the tree of a draft model where the two agree. Here
 that is the rule for all: a node has a cursor in every member that expected its path, so equal prefixes are one node,
 and every member that knows how to go on from there contributes. One heap over all candidates shares out the budget by
-calibrated probability: how often candidates of that member and that mass came true so far. A draft model drafts first,
-and its distributions prune what the others retrieved at the nodes that it expanded.
+calibrated probability: how often candidates of that member and that mass came true so far. A draft model or a trained
+head drafts first; the distributions of a model prune what the others retrieved at the nodes that it expanded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from branchwise.draft import DRAFTERS
 from branchwise.draft.base import Budget, LearningDrafter, not_a_state
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
 from branchwise.draft.lookup.base import LookupDrafter
-from branchwise.draft.model.member import DraftModelMember
+from branchwise.draft.lookup.drafted import JUDGES, DraftedMember
 from branchwise.draft.policies.adaptive import AdaptiveRanks, AdaptiveSize
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.errors import UsageError
@@ -113,7 +113,10 @@ class Fusion(LookupDrafter, LearningDrafter):
         names = [member.name for member in self.members]
         if len(set(names)) < len(names):
             raise UsageError(f"A fusion has each of its drafters once, not {members!r}.")
-        self.model = next((member for member in self.members if isinstance(member, DraftModelMember)), None)
+        drafting = [member for member in self.members if isinstance(member, DraftedMember)]
+        if len(drafting) > 1:
+            raise UsageError(f"A fusion has one drafter that computes, not {members!r}.")
+        self.drafting = drafting[0] if drafting else None
         self.records = [Calibration() for _ in self.members]
 
     @property
@@ -130,8 +133,8 @@ class Fusion(LookupDrafter, LearningDrafter):
         super().bind(target)
         for member in self.members:
             member.bind(target)
-        if self.model is not None:
-            self.cost = self.model.cost
+        if self.drafting is not None:
+            self.cost = self.drafting.cost
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
         rows = len(prefill.logits)
@@ -161,9 +164,9 @@ class Fusion(LookupDrafter, LearningDrafter):
             record.tries, record.hits = tries.tolist(), hits.tolist()
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        if self.model is not None:
-            self.model.draft_ahead(sequences, budgets)
-            self.passes = self.model.passes
+        if self.drafting is not None:
+            self.drafting.draft_ahead(sequences, budgets)
+            self.passes = self.drafting.passes
         return super().draft(sequences, budgets)
 
     def locate(self, sequence: SequenceState) -> Cursor:
@@ -234,10 +237,10 @@ class Fusion(LookupDrafter, LearningDrafter):
     def _pruned(self, here: FusedCursor) -> list[Sequence[Candidate]]:
         """The candidates without those that are too improbable in the draft model, if it has expanded this node."""
         proposed = self._proposed(here)
-        if self.model is None:
+        if self.drafting is None or not self.drafting.judges:
             return proposed
-        cursor = here.cursors[self.members.index(self.model)]
-        probs = None if cursor is None else self.model.probs(cursor)
+        cursor = here.cursors[self.members.index(self.drafting)]
+        probs = None if cursor is None else self.drafting.probs(cursor)
         if probs is None:
             return proposed
         tokens = sorted({one.token for found in proposed for one in found})
@@ -266,8 +269,8 @@ def split_members(text: str) -> list[str]:
 
 
 def _member(spec: str) -> LookupDrafter:
-    if split_spec(spec)[0] == DraftModelMember.name:
-        return DraftModelMember(spec)
+    if split_spec(spec)[0] in JUDGES:
+        return DraftedMember(spec)
     member = DRAFTERS.build(spec)
     if not isinstance(member, LookupDrafter):
         raise UsageError(f"Drafter {member.name!r} remembers nothing that could be fused.")

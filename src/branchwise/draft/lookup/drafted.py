@@ -1,6 +1,7 @@
-"""A draft model as a member of a fusion (RASD, arXiv 2503.03434): what it has just drafted is looked up like a memory.
+"""A drafter that computes, as a member of a fusion: what it has just drafted is looked up like a memory.
 
-For the nodes that it expanded it also has distributions, by which the fusion judges what other members propose.
+For a draft model this is RASD (arXiv 2503.03434): for the nodes that it expanded it has distributions, by which the
+fusion judges what other members propose. A trained head has them over its table alone, so it judges nobody.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from branchwise.backends.base import Scored, TargetInfo
+from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS
@@ -21,23 +22,34 @@ from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.verify import Verdict
 
 TREE = TopK(24, depth=6, width=8)
-"""what the model drafts: in a fusion, depth comes from lookup drafters"""
+"""what it drafts: in a fusion, depth comes from lookup drafters"""
+JUDGES = {"model": True, "head": False}
+"""drafters that can be such a member, and whether they judge what others propose"""
 
 
-class DraftModelMember(LookupDrafter):
-    """A draft model among lookup drafters. A cursor is the path from the root; outside its tree it proposes nothing."""
-
-    name = "model"
+class DraftedMember(LookupDrafter):
+    """A draft model or a head among lookup drafters. A cursor is the path from the root; outside its tree it proposes
+    nothing."""
 
     def __init__(self, spec: str) -> None:
         super().__init__(TREE)
         self._drafter: TreeDrafter = DRAFTERS.build(spec, tree=TREE)
+        self.name = self._drafter.name
+        self.judges = JUDGES[self.name]
         self._known: dict[SequenceState, Drafted] = {}
+
+    @property
+    def needs(self) -> Needs:
+        return self._drafter.needs
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         self._drafter.bind(target)
         self.cost = self._drafter.cost
+
+    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
+        super().start(sequence, prefill)
+        self._drafter.start(sequence, prefill)
 
     def finish(self, sequence: SequenceState) -> None:
         super().finish(sequence)
@@ -54,7 +66,7 @@ class DraftModelMember(LookupDrafter):
             self._known[sequence] = Drafted(tree, probs.get(sequence, {}))
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        """Recall learns from the scored tree, which is the tree of the fusion."""
+        """It learns from the scored tree, which is the tree of the fusion."""
         self._drafter._drafted = self._drafted
         self._drafter.update(sequences, scored, verdicts)
 
@@ -66,7 +78,7 @@ class DraftModelMember(LookupDrafter):
         return [Candidate(token, mass, (drafted, (*path, token))) for token, mass in drafted.below.get(path, ())]
 
     def probs(self, cursor: Cursor) -> Tensor | None:
-        """(vocabulary,): the distribution after a path; None if the model did not expand it."""
+        """(vocabulary,): the distribution after a path by which others are judged, if there is one."""
         drafted, path = cursor
         found: Tensor | None = drafted.probs.get(path)
         return found
