@@ -23,7 +23,11 @@ SURE = 0.9
 def random_head(info: TargetInfo, form: str = "carry", table: int | None = None, seed: int = 1) -> TrainedHead:
     """A head of a form that was never trained: it proposes so many tokens of its target, all by default."""
     torch.manual_seed(seed)
-    config = HeadConfig(width=info.hidden_width, taps=(info.layers[0], info.layers[-1]), **SIZES, **FORMS[form])
+    options = dict(FORMS[form])
+    options["taps"] = (info.layers[0], info.layers[-1]) if options.pop("states", True) else ()
+    options["cross"] = info.layers[-1] if options.get("cross") else ""
+    options["window"] = 3 if options.get("window") else 0  # texts of tests are short
+    config = HeadConfig(width=info.hidden_width, **SIZES, **options)
     head = Head(config, 1 / 100 ** (torch.arange(2) / 2))
     for weight in head.parameters():
         if weight.ndim == 2:

@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from branchwise.audit.blocks import Block, Floats, Partition, g_test
-from branchwise.audit.exact import TOLERANCE, emitted
+from branchwise.audit.exact import emitted
 from branchwise.audit.findings import Word
 from branchwise.audit.instances import Drafts, Instance
 from branchwise.audit.model import ModelAuditor, Plan
@@ -46,6 +46,8 @@ TREES = ["chain:2", "paths:2x2", "rsd-c:2,1", "dynamic:3", "topk:4,depth=2,width
 """of every kind of draw; those of the last two are laid on the device"""
 TEXTS = ["the table alone", "a token of the prompt"]
 FITTING = [name for name in VERIFIERS if not name.startswith("lossy")]
+ROUNDING = 1e-8
+"""a head computes in float32: the same row differs in its last digits with what else is in the pass"""
 
 
 def in_mid_text(drafter: HeadDrafter, target: ToyTarget, prompt: list[int]) -> list[SequenceState]:
@@ -133,7 +135,7 @@ def test_the_emitted_law_is_the_target_s(form: str, tree: str, text: str, monkey
         verifier = VERIFIERS.build(name)
         if drafts.trees[0].draw in verifier.accepts:
             distance, efficiency = emitted(verifier, drafts)
-            assert distance < TOLERANCE, f"{name} on {tree} of a head {form}"
+            assert distance < ROUNDING, f"{name} on {tree} of a head {form}"
             assert 1 < efficiency <= DEPTH + 1
 
 

@@ -236,11 +236,11 @@ def test_a_head_refuses_a_target_whose_keys_it_cannot_read() -> None:
     head = trained(target, "longspec")
     other = TransformersTarget(model_of(num_key_value_heads=4), slots=1, context=64)
     with pytest.raises(ModelError, match="attends to 2 heads of width 6, and LlamaForCausalLM has 4"):
-        Engine(other, HeadDrafter(head), VERIFIERS.build("match"))
+        Engine(other, HeadDrafter(replace(head, weights=other.info.weights)), VERIFIERS.build("match"))
     with pytest.raises(ModelError, match="shows no keys and values"):
         HeadDrafter(head).bind(replace(target.info, cached=None))
-    with pytest.raises(UsageError, match="has no keys and values"):
-        ToyTarget().require(Needs(cached_layer="embedding"))
+    with pytest.raises(UsageError, match="has no layer 'attention'"):
+        ToyTarget().require(Needs(cached_layer="attention"))
 
 
 @pytest.mark.parametrize("form", AUTOREGRESSIVE)

@@ -8,17 +8,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Chunk, Needs, Prefill, Scored, Target, TargetInfo, weakly
+from branchwise.backends.base import CachedRows, Chunk, Needs, Prefill, Scored, Target, TargetInfo, weakly
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
 
+KEY_WIDTH = 4
+"""of the keys and values of its one head"""
+
 
 class ToyTarget(Target):
-    """A model whose logits are a fixed random function of all tokens before, and so are the hidden states of its one
-    layer, "embedding". Its embeddings are random rows, which its own logits do not read. It keeps the
+    """A model whose logits are a fixed random function of all tokens before, and so are the hidden states, keys and
+    values of its one layer, "embedding". Its embeddings are random rows, which its own logits do not read. It keeps the
     books of a KV cache and checks that a real cache would hold what is committed."""
 
     def __init__(
@@ -49,6 +52,7 @@ class ToyTarget(Target):
             score=weakly(self.score),
             embeddings=(rows[0], rows[1]),
             weights=info.fingerprint,
+            cached=weakly(self.cached),
         )
         self._needs = Needs()
         self._cached: dict[SequenceState, list[int]] = {}
@@ -60,11 +64,9 @@ class ToyTarget(Target):
         return self.slots - len(self._cached)
 
     def require(self, needs: Needs) -> None:
-        unknown = set(needs.hidden_layers) - set(self.info.layers)
+        unknown = {*needs.hidden_layers, needs.cached_layer} - {*self.info.layers, None}
         if unknown:
-            raise UsageError(f"The toy target has no layer {sorted(unknown)[0]!r}; it has {self.info.layers[0]!r}.")
-        if needs.cached_layer is not None:
-            raise UsageError("The toy target has no keys and values, and the drafter needs them.")
+            raise UsageError(f"The toy target has no layer {unknown.pop()!r}; it has {self.info.layers[0]!r}.")
         layers = (*self._needs.hidden_layers, *needs.hidden_layers)
         self._needs = Needs(hidden_layers=tuple(dict.fromkeys(layers)))
 
@@ -73,12 +75,23 @@ class ToyTarget(Target):
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """(vocabulary,): what follows these tokens."""
+        return 2 * self._random(tokens, self.vocabulary)
+
+    def _random(self, tokens: Sequence[int], count: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, *tokens)) % (1 << 62))
-        return 2 * torch.randn(self.vocabulary, generator=generator)
+        return torch.randn(count, generator=generator)
 
     def hidden(self, tokens: Sequence[int]) -> Tensor:
         """(width,): the hidden state of the last of these tokens."""
         return self.logits((*tokens, -1))
+
+    def cached(self, layer: str, sequences: Sequence[SequenceState]) -> CachedRows:
+        texts = [self._cached[sequence] for sequence in sequences]
+        rows = torch.zeros(2, len(texts), 1, max(map(len, texts), default=0), KEY_WIDTH)
+        for text, tokens in enumerate(texts):
+            for place in range(len(tokens)):
+                rows[:, text, 0, place] = self._random((*tokens[: place + 1], -2), 2 * KEY_WIDTH).view(2, KEY_WIDTH)
+        return CachedRows(rows[0], rows[1])
 
     def reserve(self, sequence: SequenceState) -> None:
         assert self.free_slots > 0, "more sequences are opened than there are slots"
