@@ -17,7 +17,8 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import topology
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.graphs import InflightPass, advance_inputs, inputs_restored
+from branchwise.cuda.advance import advance_inputs, bring_and_advance, brought_restored, inputs_restored
+from branchwise.cuda.graphs import InflightPass
 from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.draft.base import Budget, Drafter, NoDrafter
 from branchwise.draft.policies.template import Ranks
@@ -332,6 +333,27 @@ def test_a_sheet_steps_on_behind_what_was_accepted() -> None:
     assert inputs.starts.tolist() == [24, 23]
     assert inputs.positions.tolist() == [[22] * 3, [21] * 3]
     assert inputs.tokens.tolist() == [[41, 9, 9], [42, 9, 9]]
+
+
+def test_nodes_from_the_device_are_brought_and_moved_at_once() -> None:
+    inputs = PassInputs(Size(1, 3, 1), torch.device("cpu"))
+    told, positions, lengths, *shapes = inputs.places(1)
+    lengths.fill_(20)
+    inputs.starts.fill_(20)
+    places = told, positions, lengths, inputs.starts, *shapes
+    before = [place.clone() for place in places]
+    nodes = torch.tensor([[0, 7, 8]]), torch.tensor([[0, 1, 2]]), torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
+    verdict = torch.tensor([[0, 2, -1]]), torch.tensor([41])
+    with brought_restored(*places, *verdict, *nodes):
+        bring_and_advance(*places, *verdict, *nodes)
+    assert all(torch.equal(place, value) for place, value in zip(places, before, strict=True))
+    bring_and_advance(*places, *verdict, *nodes)
+    assert inputs.tokens.tolist() == [[41, 7, 8]]
+    assert inputs.positions.tolist() == [[22, 23, 24]]
+    assert (inputs.lengths.tolist(), inputs.starts.tolist()) == ([22], [22])
+    assert inputs.depths.tolist() == [[0, 1, 2]]
+    assert inputs.key_depths[0, :3].tolist() == [0, 1, 2]
+    assert inputs.ancestor_bits.tolist() == [[[1], [3], [7]]]
 
 
 def test_begun_is_for_the_same_texts_and_trees_behind_a_committed_verdict() -> None:

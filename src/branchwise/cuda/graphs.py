@@ -312,20 +312,3 @@ class InflightPass:
             return False
         # Any bare root serves for another one: the device knows which token it is.
         return all(one is other or len(one) == len(other) == 1 for one, other in zip(mine, theirs, strict=True))
-
-
-def advance_inputs(
-    tokens: Tensor, positions: Tensor, lengths: Tensor, starts: Tensor, paths: Tensor, following: Tensor
-) -> None:
-    """Move the inputs of a pass, (batch, nodes) and (batch,), behind accepted paths (batch, steps) padded with -1, each
-    of which is followed by one more token, the new root."""
-    kept = (paths >= 0).sum(dim=1, dtype=lengths.dtype)
-    lengths += kept
-    starts += kept
-    positions += kept[:, None]
-    tokens[:, 0] = following
-
-
-def inputs_restored(*places: Tensor) -> AbstractContextManager[None]:
-    """Undo what `advance_inputs` does meanwhile."""
-    return restored(*places[:4])

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from branchwise.core.batch import TreeLayout
 from branchwise.core.rows import WORD, words_for
-from branchwise.core.tree import DeviceShape
 
 Numbers = NDArray[np.int32]
 
@@ -94,13 +93,12 @@ class PassInputs:
         *,
         roots: Sequence[int] | None = None,
         layout: TreeLayout | None = None,
-        laid: DeviceShape | None = None,
     ) -> None:
         """Pack the slots and lengths of the sequences, and their new nodes, (batch, nodes), and copy them.
 
         Trees of which earlier passes have `written` so many rows give the depths of all their rows. Tokens may be in
-        device memory, without padding; then `roots` come from the host. Depths and ancestors of the same `layout` as
-        last time are not packed again; shapes that were `laid` on the device take the place of packed ones there.
+        device memory, without padding; then `roots` come from the host, and `bring` the rest. Depths and ancestors of
+        the same `layout` as last time are not packed again.
         """
         _ = self._numbers.host  # waits for the copy before
         texts, nodes = len(slots), depths.shape[1]
@@ -129,13 +127,11 @@ class PassInputs:
         else:
             host["tokens"][: len(tokens), :nodes] = tokens
         self._numbers.copy()
-        if isinstance(tokens, Tensor) and tokens.shape[1] > 1:
-            self.tokens[: len(tokens), 1 : tokens.shape[1]] = tokens[:, 1:]
-        if laid is not None:
-            self.depths[: len(laid.depths), :nodes] = laid.depths
-            self.key_depths[: len(laid.depths), :nodes] = laid.depths
-            self.ancestor_bits[: len(laid.depths), :nodes, : laid.ancestor_bits.shape[2]] = laid.ancestor_bits
-            torch.add(self.lengths[:, None], self.depths, out=self.positions)
+
+    def places(self, batch: int) -> tuple[Tensor, ...]:
+        """What differs between trees of one batch, as `cuda.advance` takes it."""
+        parts = self.tokens, self.positions, self.lengths, self.depths, self.key_depths, self.ancestor_bits
+        return tuple(part[:batch] for part in parts)
 
     # What the KV cache and the attention of a layer call
 

@@ -42,8 +42,9 @@ from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import chain_topology
 from branchwise.core.tree import DeviceShape
+from branchwise.cuda.advance import InputMover
 from branchwise.cuda.fuse import Fusion, Group, groups_of
-from branchwise.cuda.graphs import GraphedFunction, Graphs, InflightPass, advance_inputs, have_kernels, inputs_restored
+from branchwise.cuda.graphs import Graphs, InflightPass, have_kernels
 from branchwise.cuda.inputs import PassInputs, size_for
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
 from branchwise.errors import UnsupportedModel, UsageError
@@ -129,7 +130,7 @@ class TransformersTarget(PipelinedTarget):
         self._moved = False  # whether `commit_on_device` has moved the rows that the last pass accepted
         self._passes = 0  # passes, and changes of slots: whatever makes the results of an enqueued pass worthless
         self._graphs: Graphs | None = None
-        self._advance = GraphedFunction(advance_inputs, device, still=inputs_restored, capture=graphs)
+        self._move = InputMover(device, capture=graphs)
         self._captured: dict[Any, Verifier] = {}
         self._fusion: Fusion | None = None
         groups = self._groups() if execution.kernels and model not in _unfusible else []
@@ -343,12 +344,8 @@ class TransformersTarget(PipelinedTarget):
         recorded = self._graphs.ready(size)
         inputs = recorded.inputs
         rows, row_depths = (written.rows, written.depths) if written else (None, None)
-        inputs.fill(
-            slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout, laid=laid
-        )
-        if after is not None:
-            places = (inputs.tokens, inputs.positions, inputs.lengths, inputs.starts)
-            self._advance(*(place[:batch] for place in places), after.paths, after.tokens)
+        inputs.fill(slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout)
+        self._move(inputs, batch, tokens if isinstance(tokens, Tensor) else None, laid, after)
         return inputs, self._graphs.run(recorded, self._run_packed).cut(batch, nodes)
 
     def _run_packed(self, inputs: PassInputs) -> Scored:

@@ -1,0 +1,98 @@
+"""What inputs of a pass take from the device: nodes that were drafted there, and how far verdicts have moved texts."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from branchwise.core.tree import DeviceShape
+from branchwise.cuda.graphs import GraphedFunction, restored
+from branchwise.cuda.inputs import PassInputs
+from branchwise.verify import Verdicts
+
+
+class InputMover:
+    """Moves inputs without the host, in as few launches as can be: these take longer than what is launched."""
+
+    def __init__(self, device: torch.device, *, capture: bool) -> None:
+        self._advance = GraphedFunction(advance_inputs, device, still=inputs_restored, capture=capture)
+        self._bring_and_advance = GraphedFunction(bring_and_advance, device, still=brought_restored, capture=capture)
+
+    def __call__(
+        self, inputs: PassInputs, batch: int, drafted: Tensor | None, laid: DeviceShape | None, after: Verdicts | None
+    ) -> None:
+        """Bring tokens (batch, nodes) and shapes that were `drafted` and `laid` on the device, and move everything
+        behind the verdicts that come before."""
+        tokens, positions, lengths, *shapes = inputs.places(batch)
+        starts = inputs.starts[:batch]
+        if drafted is not None:
+            nodes = [drafted] if laid is None else [drafted, laid.depths, laid.ancestor_bits]
+            if laid is not None and after is not None and batch == 1:  # these lie at the same place at every step
+                self._bring_and_advance(tokens, positions, lengths, starts, *shapes, after.paths, after.tokens, *nodes)
+                return
+            bring_nodes(tokens, positions, lengths, *shapes, *nodes)
+        if after is not None:
+            self._advance(tokens, positions, lengths, starts, after.paths, after.tokens)
+
+
+def bring_nodes(
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    depths: Tensor,
+    key_depths: Tensor,
+    ancestor_bits: Tensor,
+    drafted: Tensor,
+    *laid: Tensor,
+) -> None:
+    """Write to inputs of a pass, (batch, …) each, tokens (batch, nodes) that were drafted on the device, but for the
+    roots, and depths and ancestors of trees that were laid there."""
+    tokens[:, 1 : drafted.shape[1]] = drafted[:, 1:]
+    if laid:
+        new_depths, bits = laid
+        nodes = new_depths.shape[1]
+        depths[:, :nodes] = new_depths
+        key_depths[:, :nodes] = new_depths
+        ancestor_bits[:, :nodes, : bits.shape[2]] = bits
+        torch.add(lengths[:, None], depths, out=positions)
+
+
+def bring_and_advance(
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    depths: Tensor,
+    key_depths: Tensor,
+    ancestor_bits: Tensor,
+    paths: Tensor,
+    following: Tensor,
+    *drafted: Tensor,
+) -> None:
+    """`bring_nodes` and `advance_inputs` at once: launching takes longer than what is launched."""
+    bring_nodes(tokens, positions, lengths, depths, key_depths, ancestor_bits, *drafted)
+    advance_inputs(tokens, positions, lengths, starts, paths, following)
+
+
+def advance_inputs(
+    tokens: Tensor, positions: Tensor, lengths: Tensor, starts: Tensor, paths: Tensor, following: Tensor
+) -> None:
+    """Move the inputs of a pass, (batch, nodes) and (batch,), behind accepted paths (batch, steps) padded with -1, each
+    of which is followed by one more token, the new root."""
+    kept = (paths >= 0).sum(dim=1, dtype=lengths.dtype)
+    lengths += kept
+    starts += kept
+    positions += kept[:, None]
+    tokens[:, 0] = following
+
+
+def inputs_restored(*places: Tensor) -> AbstractContextManager[None]:
+    """Undo what `advance_inputs` does meanwhile."""
+    return restored(*places[:4])
+
+
+def brought_restored(*places: Tensor) -> AbstractContextManager[None]:
+    """Undo what `bring_and_advance` does meanwhile."""
+    return restored(*places[:7])
