@@ -1,0 +1,237 @@
+"""What trained heads give: tokens a pass by category, and tokens a second beside plain decoding and Token Recycling.
+
+The target writes greedy answers to the prompts once. Tokens a pass come from replaying these against trees of a head
+(`branchwise.train.head.replay`, which counts the passes that the engine makes), over the whole answer, within its first
+tokens, and without answers that repeat themselves. Speed is measured with real decoding, methods in turn.
+
+    python benchmarks/heads.py --heads carry.head eagle.head --prompts spec_bench.jsonl
+    python benchmarks/heads.py --heads smollm2.head --prompts spec_bench.jsonl --speed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from measure import interval, progress, provenance
+
+from branchwise.bench.prompts import load_items
+from branchwise.core.sampling import SamplingParams
+from branchwise.draft import build_drafter
+from branchwise.draft.base import Drafter
+from branchwise.draft.head.drafter import read_head
+from branchwise.engine import Engine, Request
+from branchwise.llm import LLM, load
+from branchwise.train.head.learn import Text, Watched
+from branchwise.train.head.replay import Replay, Shape
+from branchwise.train.texts import Writer, without_loops
+from branchwise.verify import VERIFIERS
+
+CHAINS, TREES = (4, 6), (16, 32, 64)
+DEPTH, WIDTH = 8, 8
+"""of replayed trees"""
+FIRST = 48
+"""tokens of the beginning of an answer"""
+TURNS = 5
+"""how often each method writes each text, in turn"""
+METHODS = {
+    "none": ("none", None, 0.0),
+    "token-recycling": ("recycle", "ranks:recycling-80", 0.0),
+    "head 15": ("head", "topk:15,depth=4,width=6", 0.0),
+    "head 31": ("head", "topk:31,depth=5,width=8", 0.0),
+    "head 63": ("head", "topk:63,depth=6,width=8", 0.0),
+    "none, T = 1": ("none", None, 1.0),
+    "head 31, T = 1": ("head", "topk:31,depth=5,width=8", 1.0),
+}
+"""drafter, tree and temperature; all with `match`"""
+
+
+class Answer(NamedTuple):
+    category: str
+    text: Text
+    loops: bool
+    """whether it repeats itself"""
+
+
+def main() -> None:
+    arguments = parse()
+    records = []
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("w") as file:
+        for record in measured(arguments):  # each is kept at once: a run may be cut short
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            records.append(record)
+    print(f"{len(records)} records in {arguments.out}")
+    summarise(records)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--heads", nargs="+", required=True, help="files that `branchwise train head` wrote")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", required=True, help="files of prompts, as `branchwise bench`"
+    )
+    parser.add_argument("--limit", type=int, help="prompts of each category")
+    parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most")
+    parser.add_argument("--tables", type=int, nargs="*", default=[32_768], help="tokens that heads may propose")
+    parser.add_argument("--speed", action="store_true", help="tokens a second of the first head as well")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1], help="texts at once, for --speed")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "heads.jsonl")
+    return parser.parse_args()
+
+
+def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    llm = load(
+        arguments.model,
+        draft="none",
+        device=arguments.device,
+        dtype=arguments.dtype,
+        max_batch=max(arguments.batches),
+        warmup=False,
+        compile=arguments.compile,
+    )
+    run = provenance(llm.engine.target.device, arguments)
+    run["arguments"] |= {"heads": [Path(file).name for file in arguments.heads]}  # whose folders are nobody's business
+    run["arguments"] |= {"prompts": [file.name for file in arguments.prompts]}
+    for record in measured_with(llm, arguments):
+        yield {"model": arguments.model, **record, "run": run}
+
+
+def measured_with(llm: LLM, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    answers = answered(llm, arguments)
+    for file in arguments.heads:
+        for table in arguments.tables:
+            yield from replayed(llm, file, table, answers)
+    if arguments.speed:
+        for batch in arguments.batches:
+            yield from spent(llm, arguments.heads[0], answers, batch)
+
+
+def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
+    """Greedy answers to all turns; later turns stand behind the answers to those before them."""
+    items = load_items(arguments.prompts, limit=arguments.limit)
+    found, chats = [], [list[dict[str, str]]() for _ in items]
+    stops = sorted(llm.stop_tokens)
+    slots = 512 if llm.engine.target.device.type == "cuda" else 2
+    with Writer(llm.model, stops, slots) as writer:
+        for turn in range(max(len(item.turns) for item in items)):
+            asked = [number for number, item in enumerate(items) if turn < len(item.turns)]
+            prompts = []
+            for number in asked:
+                chats[number].append({"role": "user", "content": items[number].turns[turn]})
+                prompts.append(encoded(llm, items[number], chats[number]))
+            fitting = [place for place, prompt in enumerate(prompts) if len(prompt) + arguments.tokens < 2048]
+            progress(f"turn {turn + 1}: {len(fitting)} answers")
+            written = writer.write([prompts[place] for place in fitting], [0.0] * len(fitting), arguments.tokens)
+            for place, answer in zip(fitting, written, strict=True):
+                number = asked[place]
+                text = Text(torch.tensor([*prompts[place], *answer], dtype=torch.int32), len(prompts[place]))
+                [cut] = without_loops([answer])
+                found.append(Answer(items[number].category, text, len(cut) < len(answer)))
+                said = llm.tokenizer.decode([token for token in answer if token not in stops])
+                chats[number].append({"role": "assistant", "content": said})
+    return found
+
+
+def encoded(llm: LLM, item: Any, chat: list[dict[str, str]]) -> list[int]:
+    if item.raw:
+        return llm.encode(item.turns[0], raw=True)
+    shown = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    found: list[int] = llm.tokenizer(shown, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def replayed(llm: LLM, file: str, table: int, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+    """Tokens and passes of every answer, for chains and trees."""
+    trained = read_head(Path(file))
+    target = llm.engine.target
+    network = trained.head.to(target.device, target.info.dtype)
+    network.frequencies = trained.head.frequencies.float()
+    tokens = trained.table[:table].to(target.device)
+    replay = Replay(network, Watched(llm.model, network.config.taps, tokens, network.config.cross))
+    groups = [[Shape.chain(length)] for length in CHAINS] + [[Shape(nodes, DEPTH, WIDTH) for nodes in TREES]]
+    names = [f"chain {length}" for length in CHAINS] + [f"tree {nodes}" for nodes in TREES]
+    weights = sum(weight.numel() for weight in network.parameters())
+    about = {"kind": "replay", "head": Path(file).name, "table": len(tokens), "weights": weights}
+    about |= {"seconds": trained.about["curve"][-1]["seconds"]} if trained.about.get("curve") else {}
+    for number, (category, text, loops) in enumerate(answers):
+        progress(f"{Path(file).name}: answer {number + 1} of {len(answers)}")
+        for part, cut in (("all", text), (f"first {FIRST}", Text(text.tokens[: text.prompt + FIRST], text.prompt))):
+            passes = [count for shapes in groups for count in replay.passes(cut, shapes)]
+            counted = {"tokens": len(cut.tokens) - cut.prompt, "passes": dict(zip(names, passes, strict=True))}
+            yield {**about, "category": category, "loops": loops, "part": part, **counted}
+
+
+def spent(llm: LLM, file: str, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
+    """Seconds of real decoding, prefill included, of one prompt of each category; methods in turn."""
+    chosen = {answer.category: answer.text for answer in reversed(answers)}
+    prompts = [tuple(text.tokens[: text.prompt].tolist()) for text in chosen.values()]
+    prompts = (prompts * batch)[: max(batch, len(prompts))]
+    engines = {
+        name: Engine(llm.engine.target, drafter_of(draft, tree, file), VERIFIERS.build("match"))
+        for name, (draft, tree, _) in METHODS.items()
+    }
+    for turn in range(-2, TURNS):  # sizes are recorded when they come for the second time
+        for name, engine in engines.items():
+            progress(f"{batch} texts, {name}, turn {turn + 1}")
+            sampling = SamplingParams(METHODS[name][2], seed=1)
+            start = time.perf_counter()
+            texts = []
+            for first in range(0, len(prompts), batch):
+                some = prompts[first : first + batch]
+                texts += [engine.submit(Request(prompt, sampling, max_new_tokens=128)) for prompt in some]
+                while engine.busy:
+                    engine.step()
+            seconds = time.perf_counter() - start
+            if turn >= 0:
+                counted = {"tokens": sum(len(text.token_ids) for text in texts), "seconds": seconds}
+                counted["steps"] = sum(text.stats.steps for text in texts)
+                yield {"kind": "speed", "head": Path(file).name, "batch": batch, "method": name, **counted}
+
+
+def drafter_of(draft: str, tree: str | None, file: str) -> Drafter:
+    return build_drafter(f"head:{file}" if draft == "head" else draft, tree)
+
+
+def summarise(records: Sequence[dict[str, Any]]) -> None:
+    found = [record for record in records if record["kind"] == "replay"]
+    for head, table, part in dict.fromkeys((r["head"], r["table"], r["part"]) for r in found):
+        these = [r for r in found if (r["head"], r["table"], r["part"]) == (head, table, part)]
+        size = f"{these[0]['weights'] / 1e6:.1f} M weights, table {table}"
+        print(f"{head}, {size}, {part} tokens of {len(these)} answers:")
+        kinds = {"all": these, "without loops": [r for r in these if not r["loops"]]}
+        for category in dict.fromkeys(r["category"] for r in these):
+            kinds[category] = [r for r in these if r["category"] == category]
+        for name, rows in kinds.items():
+            tokens = sum(r["tokens"] for r in rows)
+            passes = {shape: sum(r["passes"][shape] for r in rows) for shape in these[0]["passes"]}
+            print(
+                f"    {name}: {', '.join(f'{shape} {tokens / max(1, count):.2f}' for shape, count in passes.items())}"
+            )
+    found = [record for record in records if record["kind"] == "speed"]
+    for batch, method in dict.fromkeys((r["batch"], r["method"]) for r in found):
+        these = [r for r in found if (r["batch"], r["method"]) == (batch, method)]
+        plain = "none, T = 1" if "T = 1" in method else "none"
+        ratios = [
+            r["tokens"] / r["seconds"] / (one["tokens"] / one["seconds"])
+            for r, one in zip(these, (r for r in found if (r["batch"], r["method"]) == (batch, plain)), strict=True)
+        ]
+        speed = statistics.median(r["tokens"] / r["seconds"] for r in these)
+        steps = sum(r["tokens"] for r in these) / sum(r["steps"] for r in these)
+        print(f"{batch} texts, {method}: {speed:.0f} tokens/s, {steps:.2f} tokens a step, {interval(ratios)} x plain")
+
+
+if __name__ == "__main__":
+    main()
