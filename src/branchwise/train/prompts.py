@@ -24,34 +24,67 @@ def _known() -> dict[str, list[str]]:
 
 
 def asked(count: int, seed: int) -> list[str]:
-    """User turns: tasks about topics, and sums."""
+    """User turns: tasks about topics, questions of fact, translations and sums."""
     known, rng = _known(), random.Random(f"asked {seed}")
     found = dict[str, None]()
     while len(found) < count:
-        if rng.random() < 0.1:
-            number = {name: rng.randint(2, 60) for name in "abc"} | {"d": rng.randint(100, 900)}
-            filled = rng.choice(known["arithmetic"]).format(
-                name=rng.choice(known["names"]), things=rng.choice(known["things"]), **number
-            )
-        else:
-            topic, other = rng.sample(known["topics"], 2)
-            filled = rng.choice(known["tasks"]).format(topic=topic, other=other)
-        found.setdefault(filled)
+        kind = rng.choices(KINDS, SHARES)[0]
+        found.setdefault(kind(known, rng))
     return list(found)
 
 
-def reading(texts: Sequence[str], seed: int) -> list[str]:
-    """A user turn about each of these texts."""
+def _topic(known: dict[str, list[str]], rng: random.Random) -> str:
+    """A topic, or one side of it."""
+    topic = rng.choice(known["topics"])
+    aspect = rng.choice(known["aspects"]) if rng.random() < 0.5 else "{topic}"
+    return aspect.format(topic=topic, place=rng.choice(known["places"]))
+
+
+def _task(known: dict[str, list[str]], rng: random.Random) -> str:
+    filled = rng.choice(known["tasks"]).format(topic=_topic(known, rng), other=rng.choice(known["topics"]))
+    return f"{filled} {rng.choice(known['manners'])}".strip()
+
+
+def _fact(known: dict[str, list[str]], rng: random.Random) -> str:
+    names = {"place": "places", "thing": "inventions", "things": "things", "topic": "topics"}
+    return rng.choice(known["facts"]).format(**{name: rng.choice(known[many]) for name, many in names.items()})
+
+
+def _translation(known: dict[str, list[str]], rng: random.Random) -> str:
+    foreign = rng.random() < 0.4
+    sentence = rng.choice(known["foreign" if foreign else "sentences"])
+    sentence = sentence.format(topic=rng.choice(known["topics"]), place=rng.choice(known["places"]))
+    language = "English" if foreign else rng.choice(known["languages"])
+    return rng.choice(known["translation"]).format(language=language, sentence=sentence)
+
+
+def _sum(known: dict[str, list[str]], rng: random.Random) -> str:
+    numbers = {name: rng.randint(2, 60) for name in "abc"} | {"d": rng.randint(100, 900)}
+    chosen = {"name": rng.choice(known["names"]), "things": rng.choice(known["things"])}
+    return rng.choice(known["arithmetic"]).format(**chosen, **numbers)
+
+
+KINDS = (_task, _fact, _translation, _sum)
+SHARES = (0.64, 0.1, 0.12, 0.14)
+
+
+def reading(texts: Sequence[str], count: int, seed: int) -> list[str]:
+    """User turns about one to three of these texts each."""
     known, rng = _known(), random.Random(f"reading {seed}")
-    return [rng.choice(known["reading"]).format(text=text) for text in texts]
+    found = []
+    for _ in range(count if texts else 0):
+        some = rng.sample(texts, min(len(texts), rng.choices((1, 2, 3), (0.6, 0.25, 0.15))[0]))
+        found.append(rng.choice(known["reading"]).format(text="\n\n".join(some), topic=rng.choice(known["topics"])))
+    return found
 
 
 def code(count: int, seed: int) -> list[str]:
     """Beginnings of programs, to be continued as they are."""
     known, rng = _known(), random.Random(f"code {seed}")
-    pairs = [(verb, noun, form) for verb in known["verbs"] for noun in known["nouns"] for form in known["code"]]
-    rng.shuffle(pairs)
-    return [form.format(verb=verb, noun=noun, Noun=noun.title()) for verb, noun, form in pairs[:count]]
+    parts = [(form, verb, noun) for form in known["code"] for verb in known["verbs"] for noun in known["nouns"]]
+    rng.shuffle(parts)
+    filled = (form.format(verb=verb, noun=noun, Noun=noun.title()) for form, verb, noun in parts)
+    return list(dict.fromkeys(filled))[:count]  # some forms have no verb
 
 
 def user_prefix(tokenizer: Any) -> str:

@@ -8,6 +8,7 @@ texts out and puts the next prompts into their slots.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from branchwise.cuda.graphs import GraphedFunction, have_kernels
 
 PREFILL = 1 << 16
 """tokens of a pass over prompts"""
+SPENT = 0.7
+"""the share of free memory that a KV cache takes; the rest is for logits and prompts"""
 LOOK = 16
 """steps between two looks at which texts have finished"""
 _names = (f"branchwise-writer-{number}" for number in itertools.count())
@@ -50,7 +53,8 @@ class Writer:
         self.model.set_attn_implementation(self._own)
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(self._name, None)
-        del self._store, self._step
+        self._store = torch.zeros(0)
+        del self._step
 
     @torch.inference_mode()
     def write(
@@ -63,8 +67,10 @@ class Writer:
     ) -> list[list[int]]:
         """An answer of at most `length` tokens to every prompt, with the token that ended it if one did."""
         torch.manual_seed(seed)
-        slots = min(self.slots, len(prompts))
-        self._make_room(slots, max(map(len, prompts)) + length, length)
+        rows = max(map(len, prompts)) + length
+        self._store = torch.zeros(0)  # the last one makes room for the next
+        slots = min(self.slots, len(prompts), self._fitting(rows))
+        self._make_room(slots, rows, length)
         waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         answers: list[list[int]] = [[] for _ in prompts]
         running: dict[int, int] = {}  # slot -> number of its prompt
@@ -86,11 +92,23 @@ class Writer:
             progress(done)
         return answers
 
-    def _make_room(self, slots: int, rows: int, length: int) -> None:
+    def _size(self, slots: int, rows: int) -> tuple[int, ...]:
+        """Of the KV cache: keys and values, layers, slots, heads, rows, width."""
         config = self.model.config.get_text_config()
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        size = 2, config.num_hidden_layers, slots, config.num_key_value_heads, rows, width
-        self._store = torch.zeros(size, device=self.device, dtype=self.model.dtype)
+        return 2, config.num_hidden_layers, slots, config.num_key_value_heads, rows, width
+
+    def _fitting(self, rows: int) -> int:
+        """Slots of so many rows that there is memory for."""
+        if self.device.type != "cuda":
+            return self.slots
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        slot: int = math.prod(self._size(1, rows)) * self.model.dtype.itemsize
+        return max(1, int(SPENT * free) // slot)
+
+    def _make_room(self, slots: int, rows: int, length: int) -> None:
+        self._store = torch.zeros(self._size(slots, rows), device=self.device, dtype=self.model.dtype)
         self._token, self._lengths, self._count = (
             torch.zeros(slots, device=self.device, dtype=kind) for kind in (torch.long, torch.int32, torch.long)
         )

@@ -32,7 +32,7 @@ HEAT = ((0.0, 0.6), (0.6, 0.25), (1.0, 0.15))
 HELD_OUT = 0.02
 SCORED = 8
 """batches of held-out texts"""
-SHARES = {"own turns": 0.4, "asked": 0.45, "read": 0.08, "code": 0.07}
+SHARES = {"own turns": 0.38, "asked": 0.38, "read": 0.15, "code": 0.09}
 """of the texts, by where their prompts come from"""
 TURN = 96
 """tokens of a user turn at most that the target writes itself"""
@@ -187,12 +187,12 @@ def write_texts(
         own = share["own turns"]
         begun = [prompts.user_prefix(tokenizer)] * own
         turns = [decode(text) for text in written(begun, [1.0] * own, TURN, "user turns", seed)]
-        articles = prompts.asked(share["read"], seed + 1)
+        articles = prompts.asked(share["read"] // 2, seed + 1)
         texts = written([turn(text) for text in articles], [0.6] * len(articles), ARTICLE, "texts to read", seed + 1)
         asked = [
             *dict.fromkeys(text.strip() for text in turns if text.strip()),
             *prompts.asked(share["asked"], seed),
-            *prompts.reading([decode(text) for text in texts], seed),
+            *prompts.reading([decode(text) for text in texts], share["read"], seed),
         ]
         whole = [
             *(turn(text) for text in prompts.without_copies(asked, avoid)),
@@ -215,7 +215,7 @@ def prepare(
     """Texts to learn from and held-out ones: those in the folder, or new ones."""
     texts = Texts(folder / "texts.pt")
     if not texts.file.exists():
-        slots = 2048 if llm.engine.target.device.type == "cuda" else 8
+        slots = 4096 if llm.engine.target.device.type == "cuda" else 8
         texts.write(
             write_texts(
                 llm.model,
