@@ -138,6 +138,12 @@ def head(
     avoid: Annotated[
         list[Path] | None, Option(help="Prompts of an evaluation, which no text may begin with; repeatable.")
     ] = None,
+    data: Annotated[
+        Path | None,
+        Option(
+            help="Learn from these texts: JSON lines with prompt and answer, or with text. Best are the model's own."
+        ),
+    ] = None,
     seed: Annotated[int, Option(help="The same seed takes the same prompts and batches.")] = 0,
     out: Annotated[Path, Option(help="The file to write; work in progress is kept beside it.")] = Path(
         "head.safetensors"
@@ -161,6 +167,8 @@ def head(
 
     check_known("form", form, FORMS)
     check_out(out, TrainedHead.load, "head")
+    if data is not None and not data.is_file():
+        raise UsageError(f"There is no file {data} with texts to learn from.")
     from branchwise.bench.prompts import load_items
 
     evaluation = [turn for item in load_items(avoid) for turn in item.turns] if avoid else []
@@ -171,7 +179,7 @@ def head(
     try:
         with showing() as progress:
             run = Training(llm.model, info, folder, sizes, Recipe(minutes, seed=seed), progress)
-            learn, held_out = prepare(llm, folder, texts, seed=seed, avoid=evaluation, progress=progress)
+            learn, held_out = prepare(llm, folder, texts, seed=seed, avoid=evaluation, data=data, progress=progress)
             found = run.run(learn, held_out)
     except KeyboardInterrupt:
         print_notice(f"Stopped; the same command goes on with what is in {folder}.")

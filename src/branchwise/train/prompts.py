@@ -87,8 +87,20 @@ def code(count: int, seed: int) -> list[str]:
     return list(dict.fromkeys(filled))[:count]  # some forms have no verb
 
 
+def as_turn(tokenizer: Any, content: str) -> str:
+    """A question as the model reads it; a model without a chat template reads it as it stands."""
+    if not tokenizer.chat_template:
+        return f"{content}\n"
+    message = [{"role": "user", "content": content}]
+    shown: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    return shown
+
+
 def user_prefix(tokenizer: Any) -> str:
-    """What the chat template writes before a user's turn, the system prompt included."""
+    """What the chat template writes before a user's turn, the system prompt included; without a template, the token
+    that texts begin with."""
+    if not tokenizer.chat_template:
+        return str(tokenizer.bos_token or tokenizer.eos_token or "The")
     mark = "@@user@@"
     shown: str = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     return shown.partition(mark)[0]

@@ -34,6 +34,8 @@ SCORED = 8
 """batches of held-out texts"""
 SHARES = {"own turns": 0.38, "asked": 0.38, "read": 0.15, "code": 0.09}
 """of the texts, by where their prompts come from"""
+LEAST, LONGEST = 8, 2048
+"""tokens of a text that is given, prompt included; what is longer is cut"""
 TURN = 96
 """tokens of a user turn at most that the target writes itself"""
 ARTICLE = 192
@@ -175,11 +177,6 @@ def write_texts(
                 lambda done: progress(what, done, len(asked)),
             )
 
-        def turn(content: str) -> str:
-            message = [{"role": "user", "content": content}]
-            shown: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            return shown
-
         def decode(tokens: Sequence[int]) -> str:
             text: str = tokenizer.decode([token for token in tokens if token not in stops])
             return text
@@ -188,14 +185,20 @@ def write_texts(
         begun = [prompts.user_prefix(tokenizer)] * own
         turns = [decode(text) for text in written(begun, [1.0] * own, TURN, "user turns", seed)]
         articles = prompts.asked(share["read"] // 2, seed + 1)
-        texts = written([turn(text) for text in articles], [0.6] * len(articles), ARTICLE, "texts to read", seed + 1)
+        texts = written(
+            [prompts.as_turn(tokenizer, text) for text in articles],
+            [0.6] * len(articles),
+            ARTICLE,
+            "texts to read",
+            seed + 1,
+        )
         asked = [
             *dict.fromkeys(text.strip() for text in turns if text.strip()),
             *prompts.asked(share["asked"], seed),
             *prompts.reading([decode(text) for text in texts], share["read"], seed),
         ]
         whole = [
-            *(turn(text) for text in prompts.without_copies(asked, avoid)),
+            *(prompts.as_turn(tokenizer, text) for text in prompts.without_copies(asked, avoid)),
             *prompts.without_copies(prompts.code(share["code"], seed), avoid),
         ]
         rng = random.Random(seed)
@@ -209,11 +212,46 @@ def write_texts(
     return found
 
 
+def given_texts(file: Path, tokenizer: Any) -> list[Text]:
+    """Texts of a file: what another run wrote (`texts.pt`), or lines of JSON, {"prompt", "answer"} or {"text"}."""
+    if file.suffix == ".pt":
+        learn, held_out = Texts(file).read()
+        return [*held_out, *learn]
+    found = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            known = json.loads(line) if line.strip() else {}
+        except ValueError:
+            raise UsageError(f"Line {number} of {file} is no JSON.") from None
+        if known and not (known.keys() >= {"prompt", "answer"} or "text" in known):
+            raise UsageError(f"Line {number} of {file} has neither prompt and answer nor text.")
+        if known:
+            before = prompts.as_turn(tokenizer, known["prompt"]) if "prompt" in known else ""
+            prompt = tokenizer(before, add_special_tokens=False)["input_ids"] if before else []
+            answer = tokenizer(known["answer"] if before else known["text"], add_special_tokens=False)["input_ids"]
+            if len(prompt) + len(answer) > LEAST:
+                tokens = torch.tensor([*prompt, *answer], dtype=torch.int32)[:LONGEST]
+                found.append(Text(tokens, max(1, len(prompt))))
+    return found
+
+
 def prepare(
-    llm: LLM, folder: Path, count: int, *, seed: int, avoid: Sequence[str], progress: Progress = silent
+    llm: LLM,
+    folder: Path,
+    count: int,
+    *,
+    seed: int,
+    avoid: Sequence[str],
+    data: Path | None = None,
+    progress: Progress = silent,
 ) -> tuple[list[Text], list[Text]]:
-    """Texts to learn from and held-out ones: those in the folder, or new ones."""
+    """Texts to learn from and held-out ones: those in the folder, or those of a file, or new ones."""
     texts = Texts(folder / "texts.pt")
+    if not texts.file.exists() and data is not None:
+        given = given_texts(data, llm.tokenizer)
+        if len(given) < 2:
+            raise UsageError(f"{data} holds {len(given)} texts of more than {LEAST} tokens; a head learns from many.")
+        texts.write(given)
     if not texts.file.exists():
         slots = 4096 if llm.engine.target.device.type == "cuda" else 8
         texts.write(
