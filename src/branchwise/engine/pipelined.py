@@ -12,7 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from branchwise.backends.base import Inflight, PipelinedTarget
+from branchwise.core.batch import TreeBatch
+from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
+from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine.request import Generation
 from branchwise.engine.step import Outcome, Step
@@ -26,6 +29,21 @@ class PipelinedStep(Step):
         super().__init__(target, drafter, verifier, most)
         self._verify = target.capture(verifier)
         self._inflight: Inflight | None = None
+        self._batched: tuple[tuple[DraftTree, ...], TreeBatch] | None = None
+        """the trees that were made a batch last"""
+
+    def batch(
+        self, trees: Sequence[DraftTree], sequences: Sequence[SequenceState], budgets: Sequence[Budget]
+    ) -> TreeBatch:
+        """Trees that only the device knows are the same batch after a verdict as before it; others have new roots."""
+        if self._batched is not None:
+            before, batch = self._batched
+            alike = len(before) == len(trees) and all(one is other for one, other in zip(before, trees, strict=True))
+            if alike and batch.host_tokens is None:
+                return batch
+        batch = super().batch(trees, sequences, budgets)
+        self._batched = tuple(trees), batch
+        return batch
 
     def __call__(self, generations: Sequence[Generation], *, joining: bool = False) -> list[Outcome]:
         sequences = [generation.sequence for generation in generations]
