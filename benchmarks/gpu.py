@@ -129,11 +129,12 @@ def measured_on(target: TransformersTarget, arguments: argparse.Namespace) -> It
     first, *longer = arguments.contexts
     yield from passes(target, [(first, 1, nodes) for nodes in arguments.nodes], arguments.rounds)
     if not arguments.passes:
-        yield from steps(target)
-        yield from lookups(target, arguments.rounds)
+        yield from steps(target, arguments)
+        if "token-recycling" in arguments.methods:
+            yield from lookups(target, arguments.rounds)
         if arguments.profile:
-            yield from kernels(target)
-        yield from together(target, arguments.batches)
+            yield from kernels(target, arguments)
+        yield from together(target, arguments)
     several = [(first, batch, nodes) for batch in arguments.batches if batch > 1 for nodes in (1, 16)]
     yield from passes(target, several, arguments.rounds)
     behind_more = [(context, 1, nodes) for context in longer for nodes in arguments.nodes]
@@ -150,6 +151,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of each size")
     parser.add_argument("--passes", action="store_true", help="passes alone, no steps")
+    parser.add_argument("--methods", nargs="*", default=[*STEPS], choices=[*STEPS], help="whose steps are timed")
+    parser.add_argument("--text", type=int, default=TEXT, help="tokens of a text that steps write")
     parser.add_argument("--profile", action="store_true", help="steps kernel by kernel too, by torch's profiler")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "gpu.jsonl")
@@ -223,13 +226,13 @@ def passes(target: TransformersTarget, wanted: list[tuple[int, int, int]], round
             target.close(text)
 
 
-def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
+def steps(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Whole steps of the engine on one text, with the nodes of each; a first text is not counted.
 
     They follow each other as they do for a user: a step ends when the host has read what it accepted, and what it
     leaves to the device runs on beside the next one.
     """
-    for name, engine, text in written(target):
+    for name, engine, text in written(target, arguments):
         progress(f"steps of {name}")
         ended = time.perf_counter()
         while engine.busy:
@@ -245,24 +248,25 @@ def steps(target: TransformersTarget) -> Iterator[dict[str, Any]]:
                 yield {"kind": "step", **about, "seconds": seconds, **phases}
 
 
-def written(target: TransformersTarget) -> Iterator[tuple[str, Engine, Generation]]:
+def written(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[tuple[str, Engine, Generation]]:
     """Of each method its engine and a text that waits to be written, when the same text was written once before."""
     rng = random.Random(1)
     words = [rng.randrange(1000, 20000) for _ in range(40)]
     prompt = tuple(rng.choice(words) for _ in range(PROMPT))
-    for name, (draft, shape, verifier, temperature) in STEPS.items():
+    for name in arguments.methods:
+        draft, shape, verifier, temperature = STEPS[name]
         progress(f"first steps of {name}")
         engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))
-        request = Request(prompt, SamplingParams(temperature, seed=1), max_new_tokens=TEXT)
+        request = Request(prompt, SamplingParams(temperature, seed=1), max_new_tokens=arguments.text)
         engine.submit(request)
         while engine.busy:
             engine.step()
         yield name, engine, engine.submit(request)
 
 
-def kernels(target: TransformersTarget) -> Iterator[dict[str, Any]]:
+def kernels(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What the device does in a step of each method, summed by kernel; the profiler slows the host, not the kernels."""
-    for name, engine, text in written(target):
+    for name, engine, text in written(target, arguments):
         for _ in range(PROFILED // 2):
             engine.step()  # the prompt, and sizes that are tried first
         torch.cuda.synchronize()
@@ -300,16 +304,16 @@ def lookups(target: TransformersTarget, rounds: int) -> Iterator[dict[str, Any]]
             yield {"kind": "lookup", "nodes": found.shape[1] - 1, "turn": turn, "call": call, "seconds": device}
 
 
-def together(target: TransformersTarget, batches: list[int]) -> Iterator[dict[str, Any]]:
+def together(target: TransformersTarget, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps of several texts at once, for as long as all of them are being written; the first texts are not counted."""
     rng = random.Random(2)
-    prompts = [tuple(rng.randrange(1000, 20000) for _ in range(100)) for _ in range(max(batches))]
-    for batch in batches:
-        for name in TOGETHER:
+    prompts = [tuple(rng.randrange(1000, 20000) for _ in range(100)) for _ in range(max(arguments.batches))]
+    for batch in arguments.batches:
+        for name in [name for name in TOGETHER if name in arguments.methods]:
             draft, shape, verifier, _ = STEPS[name]
             engine = Engine(target, build_drafter(draft, shape), VERIFIERS.build(verifier))
             for warm in (False, True):
-                texts = [engine.submit(Request(prompt, max_new_tokens=TEXT)) for prompt in prompts[:batch]]
+                texts = [engine.submit(Request(prompt, max_new_tokens=arguments.text)) for prompt in prompts[:batch]]
                 progress(f"{batch} texts with {name}" if warm else f"first {batch} texts with {name}")
                 engine.step()
                 ended = time.perf_counter()
