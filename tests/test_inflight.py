@@ -213,14 +213,14 @@ def test_a_commit_that_was_interrupted_is_made_again(
 def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(
     target: Watched, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = target._advance, iter(range(1000))
+    own, calls = target._move, iter(range(1000))
 
-    def stepping(*given) -> None:  # type: ignore[no-untyped-def]
-        if next(calls) % 2:
+    def moving(*given) -> None:  # type: ignore[no-untyped-def]
+        if given[-1] is not None and next(calls) % 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         own(*given)
 
-    monkeypatch.setattr(target, "_advance", stepping)
+    monkeypatch.setattr(target, "_move", moving)
     assert texts_of(write(target, NoDrafter())) == plain
     assert target.served > 0
 
