@@ -20,12 +20,15 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.advance import advance_inputs, bring_and_advance, brought_restored, inputs_restored
 from branchwise.cuda.graphs import InflightPass
 from branchwise.cuda.inputs import PassInputs, Size
+from branchwise.draft import build_policy
 from branchwise.draft.base import Budget, Drafter, NoDrafter
+from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.device_twins import OnDevice
+from tests.heads import random_head
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -95,7 +98,7 @@ class Watched(TransformersTarget):
         if found is None:
             return None
         with torch.inference_mode():
-            if self._last is not None:
+            if self._last is not None and self._last.data_ptr() != found.scored.logits.data_ptr():
                 self._last.fill_(torch.nan)
         self._last = found.scored.logits
         self.begun += 1
@@ -208,6 +211,21 @@ def test_a_commit_that_was_interrupted_is_made_again(
 
     monkeypatch.setattr(target.store, "keep", keep)
     assert texts_of(write(target, NoDrafter())) == plain
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees_of_a_head_are_passed_over_before_the_host_knows_where_they_stand(target: Watched, batch: int) -> None:
+    tree = build_policy("topk:7,depth=2,width=4")
+    texts = []
+    for drafter in (NoDrafter(), HeadDrafter(random_head(target.info), tree=tree)):
+        target.served = 0
+        engine = Engine(target, drafter, VERIFIERS.build("match"))
+        asked = [engine.submit(Request(prompt, max_new_tokens=20)) for prompt in PROMPTS[:batch]]
+        while engine.busy:
+            engine.step()
+        texts.append(texts_of(asked))
+    assert texts[0] == texts[1]
+    assert target.served > 4
 
 
 def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(
@@ -340,7 +358,7 @@ def test_nodes_from_the_device_are_brought_and_moved_at_once() -> None:
     told, positions, lengths, *shapes = inputs.places(1)
     lengths.fill_(20)
     inputs.starts.fill_(20)
-    places = told, positions, lengths, inputs.starts, *shapes
+    places = told, positions, lengths, inputs.starts, inputs.drafted, *shapes
     before = [place.clone() for place in places]
     nodes = torch.tensor([[0, 7, 8]]), torch.tensor([[0, 1, 2]]), torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
     verdict = torch.tensor([[0, 2, -1]]), torch.tensor([41])
@@ -348,7 +366,7 @@ def test_nodes_from_the_device_are_brought_and_moved_at_once() -> None:
         bring_and_advance(*places, *verdict, *nodes)
     assert all(torch.equal(place, value) for place, value in zip(places, before, strict=True))
     bring_and_advance(*places, *verdict, *nodes)
-    assert inputs.tokens.tolist() == [[41, 7, 8]]
+    assert inputs.tokens.tolist() == inputs.drafted.tolist() == [[41, 7, 8]]
     assert inputs.positions.tolist() == [[22, 23, 24]]
     assert (inputs.lengths.tolist(), inputs.starts.tolist()) == ([22], [22])
     assert inputs.depths.tolist() == [[0, 1, 2]]

@@ -368,7 +368,7 @@ def test_greedy_laws_are_recorded_without_q(name: str, draw: Draw, monkeypatch: 
 
 def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
     # Catches strides that are not those of the numbers: then every row gets the numbers of another.
-    def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+    def program(numbers: Tensor, logits: Tensor, q: Tensor, _: tuple[Tensor, ...]) -> Tensor:
         shares = torch.stack([numbers[:, 2] / 3, numbers[:, 0] + 1, numbers[:, 1]], dim=1)
         turned = numbers.T.contiguous().T
         return logits.softmax(dim=-1) * shares[:, 1:, None].to(q.dtype) + q * turned[:, :2, None].to(q.dtype)

@@ -145,7 +145,7 @@ def test_a_compiled_order_ranks_the_tokens_of_the_last_block_too(vocabulary: int
     generator = torch.Generator().manual_seed(0)
     p, q = (3 * torch.randn(2, 2, 3, vocabulary, generator=generator)).softmax(dim=-1).cuda()
 
-    def program(p: torch.Tensor, q: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def program(p: torch.Tensor, q: torch.Tensor, _: object, __: object) -> torch.Tensor:
         return Order(p, q, lazy=False).below()
 
     inputs = GraphInputs(p, q, q)

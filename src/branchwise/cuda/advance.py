@@ -26,15 +26,20 @@ class InputMover:
         """Bring tokens (batch, nodes) and shapes that were `drafted` and `laid` on the device, and move everything
         behind the verdicts that come before."""
         tokens, positions, lengths, *shapes = inputs.places(batch)
-        starts = inputs.starts[:batch]
-        if drafted is not None:
-            nodes = [drafted] if laid is None else [drafted, laid.depths, laid.ancestor_bits]
-            if laid is not None and after is not None and batch == 1:  # these lie at the same place at every step
-                self._bring_and_advance(tokens, positions, lengths, starts, *shapes, after.paths, after.tokens, *nodes)
-                return
-            bring_nodes(tokens, positions, lengths, *shapes, *nodes)
+        starts, known = inputs.starts[:batch], inputs.drafted[:batch]
+        if drafted is None:
+            if after is not None:
+                self._advance(tokens, positions, lengths, starts, after.paths, after.tokens)
+            return
+        nodes = [drafted] if laid is None else [drafted, laid.depths, laid.ancestor_bits]
+        if laid is not None and after is not None and batch == 1:  # these lie at the same place at every step
+            places = tokens, positions, lengths, starts, known, *shapes
+            self._bring_and_advance(*places, after.paths, after.tokens, *nodes)
+            return
+        bring_nodes(tokens, positions, lengths, *shapes, *nodes)
         if after is not None:
             self._advance(tokens, positions, lengths, starts, after.paths, after.tokens)
+        known.copy_(tokens)
 
 
 def bring_nodes(
@@ -64,6 +69,7 @@ def bring_and_advance(
     positions: Tensor,
     lengths: Tensor,
     starts: Tensor,
+    known: Tensor,
     depths: Tensor,
     key_depths: Tensor,
     ancestor_bits: Tensor,
@@ -71,9 +77,11 @@ def bring_and_advance(
     following: Tensor,
     *drafted: Tensor,
 ) -> None:
-    """`bring_nodes` and `advance_inputs` at once: launching takes longer than what is launched."""
+    """`bring_nodes` and `advance_inputs` at once: launching takes longer than what is launched. What verifiers are to
+    know of the tokens is written to `known`."""
     bring_nodes(tokens, positions, lengths, depths, key_depths, ancestor_bits, *drafted)
     advance_inputs(tokens, positions, lengths, starts, paths, following)
+    known.copy_(tokens)
 
 
 def advance_inputs(
@@ -95,4 +103,4 @@ def inputs_restored(*places: Tensor) -> AbstractContextManager[None]:
 
 def brought_restored(*places: Tensor) -> AbstractContextManager[None]:
     """Undo what `bring_and_advance` does meanwhile."""
-    return restored(*places[:7])
+    return restored(*places[:8])

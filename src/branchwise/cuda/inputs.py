@@ -80,6 +80,8 @@ class PassInputs:
         views = [part.view(shape) for part, shape in zip(on_device, shapes.values(), strict=True)]
         self.tokens, self.positions, self.depths, self.slots, self.lengths, self.starts, *trees = views
         self.key_depths, self.ancestor_bits = trees
+        self.drafted = torch.zeros(batch, nodes, dtype=torch.long, device=device)
+        """tokens as verifiers read them, where they were drafted on the device"""
 
     def fill(
         self,

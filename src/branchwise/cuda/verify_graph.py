@@ -33,7 +33,7 @@ MOST_SHAPES = 4096
 CAPTURE_AFTER = 3
 """how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
-Program = Callable[..., Tensor]  # of the numbers, logits and q of `GraphInputs`
+Program = Callable[..., Tensor]  # of `GraphInputs`
 
 
 class CapturedVerifier(Verifier):
@@ -49,6 +49,7 @@ class CapturedVerifier(Verifier):
         self._times: Counter[Any] = Counter()
         self._pool: Pool | None = None
         self._graphs: OrderedDict[Any, Recording] = OrderedDict()
+        self._known_places: set[Any] = set()
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
         assert isinstance(probs, WarpedProbs), "only verdicts on real passes are recorded"
@@ -58,7 +59,9 @@ class CapturedVerifier(Verifier):
         if not probs.capturable or (drawn and batch.q is None):
             return self.verifier(batch, probs, chance)
         reads = verifier.reads
-        key = verifier.name, *key_of(batch, probs, reads)
+        resident = self._resident(batch, reads)
+        places = tuple((table.data_ptr(), table.stride(), table.dtype) for table in resident.values())
+        key = verifier.name, places, *key_of(batch, probs, reads)
         recording = self._graphs.get(key)
         if recording is None:
             self._times[key] += 1
@@ -71,10 +74,12 @@ class CapturedVerifier(Verifier):
             q = batch.q.new_zeros(len(batch), rows, batch.q.shape[2]) if drawn else None  # type: ignore[union-attr]
             # Logits are not copied: those of a recorded pass come to the same place every time.
             self._pool = self._pool or Pool(probs.logits.device)
-            numbers = Numbers(batch, chance, reads, probs.logits.device)
-            inputs = GraphInputs(numbers.on_device, probs.logits, q)
+            brought = [name for name in reads if name not in resident]
+            numbers = Numbers(batch, chance, brought, probs.logits.device)
+            numbers.unread = not brought and probs.greedy and isinstance(verifier, Match)  # which draws nothing then
+            inputs = GraphInputs(numbers.on_device, probs.logits, q, tuple(resident.values()))
             warped = probs.without_texts()
-            program = as_program(verifier, batch, warped, reads)
+            program = as_program(verifier, batch, warped, reads, tuple(resident))
             compiled = self._compile and not probs.greedy
             self._graphs[key] = recording = Recording(self._pool, program, warped, numbers, inputs, compiled)
             if len(self._graphs) > MOST:
@@ -83,17 +88,41 @@ class CapturedVerifier(Verifier):
         found = recording(batch, probs, chance, batch.q if drawn else None)
         return Verdicts.written(found, with_tokens=batch.host_tokens is None)
 
+    def _resident(self, batch: TreeBatch, reads: Sequence[str]) -> dict[str, Tensor]:
+        """Tables of a tree that was drafted on the device, if they lie where others lay before: a graph reads them
+        there. Trees of several texts are stacked anew for every step."""
+        if len(batch) > 1:
+            return {}
+        tables = {name: batch.host(name) for name in reads}
+        there = {name: table for name, table in tables.items() if table.device.type != "cpu"}
+        places = tuple(table.data_ptr() for table in there.values())
+        if places in self._known_places:
+            return there
+        if len(self._known_places) > MOST_SHAPES:
+            self._known_places.clear()
+        self._known_places.add(places)
+        return {}
 
-def as_program(verifier: Verifier, tree_batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> Program:
-    """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts."""
-    shapes, with_tokens = [tree_batch.host(name).shape for name in reads], tree_batch.host_tokens is None
+
+def as_program(
+    verifier: Verifier,
+    tree_batch: TreeBatch,
+    probs: WarpedProbs,
+    reads: Sequence[str] = TABLES,
+    resident: Sequence[str] = (),
+) -> Program:
+    """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts. Of the
+    tables that it reads, `resident` ones are given as they are, and others are among the numbers."""
+    brought = [name for name in reads if name not in resident]
+    shapes, with_tokens = [tree_batch.host(name).shape for name in brought], tree_batch.host_tokens is None
     bare = shape_of(tree_batch)
 
-    def program(numbers: Tensor, logits: Tensor, q: Tensor | None) -> Tensor:
+    def program(numbers: Tensor, logits: Tensor, q: Tensor | None, given: Sequence[Tensor] = ()) -> Tensor:
         batch = len(logits)
         seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
         same = copy.copy(bare)
-        tables = {name: part.view(shape) for name, part, shape in zip(reads, parts, shapes, strict=True)}
+        tables = {name: part.view(shape) for name, part, shape in zip(brought, parts, shapes, strict=True)}
+        tables |= dict(zip(resident, (table.long() for table in given), strict=True))
         if "ancestor_bits" in tables:
             tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
@@ -131,11 +160,16 @@ class GraphInputs(NamedTuple):
     numbers: Tensor  # seeds, root positions and tables, packed for one host-to-device copy
     logits: Tensor
     q: Tensor | None
+    resident: tuple[Tensor, ...] = ()
+    """tables that are read where they were drafted"""
 
 
 class Numbers:
     """The numbers of a program, written on the host and copied to their place on the device before every replay. The
     layout of the nodes is written only when it changes; tokens that were drafted on a device never leave it."""
+
+    unread = False
+    """whether the program reads none of them"""
 
     def __init__(self, batch: TreeBatch, chance: SeededChance, reads: Sequence[str], device: torch.device) -> None:
         self._reads = reads
@@ -189,7 +223,8 @@ class Recording:
         if q is not None and self.inputs.q is not None:
             rows = min(q.shape[1], self.inputs.q.shape[1])  # nobody reads the rows of leaves
             bring(q[:, :rows], self.inputs.q[:, :rows])
-        self._numbers.bring(batch, chance)
+        if not self._numbers.unread:
+            self._numbers.bring(batch, chance)
         with on(logits.device):
             self._graph.replay()
         return self._found

@@ -131,6 +131,8 @@ class TransformersTarget(PipelinedTarget):
         self._passes = 0  # passes, and changes of slots: whatever makes the results of an enqueued pass worthless
         self._graphs: Graphs | None = None
         self._move = InputMover(device, capture=graphs)
+        self._filled: tuple[PassInputs, tuple[SequenceState, ...], tuple[int, ...]] | None = None
+        """inputs of the pass that was made last, its sequences and their slots"""
         self._captured: dict[Any, Verifier] = {}
         self._fusion: Fusion | None = None
         groups = self._groups() if execution.kernels and model not in _unfusible else []
@@ -260,7 +262,7 @@ class TransformersTarget(PipelinedTarget):
         size, nodes = layout.depths.shape
         tokens, ancestor_bits = inputs.tokens[:size, :nodes], inputs.ancestor_bits[:size, :nodes]
         if batch.host_tokens is None:
-            batch.tokens = tokens.long()
+            batch.tokens = inputs.drafted[:size, :nodes]
         return replace(found, nodes=ScoredNodes(tokens, ancestor_bits, inputs.slots[:size], inputs.lengths[:size]))
 
     def sprout(
@@ -344,8 +346,13 @@ class TransformersTarget(PipelinedTarget):
         recorded = self._graphs.ready(size)
         inputs = recorded.inputs
         rows, row_depths = (written.rows, written.depths) if written else (None, None)
-        inputs.fill(slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout)
+        # Behind a pass over the same inputs all that is new of a laid tree is on the device already.
+        filled, self._filled = self._filled, None
+        pass_over = inputs, tuple(sequences), tuple(slots)
+        if after is None or laid is None or batch > 1 or filled != pass_over:
+            inputs.fill(slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout)
         self._move(inputs, batch, tokens if isinstance(tokens, Tensor) else None, laid, after)
+        self._filled = pass_over
         return inputs, self._graphs.run(recorded, self._run_packed).cut(batch, nodes)
 
     def _run_packed(self, inputs: PassInputs) -> Scored:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from branchwise.backends.base import Scored, TargetInfo
@@ -22,6 +23,10 @@ class Ahead:
     def __init__(self, draft: DeviceDraft, target: TargetInfo) -> None:
         self._draft, self._cache, self._target = draft, draft.cache, target
         self._buffers: dict[int, PinnedBuffer] = {}  # by the number of texts: slots, rows and roots
+        self._uploaded: dict[int, list[int]] = {}
+        """what they hold"""
+        self._laid: dict[int, tuple[Tensor, ...]] = {}
+        """by the number of texts: their trees, as the draft lays them"""
         self._sequences: tuple[SequenceState, ...] = ()
         """texts of the pass that was made last"""
         self._found: tuple[Tensor, ...] | None = None
@@ -35,8 +40,22 @@ class Ahead:
     def _record(self) -> None:
         capture, device = self._target.execution.graphs, self._target.device
         self._cells = self._cache.scratch
-        self._grow = GraphedFunction(self._draft.grow, device, capture=capture)
-        self._go_on = GraphedFunction(self._draft.go_on, device, capture=capture)
+        self._grow = GraphedFunction(self._in_place(self._draft.grow), device, capture=capture)
+        self._go_on = GraphedFunction(self._in_place(self._draft.go_on), device, capture=capture)
+
+    def _in_place(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        """A function that lays trees always at the same place. What reads them is recorded for a place, and what a
+        verdict writes is in turn where the next trees come from."""
+
+        def laid(slots: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+            found = function(slots, *places)
+            if len(slots) not in self._laid:
+                self._laid[len(slots)] = tuple(map(torch.empty_like, found))
+            for place, part in zip(self._laid[len(slots)], found, strict=True):
+                place.copy_(part)
+            return self._laid[len(slots)]
+
+        return laid
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """The next trees; texts have no unread rows."""
@@ -92,8 +111,13 @@ class Ahead:
         buffer = self._buffers[size]
         padding = [[self._cache.padding, 0, 0]] * (size - len(rows))
         filled = [[*row, 0, 0][:3] for row in rows] + padding
-        buffer.host[: 3 * size] = [number for row in zip(*filled, strict=True) for number in row]
-        return buffer.copy()[: 3 * size].view(3, size).T
+        numbers = [number for row in zip(*filled, strict=True) for number in row]
+        if self._uploaded.get(size) != numbers:
+            self._uploaded.pop(size, None)  # after an interrupt nothing counts as uploaded
+            buffer.host[: 3 * size] = numbers
+            buffer.copy()
+            self._uploaded[size] = numbers
+        return buffer.device_copy[: 3 * size].view(3, size).T
 
     def _hold(self, cells: int) -> None:
         self._cache.hold(cells)
