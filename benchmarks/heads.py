@@ -14,9 +14,10 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from measure import interval, progress, provenance
@@ -24,7 +25,7 @@ from measure import interval, progress, provenance
 from branchwise.bench.prompts import load_items
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
-from branchwise.draft.base import Drafter
+from branchwise.draft.base import Drafter, LearningDrafter
 from branchwise.draft.head.drafter import read_head
 from branchwise.engine import Engine, Request
 from branchwise.llm import LLM, load
@@ -116,7 +117,7 @@ def measured_with(llm: LLM, arguments: argparse.Namespace) -> Iterator[dict[str,
             yield from replayed(llm, file, table, answers)
     if arguments.speed:
         for batch in arguments.batches:
-            yield from spent(llm, arguments.heads[0], answers, batch)
+            yield from spent(llm, arguments.heads[0], arguments.tables[0], answers, batch)
 
 
 def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
@@ -154,7 +155,7 @@ def encoded(llm: LLM, item: Any, chat: list[dict[str, str]]) -> list[int]:
 
 
 def replayed(llm: LLM, file: str, table: int, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-    """Tokens and passes of every answer, for chains and trees."""
+    """Tokens and passes of the answers of each category, those with loops apart, for chains and trees."""
     trained = read_head(Path(file))
     target = llm.engine.target
     network = trained.head.to(target.device, target.info.dtype)
@@ -166,27 +167,35 @@ def replayed(llm: LLM, file: str, table: int, answers: Sequence[Answer]) -> Iter
     weights = sum(weight.numel() for weight in network.parameters())
     about = {"kind": "replay", "head": Path(file).name, "table": len(tokens), "weights": weights}
     about |= {"seconds": trained.about["curve"][-1]["seconds"]} if trained.about.get("curve") else {}
+    sums: dict[tuple[str, bool, str], list[Counter[str]]] = {}
     for number, (category, text, loops) in enumerate(answers):
         progress(f"{Path(file).name}: answer {number + 1} of {len(answers)}")
         for part, cut in (("all", text), (f"first {FIRST}", Text(text.tokens[: text.prompt + FIRST], text.prompt))):
             passes = [count for shapes in groups for count in replay.passes(cut, shapes)]
-            counted = {"tokens": len(cut.tokens) - cut.prompt, "passes": dict(zip(names, passes, strict=True))}
-            yield {**about, "category": category, "loops": loops, "part": part, **counted}
+            counts, totals = sums.setdefault((category, loops, part), [Counter(), Counter()])
+            counts.update(answers=1, tokens=len(cut.tokens) - cut.prompt)
+            totals.update(dict(zip(names, passes, strict=True)))
+    for (category, loops, part), (counts, totals) in sums.items():
+        yield {**about, "category": category, "loops": loops, "part": part, **counts, "passes": dict(totals)}
 
 
-def spent(llm: LLM, file: str, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
-    """Seconds of real decoding, prefill included, of one prompt of each category; methods in turn."""
+def spent(llm: LLM, file: str, table: int, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
+    """Seconds of real decoding, prefill included, of one prompt of each category; methods in turn, each of which knows
+    at the beginning of a turn what it knew at the beginning of the first."""
     chosen = {answer.category: answer.text for answer in reversed(answers)}
     prompts = [tuple(text.tokens[: text.prompt].tolist()) for text in chosen.values()]
     prompts = (prompts * batch)[: max(batch, len(prompts))]
     engines = {
-        name: Engine(llm.engine.target, drafter_of(draft, tree, file), VERIFIERS.build("match"))
+        name: Engine(llm.engine.target, drafter_of(draft, tree, file, table), VERIFIERS.build("match"))
         for name, (draft, tree, _) in METHODS.items()
     }
+    known = {engine.drafter: engine.drafter.save() for engine in engines.values() if learns(engine.drafter)}
     for turn in range(-2, TURNS):  # sizes are recorded when they come for the second time
         for name, engine in engines.items():
             progress(f"{batch} texts, {name}, turn {turn + 1}")
             sampling = SamplingParams(METHODS[name][2], seed=1)
+            if engine.drafter in known:
+                engine.drafter.restore(known[engine.drafter])
             start = time.perf_counter()
             texts = []
             for first in range(0, len(prompts), batch):
@@ -198,11 +207,16 @@ def spent(llm: LLM, file: str, answers: Sequence[Answer], batch: int) -> Iterato
             if turn >= 0:
                 counted = {"tokens": sum(len(text.token_ids) for text in texts), "seconds": seconds}
                 counted["steps"] = sum(text.stats.steps for text in texts)
-                yield {"kind": "speed", "head": Path(file).name, "batch": batch, "method": name, **counted}
+                about = {"kind": "speed", "head": Path(file).name, "table": table, "batch": batch, "method": name}
+                yield {**about, **counted}
 
 
-def drafter_of(draft: str, tree: str | None, file: str) -> Drafter:
-    return build_drafter(f"head:{file}" if draft == "head" else draft, tree)
+def drafter_of(draft: str, tree: str | None, file: str, table: int) -> Drafter:
+    return build_drafter(f"head:{file},table={table}" if draft == "head" else draft, tree)
+
+
+def learns(drafter: Drafter) -> TypeGuard[LearningDrafter]:
+    return isinstance(drafter, LearningDrafter) and drafter.learns
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> None:
@@ -210,7 +224,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> None:
     for head, table, part in dict.fromkeys((r["head"], r["table"], r["part"]) for r in found):
         these = [r for r in found if (r["head"], r["table"], r["part"]) == (head, table, part)]
         size = f"{these[0]['weights'] / 1e6:.1f} M weights, table {table}"
-        print(f"{head}, {size}, {part} tokens of {len(these)} answers:")
+        print(f"{head}, {size}, {part} tokens of {sum(r['answers'] for r in these)} answers:")
         kinds = {"all": these, "without loops": [r for r in these if not r["loops"]]}
         for category in dict.fromkeys(r["category"] for r in these):
             kinds[category] = [r for r in these if r["category"] == category]
