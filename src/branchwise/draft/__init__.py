@@ -13,6 +13,7 @@ from branchwise.registry import Registry, split_spec
 DRAFTERS = Registry(
     "drafter",
     {
+        "auto": "branchwise.draft.auto:AutoDrafter",
         "disturbed": "branchwise.draft.noisy_target:NoisyTarget",
         "fused": "branchwise.draft.lookup.fusion:Fusion",
         "head": "branchwise.draft.head.drafter:HeadDrafter",

@@ -13,16 +13,12 @@ from torch import Tensor
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.draft import DRAFTERS
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidate, Cursor
 from branchwise.draft.lookup.base import LookupDrafter
-from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.verify import Verdict
 
-TREE = TopK(24, depth=6, width=8)
-"""what it drafts: in a fusion, depth comes from lookup drafters"""
 JUDGES = {"model": True, "head": False}
 """drafters that can be such a member, and whether they judge what others propose"""
 
@@ -31,10 +27,10 @@ class DraftedMember(LookupDrafter):
     """A draft model or a head among lookup drafters. A cursor is the path from the root; outside its tree it proposes
     nothing."""
 
-    def __init__(self, spec: str) -> None:
-        super().__init__(TREE)
-        self._drafter: TreeDrafter = DRAFTERS.build(spec, tree=TREE)
-        self.name = self._drafter.name
+    def __init__(self, drafter: TreeDrafter) -> None:
+        super().__init__(drafter.tree)
+        self._drafter = drafter
+        self.name = drafter.name
         self.judges = JUDGES[self.name]
         self._known: dict[SequenceState, Drafted] = {}
 

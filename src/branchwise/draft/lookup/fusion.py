@@ -22,11 +22,12 @@ from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS
-from branchwise.draft.base import Budget, LearningDrafter, not_a_state
+from branchwise.draft.base import Budget, Drafter, LearningDrafter, not_a_state
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.lookup.drafted import JUDGES, DraftedMember
 from branchwise.draft.policies.adaptive import AdaptiveRanks, AdaptiveSize
+from branchwise.draft.policies.topk import TopK
 from branchwise.draft.recycle.drafter import Recycle
 from branchwise.errors import UsageError
 from branchwise.registry import split_spec
@@ -38,6 +39,8 @@ PRIOR = 6.0
 """the weight, in tries, of a member's own mass before it has a record"""
 FADING = 0.995
 """the factor of counts from one step to the next"""
+DRAFTED_TREE = TopK(24, depth=6, width=8)
+"""of a draft model or a head; beyond it, depth comes from lookup drafters"""
 IMPROBABLE = 0.01
 """a token with less probability in the draft model is not worth a node, whichever member retrieved it"""
 
@@ -149,16 +152,19 @@ class Fusion(LookupDrafter, LearningDrafter):
             member.finish(sequence)
 
     def save(self) -> dict[str, Tensor]:
-        """The calibration of each member; what a member has learned is its own to save."""
+        """The calibration of each memory, which has learned what it is; what it has learned is its own to save."""
+        return {name: torch.tensor([record.tries, record.hits]) for name, record in self._saved().items()}
+
+    def _saved(self) -> dict[str, Calibration]:
         named = zip(self.members, self.records, strict=True)
-        return {member.name: torch.tensor([record.tries, record.hits]) for member, record in named}
+        return {member.name: record for member, record in named if member is not self.drafting}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         own = self.save()
         if tensors.keys() != own.keys() or any(tensors[name].shape != own[name].shape for name in own):
             raise not_a_state(self.name, "it should hold the records of these drafters")
-        for member, record in zip(self.members, self.records, strict=True):
-            tries, hits = tensors[member.name]
+        for name, record in self._saved().items():
+            tries, hits = tensors[name]
             if not bool(((hits >= 0) & (hits <= tries) & tries.isfinite()).all()):
                 raise not_a_state(self.name, "its records are no counts")
             record.tries, record.hits = tries.tolist(), hits.tolist()
@@ -270,7 +276,7 @@ def split_members(text: str) -> list[str]:
 
 def _member(spec: str) -> LookupDrafter:
     if split_spec(spec)[0] in JUDGES:
-        return DraftedMember(spec)
+        return DraftedMember(DRAFTERS.build(spec, tree=DRAFTED_TREE))
     member = DRAFTERS.build(spec)
     if not isinstance(member, LookupDrafter):
         raise UsageError(f"Drafter {member.name!r} remembers nothing that could be fused.")
@@ -295,38 +301,49 @@ class DefaultDrafter(Fusion):
 
     def __init__(self, tree: TreePolicy | None = None) -> None:
         super().__init__(MEMBERS, tree)
-        self._tree_given = tree is not None
-        self._alone: Recycle | None = None
-        self._trees = self.members[0].tree, AdaptiveRanks()
+        self.tree_given = tree is not None
+        self._alone: Drafter | None = None
+        recycle = self.members[0]
+        assert isinstance(recycle, Recycle)
+        self._recycle = recycle
+        self._trees = recycle.tree, AdaptiveRanks()
         """of the adjacency table, on a host and on a GPU"""
 
     @property
     def _speaker(self) -> Any:
-        """The fusion that this is, or recycle alone."""
+        """The fusion that this is, or who drafts alone."""
         return super() if self._alone is None else self._alone
 
     @property
     def needs(self) -> Needs:
         return self._speaker.needs  # type: ignore[no-any-return]
 
+    def on_device(self, target: TargetInfo) -> Drafter | None:
+        """Who drafts alone on the device of a target, if anyone does."""
+        return None if self.tree_given else self._recycle
+
     def bind(self, target: TargetInfo) -> None:
-        recycle = self.members[0]
-        assert isinstance(recycle, Recycle)
-        alone = target.device.type != "cpu" and not self._tree_given
-        recycle.tree = self._trees[alone]
-        self._alone = recycle if alone else None
-        if not alone:
+        self._alone = None if target.device.type == "cpu" else self.on_device(target)
+        self._recycle.tree = self._trees[self._alone is self._recycle]
+        if self._alone is None:
             super().bind(target)
             return
         for one in (self, *self.members):
-            LookupDrafter.bind(one, target)  # the other members keep what they know and take no part
-        recycle.bind(target)
+            LookupDrafter.bind(one, target)  # members keep what they know and take no part
+        self._alone.bind(target)
+        self.cost = self._alone.cost
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
         self._speaker.start(sequence, prefill)
 
+    def finish(self, sequence: SequenceState) -> None:
+        self._speaker.finish(sequence)
+
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        return self._speaker.draft(sequences, budgets)  # type: ignore[no-any-return]
+        trees = self._speaker.draft(sequences, budgets)
+        if self._alone is not None:
+            self.passes = self._alone.passes
+        return trees  # type: ignore[no-any-return]
 
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
         self._speaker.update_on_device(scored, verdicts)
