@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from branchwise.backends.base import Chunk, Prefill
+from branchwise.backends.packed import PackedLayers
 from branchwise.backends.transformers.attention import Window
 from branchwise.backends.transformers.kv_cache import KVCache, Layout
 from branchwise.backends.transformers.probe import Probe
@@ -96,6 +97,7 @@ class ModelRunner:
         self._forward_parameters = inspect.signature(model.forward).parameters
         configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
         self._configs = list({id(config): config for config in configs}.values())
+        self._packed = PackedLayers(model)
 
     @property
     def vocabulary(self) -> int:
@@ -113,7 +115,7 @@ class ModelRunner:
         """Logits (batch, rows, vocabulary), the last `keep` rows or all, and hidden states (batch, nodes, width)."""
         extra = {"logits_to_keep": keep} if "logits_to_keep" in self._forward_parameters else {}
         hidden: dict[str, Tensor] = {}
-        with torch.inference_mode(), self.attending(self.hook.name), self._watching(hidden):
+        with torch.inference_mode(), self.attending(self.hook.name), self._packed(), self._watching(hidden):
             logits: Tensor = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **extra
             ).logits

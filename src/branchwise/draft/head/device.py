@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from branchwise.backends.packed import matrix
 from branchwise.core.rows import WORD, pack_bits
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import have_kernels
@@ -49,6 +50,7 @@ class DeviceDraft(ABC):
         self.head, self.cache = head, cache
         self._embeddings, self._table = embeddings, table
         self._rows = output[table].contiguous() if rows is None else rows
+        self._product = matrix(self._rows)
         self._kernels = have_kernels(table.device)
         self._normed_rows = with_norm(self._rows, head.output_norm.weight) if self._kernels else self._rows
 
@@ -116,7 +118,7 @@ class DeviceDraft(ABC):
             bare = functional.rms_norm(predict, predict.shape[-1:], eps=self.head.config.epsilon)
             own = torch.einsum("brd,bed->bre", bare, self.cache.extra_rows[slots])
             own = own.masked_fill((known < 0)[:, None], -torch.inf)
-            logits = torch.cat([self.head.logits(predict, self._rows), own], dim=-1).float()
+            logits = torch.cat([self._product(self.head.output(predict), None), own], dim=-1).float()
             values, places = logits.topk(count, dim=-1)
             total = logits.logsumexp(dim=-1)
         theirs = known[:, None].expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))

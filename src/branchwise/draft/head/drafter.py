@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
+from branchwise.backends.packed import PackedLayers, matrix
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -113,10 +114,12 @@ class HeadDrafter(TreeDrafter):
         # keys of the target would not fit queries of the head.
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
+        PackedLayers(self.head).install()
         self._check_cached(target)
         self._table = self.trained.table[: self.wanted].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = _own(self.trained.rows, shared)
+        self._product = matrix(self._rows)
         self._listed = torch.zeros(target.vocabulary, dtype=torch.bool)
         self._listed[self._table.cpu()] = True
         if self._rows is not shared:  # the target's rows for other tokens would not fit beside them
@@ -335,7 +338,7 @@ class HeadDrafter(TreeDrafter):
         tokens = torch.tensor([request.tree.tokens[node] for node in request.nodes], device=self._rows.device)
         previous = self._embeddings[tokens] if self.head.config.bias else None
         logits = predict.new_full((len(predict), self._vocabulary.size), NONE)
-        logits[:, self._table] = self.head.logits(predict, self._rows, previous)
+        logits[:, self._table] = self._product(self.head.output(predict, previous), None)
         if count := self._texts[request.sequence].extra:
             extra = self._cache.extra_tokens[self._cache.slot[request.sequence], :count]
             logits[:, extra] = self.head.logits(predict, self._output[extra], previous)

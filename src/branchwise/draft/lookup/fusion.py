@@ -37,6 +37,8 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """of the bins of masses; candidates of one bin are calibrated together"""
 PRIOR = 6.0
 """the weight, in tries, of a member's own mass before it has a record"""
+DOUBTED = 0.2
+"""the share of its own mass that a memory's candidate counts for at first, where a model or a head expects others"""
 FADING = 0.995
 """the factor of counts from one step to the next"""
 DRAFTED_TREE = TopK(24, depth=6, width=8)
@@ -53,14 +55,23 @@ class Calibration:
         self.tries, self.hits = [0.0] * cells, [0.0] * cells
 
     def apply(
-        self, name: str, found: Sequence[Candidate], agreed: set[int], masses: dict[int, float], sources: dict[int, str]
+        self,
+        name: str,
+        found: Sequence[Candidate],
+        agreed: set[int],
+        masses: dict[int, float],
+        sources: dict[int, str],
+        trust: float = 1.0,
     ) -> None:
         """Enter the calibrated masses of a member's candidates, of which others agree on some; for each token the
-        highest mass of all members stays, and the member that gave it."""
+        highest mass of all members stays, and the member that gave it. `trust` is the share of its own mass that one
+        counts for before it has a record, if nobody agrees."""
         tries, hits, known = self.tries, self.hits, masses.get
         for token, mass, _, _ in found:
-            cell = 2 * bisect(EDGES, mass) + (token in agreed)
-            calibrated = (PRIOR * mass + hits[cell]) / (PRIOR + tries[cell])
+            agrees = token in agreed
+            cell = 2 * bisect(EDGES, mass) + agrees
+            prior = PRIOR * (mass if agrees else trust * mass)
+            calibrated = (prior + hits[cell]) / (PRIOR + tries[cell])
             if calibrated > known(token, 0.0):
                 masses[token], sources[token] = calibrated, name
 
@@ -187,9 +198,11 @@ class Fusion(LookupDrafter, LearningDrafter):
         agreed = _agreed(proposed)
         masses: dict[int, float] = {}
         sources: dict[int, str] = {}
+        drafted = self.drafting is not None and bool(proposed[self.members.index(self.drafting)])
         for member, record, found in zip(self.members, self.records, proposed, strict=True):
             if found:
-                record.apply(member.name, found, agreed, masses, sources)
+                trust = DOUBTED if drafted and member is not self.drafting else 1.0
+                record.apply(member.name, found, agreed, masses, sources, trust)
         return FusedCandidates(here, masses, sources)
 
     def advance(self, cursor: Cursor, token: int) -> Cursor:
@@ -318,12 +331,12 @@ class DefaultDrafter(Fusion):
     def needs(self) -> Needs:
         return self._speaker.needs  # type: ignore[no-any-return]
 
-    def on_device(self, target: TargetInfo) -> Drafter | None:
-        """Who drafts alone on the device of a target, if anyone does."""
-        return None if self.tree_given else self._recycle
+    def alone_on(self, target: TargetInfo) -> Drafter | None:
+        """Who drafts alone for a target, if anyone does."""
+        return None if target.device.type == "cpu" or self.tree_given else self._recycle
 
     def bind(self, target: TargetInfo) -> None:
-        self._alone = None if target.device.type == "cpu" else self.on_device(target)
+        self._alone = self.alone_on(target)
         self._recycle.tree = self._trees[self._alone is self._recycle]
         if self._alone is None:
             super().bind(target)
