@@ -442,7 +442,7 @@ def test_several_verifiers_share_a_model_and_the_worst_word_decides(folder: str,
     ("arguments", "error", "words"),
     [
         (["--verify", "mach"], UnknownName, "Did you mean 'match'"),
-        (["--verify", "token"], PairingError, "is not exact for drafter 'memories'"),
+        (["--verify", "token"], PairingError, "is not exact for drafter 'auto'"),
         (["--verify", ","], UsageError, "no verifier"),
         (["--draft", "ngran"], UnknownName, "Did you mean 'ngram'"),
         (["--temperature", "0"], UsageError, "temperature above 0"),

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.backends.toy import ToyTarget
 from branchwise.backends.transformers.target import TransformersTarget
-from branchwise.core.rows import unpack_bits
+from branchwise.core.rows import unpack_bits, words_for
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, LaidTree
@@ -307,6 +307,23 @@ BEST = ["topk:7,depth=4,width=3", "topk:30,depth=3,width=6", "topk:2,depth=5,wid
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_a_tree_that_is_cut_at_the_end_of_a_text_names_no_more_ancestors_than_it_has_nodes() -> None:
+    target = TransformersTarget(model_of(), slots=1, context=128, max_nodes=64)
+    drafter = HeadDrafter(trained(target, "carry"), tree=build_policy("topk:40,depth=2,width=7"))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    words = set()
+    for count in (6, 1):
+        text = engine.submit(Request((5, 6, 7), max_new_tokens=count))
+        while engine.busy:
+            engine.step()
+            [tree] = drafter._drafted
+            assert isinstance(tree, LaidTree)
+            assert tree.shape.ancestor_bits.shape == (len(tree), words_for(len(tree)))
+            words.add(words_for(len(tree)))
+        assert text.finished
+    assert words == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("form", "shape", "kernels"),
     [

@@ -53,7 +53,11 @@ def matrix(weight: Tensor) -> Product:
     """The product with a matrix, packed if that pays."""
     if worth_packing([weight])[0]:
         return PackedMatrix(weight)
-    return lambda rows, bias=None: functional.linear(rows, weight, bias)
+
+    def product(rows: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(rows, weight, bias)
+
+    return product
 
 
 class PackedLayers:

@@ -28,6 +28,10 @@ new footbridge, the letter from the water board, and the list of families who of
 the river. After the meeting on Thursday we walk to the river together, look at the place where the old bridge stood, \
 and decide where the new footbridge should begin. If it rains on Thursday, the committee meets in the school."""
 
+HEAD_DRAFTS = """A small
+network, trained for this model, foretells them from what the model itself has just computed."""
+TEXT_DRAFTS = """The drafter
+finds them in the prompt and in the text so far, so it gains most where an answer repeats earlier text."""
 ROUNDS = 3
 SECONDS = 40
 """no round begins later than this, so that the demo also ends soon on a slow machine"""
@@ -47,22 +51,31 @@ class Trial:
 def demo(
     *,
     loading: Loading,
-    method: Annotated[str, Option(help="Method that drafts without a model; see `branchwise methods`.")] = "ngram",
+    method: Annotated[
+        str | None,
+        Option(
+            help="Method that drafts without a model; see `branchwise methods`.",
+            show_default="(default where a trained head comes with the model, else ngram)",
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 128,
 ) -> None:
     """Show plain and speculative decoding side by side: same tokens, measured speed.
 
-    One prompt asks for a copy, where most tokens can be drafted, and one for free writing, where few can.
+    One prompt asks for a copy, where most tokens can be drafted, and one for free writing, where fewer can.
 
-    branchwise demo --method default
+    branchwise demo --method ngram
     """
     import torch
 
+    from branchwise.draft.head.shipped import shipped_head
     from branchwise.methods import choose_method
 
-    chosen = choose_method(method)
-    chosen.build()  # refuse what cannot draft before a model is loaded
+    if method is not None:
+        choose_method(method).build()  # refuse what cannot draft before a model is loaded
     llm = loading.load(draft="none", max_batch=1)
+    with_head = shipped_head(llm.engine.target.info) is not None
+    chosen = choose_method(method or ("default" if with_head else "ngram"))
     shown = console()
     precision = str(llm.model.dtype).removeprefix("torch.")
     place = f"{torch.get_num_threads()} CPU threads" if llm.model.device.type == "cpu" else str(llm.model.device)
@@ -83,9 +96,10 @@ def demo(
     _print_table(shown, trials, f"{precision}, median of {rounds} rounds" if rounds > 1 else f"{precision}, one round")
     for trial in trials:
         shown.print(_gain(trial))
+    headed = with_head and chosen.draft == "auto"
     shown.print(
-        "The gain comes from drafted tokens that the model accepts: one pass then writes several tokens. The drafter\n"
-        "finds them in the prompt and in the text so far, so it gains most where an answer repeats earlier text."
+        "The gain comes from drafted tokens that the model accepts: one pass then writes several tokens. "
+        + (HEAD_DRAFTS if headed else TEXT_DRAFTS)
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from branchwise.core.rows import pack_bits
+from branchwise.core.rows import pack_bits, words_for
 from branchwise.core.tree import DeviceShape, DraftTree, LaidTree
 from branchwise.draft.base import Budget
 from branchwise.draft.head.device import DeviceDraft
@@ -96,5 +96,5 @@ class BestFirstDraft(DeviceDraft):
             kept = depths <= depth
             tokens, parents = torch.where(kept, tokens, 0), torch.where(kept, parents, -1)
             depths, bits = torch.where(kept, depths, 0), torch.where(kept[:, None], bits, 0)
-        shape = DeviceShape(parents[:nodes], depths[:nodes], bits[:nodes])
+        shape = DeviceShape(parents[:nodes], depths[:nodes], bits[:nodes, : words_for(nodes)])
         return LaidTree.of(tokens[:nodes], shape, min(depth, nodes - 1))
