@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from branchwise.cli import main
 from branchwise.draft.head.file import TrainedHead
 from branchwise.errors import UsageError
-from branchwise.train.head.run import Texts, given_texts
+from branchwise.llm import load
+from branchwise.train.head.run import Texts, given_texts, hours_to_write
 from tests.test_audit_model import tiny_model, tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
@@ -51,6 +53,44 @@ def test_a_head_is_trained_and_drafts(
         for method in (["--method", "none"], ["--method", "eagle", "--head", folder / "head"])
     ]
     assert written[0] == written[1]
+
+
+def test_what_a_head_has_learned_is_shown_while_it_learns_and_drawn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loading = ["--model", folder / "model", "--device", "cpu", "--dtype", "float32"]
+    sizes = ["--minutes", 0.02, "--texts", 24, "--mlp", 16, "--table", 12, "--plot", folder / "curve.png"]
+    title, *lines, weights, use = run(
+        monkeypatch, capsys, "train", "head", *loading, *sizes, "--out", folder / "head"
+    ).splitlines()
+    [entry] = TrainedHead.load(folder / "head").about["curve"]
+    [row] = lines
+    assert title.split()[:3] == ["time", "steps", "loss"]
+    assert row.split()[:2] == [f"0:{round(entry['seconds']):02d}", str(entry["steps"])]
+    kept = [math.prod(entry["hits"][: depth + 1]) for depth in range(5)]
+    assert row.split()[3] == f"{1 + sum(kept):.2f}"
+    assert f"{1 + sum(kept):.2f} tokens a pass" in weights
+    assert use.endswith(str(folder / "head"))
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_whoever_would_wait_for_hours_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("branchwise.train.head.run.hours_to_write", lambda llm, texts: 7.3)
+    loading = ["--model", folder / "model", "--device", "cpu", "--dtype", "float32"]
+    sizes = ["--minutes", 0.01, "--texts", 24, "--mlp", 16, "--table", 12]
+    words = map(str, ["branchwise", "train", "head", *loading, *sizes, "--out", folder / "head"])
+    monkeypatch.setattr(sys, "argv", [*words])
+    with pytest.raises(SystemExit):
+        main()
+    assert "about 7 hours to write 24 texts; a GPU takes minutes" in " ".join(capsys.readouterr().err.split())
+
+
+def test_how_long_writing_takes_grows_with_the_texts_on_a_cpu(folder: Path) -> None:
+    llm = load(folder / "model", draft="none", device="cpu", dtype="float32")
+    few, many = (hours_to_write(llm, count) for count in (1, 10**6))
+    assert 0 < few < 1e-2 < many
 
 
 def test_a_head_learns_from_texts_that_are_given(

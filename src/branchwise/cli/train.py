@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from branchwise.cli import group
-from branchwise.cli.console import print_notice
+from branchwise.cli.heads import export, head
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing
-from branchwise.registry import check_known, split_spec
+from branchwise.registry import split_spec
 
 if TYPE_CHECKING:
     from branchwise.bench.prompts import Item
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 train = group("Train what helps a drafter, in minutes and on a CPU.")
 calibrate = group("Count which tokens a target writes, for drafters that need it.")
 tree = group("Find the shape that drafts should have.")
+train.command()(head)
+train.command()(export)
 
 BATCH = 4
 """texts that are written together"""
@@ -118,118 +120,6 @@ def stop(
         print(json.dumps({"file": str(out), "kind": kind, "draft": spec, "threshold": threshold, **asdict(lesson)}))
     else:
         _print_lesson(lesson, kind, threshold, out)
-
-
-@train.command()
-@grouped
-def head(
-    *,
-    loading: Loading,
-    minutes: Annotated[float, Option(help="How long the head learns; writing texts comes before.")] = 5.0,
-    texts: Annotated[int, Option(help="Texts that the target writes to learn from.")] = 60_000,
-    form: Annotated[
-        str,
-        Option(
-            help="carry, eagle, fspad, fspad-gate, longspec, longspec-states, parallelspec, speculators or two-layers."
-        ),
-    ] = "carry",
-    mlp: Annotated[int | None, Option(help="Width of the head's MLP.", show_default="five times the model's")] = None,
-    table: Annotated[int, Option(help="Tokens that it can propose, the most frequent ones.")] = 32_768,
-    avoid: Annotated[
-        list[Path] | None, Option(help="Prompts of an evaluation, which no text may begin with; repeatable.")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        Option(
-            help="Learn from these texts: JSON lines with prompt and answer, or with text. Best are the model's own."
-        ),
-    ] = None,
-    seed: Annotated[int, Option(help="The same seed takes the same prompts and batches.")] = 0,
-    out: Annotated[Path, Option(help="The file to write; work in progress is kept beside it.")] = Path(
-        "head.safetensors"
-    ),
-    as_json: AsJson = False,
-) -> None:
-    """Train a head that drafts from the target's own hidden states.
-
-    The target writes texts, and a small network learns from them what comes next. After Ctrl-C the same command goes
-    on. The file then drafts: --head head.safetensors
-
-    branchwise train head --model smollm2 --minutes 5 --out smollm2.head
-    """
-    at_least(1, texts=texts, table=table, mlp=mlp)
-    if not minutes > 0:
-        raise UsageError(f"--minutes must be above 0, not {minutes}.")
-    from branchwise.draft.head.file import TrainedHead
-    from branchwise.provenance import without_folder
-    from branchwise.train.head.learn import Recipe
-    from branchwise.train.head.run import FORMS, Sizes, Training, prepare
-
-    check_known("form", form, FORMS)
-    check_out(out, TrainedHead.load, "head")
-    if data is not None and not data.is_file():
-        raise UsageError(f"There is no file {data} with texts to learn from.")
-    from branchwise.bench.prompts import load_items
-
-    evaluation = [turn for item in load_items(avoid) for turn in item.turns] if avoid else []
-    llm = loading.load(draft="none", max_batch=1)
-    info, width = llm.engine.target.info, llm.engine.target.info.hidden_width
-    folder = out.with_name(f"{out.name}.run")
-    sizes = Sizes(mlp=mlp or 5 * width, table=table, **FORMS[form])
-    try:
-        with showing() as progress:
-            run = Training(llm.model, info, folder, sizes, Recipe(minutes, seed=seed), progress)
-            learn, held_out = prepare(llm, folder, texts, seed=seed, avoid=evaluation, data=data, progress=progress)
-            found = run.run(learn, held_out)
-    except KeyboardInterrupt:
-        print_notice(f"Stopped; the same command goes on with what is in {folder}.")
-        raise
-    replace(found, target=without_folder(llm.name)).save(out)
-    last = found.about["curve"][-1]
-    weights = sum(weight.numel() for weight in found.head.parameters())
-    if as_json:
-        print(json.dumps({"file": str(out), "form": form, "weights": weights, **last}))
-        return
-    hits = " ".join(f"{hit:.2f}" for hit in last["hits"])
-    print(f"{weights / 1e6:.1f} M weights, {last['steps']} steps. Held-out texts, hits by depth: {hits}")
-    print(f"Use it with --head {out}")
-
-
-@train.command()
-@grouped
-def export(
-    *,
-    file: Annotated[Path, Argument(metavar="HEAD", help="The file that `branchwise train head` wrote.")],
-    loading: Loading,
-    layout: Annotated[str, Option("--format", help="speculators, the layout of vLLM.")] = "speculators",
-    verifier: Annotated[
-        str | None, Option(help="Hub id or folder by which vLLM loads the model.", show_default="--model")
-    ] = None,
-    out: Annotated[Path, Option(help="The folder to write.")] = Path("head"),
-    as_json: AsJson = False,
-) -> None:
-    """Write a head for another engine.
-
-    The folder drafts in vLLM and here: --draft head:FOLDER. Heads of the forms speculators and eagle can be exported.
-
-    branchwise train export --format speculators smollm2.head --model smollm2 --out smollm2-eagle3
-    """
-    check_known("format", layout, ("speculators",))
-    from branchwise.draft.head.drafter import read_head
-    from branchwise.draft.head.export import Verifier, check_exportable, check_folder, export_speculators
-
-    head = read_head(file)
-    check_exportable(head)
-    check_folder(out)
-    llm = loading.load(draft="none", max_batch=1)
-    info, config = llm.engine.target.info, llm.model.config
-    positions = config.get_text_config().to_dict().get("max_position_embeddings") or info.context
-    known = Verifier(verifier or loading.model, tuple(config.architectures or ()), positions)
-    export_speculators(head, out, info, known)
-    if as_json:
-        print(json.dumps({"folder": str(out), "format": layout, "verifier": known.name, "tokens": len(head.table)}))
-        return
-    print(f"Use it with vllm serve {out}, or here with --draft head:{out}")
 
 
 def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:

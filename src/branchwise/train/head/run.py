@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
 from branchwise.train import prompts
 from branchwise.train.head.cross import rotary_frequencies
-from branchwise.train.head.learn import Learner, Recipe, Score, Text, Watched, batches
+from branchwise.train.head.learn import Learner, Recipe, Text, Watched, batches
 from branchwise.train.texts import Writer, without_loops
 
 HEAT = ((0.0, 0.6), (0.6, 0.25), (1.0, 0.15))
@@ -36,6 +37,9 @@ SHARES = {"own turns": 0.38, "asked": 0.38, "read": 0.15, "code": 0.09}
 """of the texts, by where their prompts come from"""
 LEAST, LONGEST = 8, 2048
 """tokens of a text that is given, prompt included; what is longer is cut"""
+TRIAL, USUAL = "the", 80
+"""what is continued to see how fast a model writes on a CPU, and how many such tokens a text costs: it has about twice
+as many, written several texts at a time"""
 TURN = 96
 """tokens of a user turn at most that the target writes itself"""
 ARTICLE = 192
@@ -269,6 +273,17 @@ def prepare(
     return texts.read()
 
 
+def hours_to_write(llm: LLM, count: int) -> float:
+    """About how long a model on a CPU takes to write so many texts; 0 on a GPU, where it is minutes."""
+    if llm.engine.target.device.type != "cpu":
+        return 0.0
+    llm.generate(TRIAL, max_new_tokens=2, raw=True)
+    start = time.perf_counter()
+    written = llm.generate(TRIAL, max_new_tokens=4, raw=True, ignore_eos=True)
+    seconds = (time.perf_counter() - start) / max(1, len(written.token_ids))
+    return count * USUAL * seconds / 3600
+
+
 def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:
     """(count,) tokens, those that answers have most first."""
     answers = torch.cat([text.tokens[text.prompt :] for text in texts])
@@ -286,6 +301,8 @@ class Training:
     sizes: Sizes
     recipe: Recipe
     progress: Progress = silent
+    scored: Callable[[dict[str, Any]], None] = lambda entry: None
+    """told every entry of the learning curve"""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -323,7 +340,8 @@ class Training:
                     learner.best = score.tokens
                     torch.save(head.state_dict(), best)
                 learner.save(state)
-                self.progress(shown(loss, score), round(100 * learner.done), 100)
+                self.scored(learner.curve[-1])
+            self.progress(f"learning, loss {loss:.2f}", round(100 * learner.done), 100)
         if best.exists():
             head.load_state_dict(torch.load(best, weights_only=True))
         head.eval().requires_grad_(False)
@@ -341,8 +359,3 @@ def next_batches(texts: Sequence[Text], tokens: int, count: int) -> list[list[Te
         if left <= 0 or len(found) == count:
             return found
     return found
-
-
-def shown(loss: float, score: Score) -> str:
-    hits = " ".join(f"{hit:.2f}".lstrip("0") for hit in score.hits)
-    return f"loss {loss:.2f}, hits {hits}, {score.tokens:.2f} tokens a pass"
