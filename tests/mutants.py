@@ -626,7 +626,8 @@ MUTANTS = [
         ("tokens[:, 1 : drafted.shape[1]] = drafted[:, 1:]", "tokens[:, : drafted.shape[1]] = drafted"),
         ("key_depths[:, :nodes] = new_depths", "pass"),
         ("torch.add(lengths[:, None], depths, out=positions)", "pass"),
-        ("restored(*places[:7])", "restored(*places[:4])"),
+        ("restored(*places[:8])", "restored(*places[:5])"),
+        ("    known.copy_(tokens)\n\n\ndef advance_inputs", "\n\ndef advance_inputs"),
     ),
     *family(
         "begun",
@@ -653,6 +654,64 @@ MUTANTS = [
         ("verdicts, logprobs)", "verdicts, self.logprobs(generations, batch, scored, found))"),
         ("self.target.info.context, depth + 1) for generation", "self.target.info.context) for generation"),
         ("    self.clock.lap(\"score\")\n        probs =", "self.clock.lap(\"score\")\n        probs =", "on a host the time is that of a call that returns at once"),
+    ),
+    *family(
+        "head",
+        "draft/head/device.py",
+        ("positions = lengths[:, None] + torch.arange(steps, device=paths.device)", "positions = lengths[:, None] + 1 + torch.arange(steps, device=paths.device)"),
+        ("end = (kept - 1).clamp_min(0)", "end = kept.clamp_max(steps - 1)"),
+        ("after = torch.where(last, following[:, None], ", "after = torch.where(last & False, following[:, None], "),
+        ("device=paths.device).tril().expand", "device=paths.device).expand"),
+    ),
+    *family(
+        "head",
+        "draft/head/best_first.py",
+        ("own = own[every, above]", "own = own[every, above * 0]"),
+        ("carry[every, above], tokens, cell, own, depth)", "carry[every, above * 0], tokens, cell, own, depth)"),
+        ("value = (values[..., None] + likely.logprobs).flatten(1)", "value = likely.logprobs.flatten(1)"),
+        ("bits[:nodes, : words_for(nodes)])", "bits[:nodes])"),
+    ),
+    *family(
+        "head",
+        "draft/head/ahead.py",
+        ("self._cache.lengths[sequence] += len(verdict.path)", "self._cache.lengths[sequence] += len(verdict.path) - 1"),
+        ("wanted = [(sequence, sequence.root) for sequence in sequences]", "wanted = self._expected"),
+    ),
+    *family(
+        "head",
+        "draft/head/drafter.py",
+        ("text.unread = text.unread[: before - lengths[sequence]]", "pass"),
+        ("return lengths[sequence] + len(text.unread) == before > 0", "return before > 0"),
+        ("self.head.frequencies = self.trained.head.frequencies.float().to(target.device)", "pass"),
+    ),
+    *family(
+        "head-training",
+        "train/head/unroll.py",
+        ("read = functional.pad(carry[:, :-1], (0, 0, 1, 0))", "read = carry"),
+        ("torch.where(key_depths == 0, key_rows <= anchors, own)", "torch.where(key_depths == 0, key_rows <= anchors + 1, own)"),
+        ("(key_depths <= depths[:, None])", "(key_depths < depths[:, None])"),
+        ("own = (key_rows - key_depths == anchors) & ", "own = (key_rows <= rows[:, None]) & "),
+        ("look = _look(cached, places - step)", "look = _look(cached, places)"),
+    ),
+    *family(
+        "head-training",
+        "train/head/learn.py",
+        ("self.head.features([state[:, :-2] for state in hidden])", "self.head.features([state[:, 1:-1] for state in hidden])"),
+        ("rows = rows & functional.pad(right[:, :-1], (1, 0))", "pass"),
+    ),
+    *family(
+        "head-training",
+        "train/head/loss.py",
+        ("slope = said.exp() - 0.5 * meant.exp()", "slope = said.exp() - meant.exp()"),
+    ),
+    *family(
+        "packed",
+        "backends/packed.py",
+        ("self._weight._version != self._version or ", ""),
+        ("layer.__dict__.pop(\"forward\", None)", "pass"),
+        ("wanted <= SHARE * free_memory()", "wanted <= free_memory()"),
+        (" and weight.numel() >= SMALL", ""),
+        ("return lambda rows: product(rows, layer.bias)", "return lambda rows: product(rows)"),
     ),
 ]  # fmt: skip
 
@@ -687,6 +746,9 @@ TESTS = {
     "drawn": ["tests/test_device_paths.py"],
     "sheet": ["tests/test_graphs.py"],
     "begun": ["tests/test_inflight.py"],
+    "head": ["tests/test_head_drafter.py"],
+    "head-training": ["tests/test_head_training.py", "tests/test_head_loss.py", "tests/test_head_drafter.py", "tests/test_head_replay.py", "tests/test_head_learning.py"],
+    "packed": ["tests/test_packed.py"],
 }
 """what runs for a family, in this order, until the first failure"""
 
