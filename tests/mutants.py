@@ -747,7 +747,13 @@ TESTS = {
     "sheet": ["tests/test_graphs.py"],
     "begun": ["tests/test_inflight.py"],
     "head": ["tests/test_head_drafter.py"],
-    "head-training": ["tests/test_head_training.py", "tests/test_head_loss.py", "tests/test_head_drafter.py", "tests/test_head_replay.py", "tests/test_head_learning.py"],
+    "head-training": [
+        "tests/test_head_training.py",
+        "tests/test_head_loss.py",
+        "tests/test_head_drafter.py",
+        "tests/test_head_replay.py",
+        "tests/test_head_learning.py",
+    ],
     "packed": ["tests/test_packed.py"],
 }
 """what runs for a family, in this order, until the first failure"""

@@ -67,3 +67,15 @@ def test_nothing_is_packed_where_memory_is_short_or_a_matrix_is_small(monkeypatc
 def test_a_type_without_such_a_product_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert worth_packing([torch.zeros(300, 256, dtype=torch.float64)]) == [False]
+
+
+def test_a_product_that_failed_elsewhere_keeps_nothing_from_being_packed() -> None:
+    """Where a CPU has no bfloat16, torch turns its library off for good at the first such product."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        rows, weight = torch.randn(4, 256), torch.randn(300, 256)
+        assert worth_packing([weight]) == [True]
+        torch.testing.assert_close(PackedMatrix(weight)(rows), functional.linear(rows, weight), rtol=1e-4, atol=1e-3)
+    finally:
+        torch._C._set_mkldnn_enabled(before)

@@ -90,7 +90,7 @@ def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 def worth_packing(weights: Sequence[Tensor]) -> list[bool]:
     """Whose products are faster if they are packed, as far as there is room for all of these."""
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if not torch.backends.mkldnn.is_available():
         return [False] * len(weights)
     faster: dict[tuple[torch.Size, torch.dtype], bool] = {}
     for weight in weights:
