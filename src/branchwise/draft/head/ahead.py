@@ -47,6 +47,9 @@ class Ahead:
         """A function that lays trees always at the same place. What reads them is recorded for a place, and what a
         verdict writes is in turn where the next trees come from."""
 
+        if self._target.device.type == "cpu":
+            return function  # where nothing is recorded, and trees may be as large as they like
+
         def laid(slots: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
             found = function(slots, *places)
             if len(slots) not in self._laid:
@@ -68,6 +71,7 @@ class Ahead:
         self._sequences = tuple(sequences)
         longest = max(self._cache.lengths[sequence] for sequence in sequences)
         self._hold(longest + 1 + self._draft.depth + 2 * self._draft.cells)  # of this step and of the one after it
+        self._draft.drafted(trees)
         return trees
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
@@ -90,6 +94,7 @@ class Ahead:
 
     def follow(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> bool:
         """The host has read the verdict; whether its rows are written already."""
+        self._draft.scored()
         if self._caught:
             for sequence, verdict in zip(sequences, verdicts, strict=True):
                 self._cache.lengths[sequence] += len(verdict.path)

@@ -49,7 +49,7 @@ class BestFirstDraft(DeviceDraft):
             value = (values[..., None] + likely.logprobs).flatten(1)
             token, parent = likely.tokens.flatten(1), expanded.repeat_interleave(width, dim=1)
             proposed.append((value, token, parent))
-            if depth == self.depth:
+            if self._ends(depth, value):
                 break
             values, best = value.topk(width, dim=1)
             above = best // width
@@ -59,11 +59,19 @@ class BestFirstDraft(DeviceDraft):
             own = own[every, above]
             own[:, :, cell : cell + width] |= torch.eye(width, dtype=torch.bool, device=roots.device)
             predict, carry = self._below(slots, lengths, carry[every, above], tokens, cell, own, depth)
-        return self._laid(roots, *(torch.cat(part, dim=1) for part in zip(*proposed, strict=True)))
+        return self._lay(roots, *(torch.cat(part, dim=1) for part in zip(*proposed, strict=True)))
 
-    def _laid(self, roots: Tensor, values: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
+    def _ends(self, depth: int, values: Tensor) -> bool:
+        """Whether no level is grown below this one, whose nodes (batch, nodes) are so probable."""
+        return depth == self.depth
+
+    def _worth(self, values: Tensor) -> int:
+        """How many of the proposed nodes (batch, nodes) are kept."""
+        return self.nodes - 1
+
+    def _lay(self, roots: Tensor, values: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
         """The best of all proposed nodes, level by level, below their roots."""
-        chosen = values.topk(self.nodes - 1, dim=1).indices.sort(dim=1).values
+        chosen = values.topk(self._worth(values), dim=1).indices.sort(dim=1).values
         batch, count = chosen.shape
         numbers = torch.arange(1, count + 1, device=roots.device).expand(batch, -1)
         # Of equally probable nodes a parent may be left out while its child is in: then the child is padding.
@@ -91,7 +99,7 @@ class BestFirstDraft(DeviceDraft):
 
     def _within(self, budget: Budget, tokens: Tensor, parents: Tensor, depths: Tensor, bits: Tensor) -> DraftTree:
         depth = min(budget.depth, self.depth)
-        nodes = min(budget.nodes, self.nodes) if depth else 1
+        nodes = min(budget.nodes, len(tokens)) if depth else 1
         if depth < self.depth:  # what lies deeper becomes padding
             kept = depths <= depth
             tokens, parents = torch.where(kept, tokens, 0), torch.where(kept, parents, -1)

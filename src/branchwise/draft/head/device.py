@@ -62,6 +62,12 @@ class DeviceDraft(ABC):
     def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
         """What `grow` found, cut to budgets; there may be fewer budgets than rows."""
 
+    def drafted(self, trees: Sequence[DraftTree]) -> None:
+        """These trees are scored next."""
+
+    def scored(self) -> None:
+        """The verdict on them is known."""
+
     def go_on(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
     ) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, Look
+from branchwise.draft.head.paced import PacedDraft
 from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.head.speculators import load_speculators
 from branchwise.draft.model.drafter import Reading
@@ -75,10 +76,13 @@ class HeadDrafter(TreeDrafter):
         table: int | None = None,
         temperature: float | None = None,
         tree: TreePolicy | None = None,
+        *,
+        paced: bool = False,
     ) -> None:
         """`table` uses the N most frequent tokens of the head's table. `temperature` is that of the draft; by default
-        that of the text, and 1 for a greedy text."""
+        that of the text, and 1 for a greedy text. `paced` lets the best tree on a host be as large as pays."""
         super().__init__(tree or self.default_tree())
+        self._paced = paced
         if table is not None and table < 1:
             raise UsageError(f"A head proposes at least 1 token, not table={table}.")
         if temperature is not None and not temperature > 0:
@@ -138,7 +142,9 @@ class HeadDrafter(TreeDrafter):
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
             elif type(self.tree) is TopK and not self.tree.gain:
-                self._ahead = Ahead(best_first(self.tree, *parts), target)
+                paced = self._paced and target.device.type == "cpu"
+                laid = PacedDraft(target, self.tree, *parts) if paced else best_first(self.tree, *parts)
+                self._ahead = Ahead(laid, target)
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes

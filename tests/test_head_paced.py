@@ -1,0 +1,92 @@
+"""On a host a head drafts as many nodes as pay, and where none does, nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from branchwise.backends.toy import ToyTarget
+from branchwise.draft.base import NoDrafter
+from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.head.paced import PacedDraft
+from branchwise.draft.policies.topk import TopK
+from branchwise.engine import Engine, Request
+from branchwise.verify import VERIFIERS
+from tests.heads import random_head
+
+TREE = TopK(6, depth=3, width=2)
+
+
+class Costs:
+    """What passes cost, as is said, and those that were timed."""
+
+    def __init__(self, row: float, first: float = 0.0, *, knows_plain: bool = True) -> None:
+        self.row, self.first, self.knows_plain = row, first, knows_plain
+        self.recorded: list[int] = []
+
+    def costs(self, rows: Sequence[int]) -> list[float]:
+        return [1 + (self.first if count > 1 else 0) + self.row * (count - 1) for count in rows]
+
+    def record(self, rows: int, seconds: float) -> None:
+        assert seconds > 0
+        self.recorded.append(rows)
+
+
+def sizes(monkeypatch: pytest.MonkeyPatch, costs: Costs, prompts: Sequence[Sequence[int]] = ((1, 2, 3),)) -> list[int]:
+    """Rows of the passes that are made for some texts, which are the target's own."""
+    monkeypatch.setattr("branchwise.draft.head.paced.cost_model_of", lambda target, batch: costs)
+    target, texts = ToyTarget(11), []
+    for drafter in (HeadDrafter(random_head(target.info), tree=TREE, paced=True), NoDrafter()):
+        engine = Engine(target, drafter, VERIFIERS.build("match"))
+        asked = [engine.submit(Request(tuple(prompt), max_new_tokens=30)) for prompt in prompts]
+        while engine.busy:
+            engine.step()
+        texts.append([one.token_ids for one in asked])
+    assert texts[0] == texts[1]
+    return costs.recorded
+
+
+def test_where_rows_cost_nothing_the_tree_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.draft.head.paced.UNLIKELY", 0.0)
+    assert max(sizes(monkeypatch, Costs(0.0))) == 7
+
+
+@pytest.mark.parametrize("costs", [Costs(2.0), Costs(0.0, first=9.0), Costs(0.0, knows_plain=False)])
+def test_where_nothing_pays_nothing_is_drafted(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(sizes(monkeypatch, costs)) == {1}
+
+
+def test_in_between_there_are_as_many_nodes_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.draft.head.paced.UNLIKELY", 0.0)
+    few, many = (sizes(monkeypatch, Costs(row)) for row in (0.3, 0.05))
+    assert 1 < max(few) <= max(many)
+    assert sum(few) / len(few) < sum(many) / len(many)
+
+
+def test_texts_of_a_batch_have_trees_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(sizes(monkeypatch, Costs(0.01), ((1, 2), (3, 4, 5), (6, 7)))) <= set(range(1, 8))
+
+
+def test_no_level_is_grown_below_what_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    own = PacedDraft._worth
+
+    def watched(self: PacedDraft, values):  # type: ignore[no-untyped-def]
+        levels.append(self._made)
+        return own(self, values)
+
+    monkeypatch.setattr(PacedDraft, "_worth", watched)
+    for unlikely in (0.0, 1.1):
+        monkeypatch.setattr("branchwise.draft.head.paced.UNLIKELY", unlikely)
+        sizes(monkeypatch, Costs(0.0))
+        assert set(levels) == ({3} if unlikely == 0 else {1})
+        levels.clear()
+
+
+def test_a_tree_that_was_asked_for_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ToyTarget(11)
+    drafter = HeadDrafter(random_head(target.info), tree=TREE)
+    drafter.bind(target.info)
+    assert drafter._ahead is not None
+    assert not isinstance(drafter._ahead._draft, PacedDraft)
