@@ -5,7 +5,7 @@ The target writes greedy answers to the prompts once. Tokens a pass come from re
 tokens, and without answers that repeat themselves. Speed is measured with real decoding, methods in turn.
 
     python benchmarks/heads.py --heads carry.head eagle.head --prompts spec_bench.jsonl
-    python benchmarks/heads.py --heads smollm2.head --prompts spec_bench.jsonl --speed
+    python benchmarks/heads.py --heads smollm2.head --prompts spec_bench.jsonl --speed --chains --trees
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ from branchwise.train.head.replay import Replay, Shape
 from branchwise.train.texts import Writer, without_loops
 from branchwise.verify import VERIFIERS
 
-CHAINS, TREES = (4, 6), (16, 32, 64)
 DEPTH, WIDTH = 8, 8
 """of replayed trees"""
-FIRST = 48
-"""tokens of the beginning of an answer"""
 TURNS = 5
 """how often each method writes each text, in turn"""
 METHODS = {
@@ -83,7 +80,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="prompts of each category")
     parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most")
     parser.add_argument("--tables", type=int, nargs="*", default=[32_768], help="tokens that heads may propose")
-    parser.add_argument("--speed", action="store_true", help="tokens a second of the first head as well")
+    parser.add_argument("--chains", type=int, nargs="*", default=[4, 6], help="lengths of replayed chains")
+    parser.add_argument("--trees", type=int, nargs="*", default=[16, 32, 64], help="nodes of replayed trees")
+    parser.add_argument("--first", type=int, default=48, help="tokens of the beginning of an answer, counted apart")
+    parser.add_argument("--speed", action="store_true", help="tokens a second as well")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=[*METHODS], help="what --speed measures")
     parser.add_argument("--batches", type=int, nargs="*", default=[1], help="texts at once, for --speed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -113,11 +114,20 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measured_with(llm: LLM, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     answers = answered(llm, arguments)
     for file in arguments.heads:
-        for table in arguments.tables:
-            yield from replayed(llm, file, table, answers)
+        yield learned(file)
+        for table in arguments.tables if arguments.chains or arguments.trees else ():
+            yield from replayed(llm, file, table, answers, arguments)
     if arguments.speed:
         for batch in arguments.batches:
-            yield from spent(llm, arguments.heads[0], arguments.tables[0], answers, batch)
+            yield from spent(llm, arguments, answers, batch)
+
+
+def learned(file: str) -> dict[str, Any]:
+    """The size of a head and its learning curve."""
+    trained = read_head(Path(file))
+    weights = sum(weight.numel() for weight in trained.head.parameters())
+    about = {"kind": "learned", "head": Path(file).name, "weights": weights, "bytes": Path(file).stat().st_size}
+    return {**about, **{name: trained.about.get(name) for name in ("texts", "steps", "curve")}}
 
 
 def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
@@ -154,7 +164,9 @@ def encoded(llm: LLM, item: Any, chat: list[dict[str, str]]) -> list[int]:
     return found
 
 
-def replayed(llm: LLM, file: str, table: int, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+def replayed(
+    llm: LLM, file: str, table: int, answers: Sequence[Answer], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Tokens and passes of the answers of each category, those with loops apart, for chains and trees."""
     trained = read_head(Path(file))
     target = llm.engine.target
@@ -162,15 +174,17 @@ def replayed(llm: LLM, file: str, table: int, answers: Sequence[Answer]) -> Iter
     network.frequencies = trained.head.frequencies.float()
     tokens = trained.table[:table].to(target.device)
     replay = Replay(network, Watched(llm.model, network.config.taps, tokens, network.config.cross))
-    groups = [[Shape.chain(length)] for length in CHAINS] + [[Shape(nodes, DEPTH, WIDTH) for nodes in TREES]]
-    names = [f"chain {length}" for length in CHAINS] + [f"tree {nodes}" for nodes in TREES]
-    weights = sum(weight.numel() for weight in network.parameters())
-    about = {"kind": "replay", "head": Path(file).name, "table": len(tokens), "weights": weights}
-    about |= {"seconds": trained.about["curve"][-1]["seconds"]} if trained.about.get("curve") else {}
+    groups = [[Shape.chain(length)] for length in arguments.chains]
+    groups += [[Shape(nodes, DEPTH, WIDTH) for nodes in arguments.trees]] if arguments.trees else []
+    names = [f"chain {length}" for length in arguments.chains] + [f"tree {nodes}" for nodes in arguments.trees]
+    about = {"kind": "replay", "head": Path(file).name, "table": len(tokens)}
     sums: dict[tuple[str, bool, str], list[Counter[str]]] = {}
     for number, (category, text, loops) in enumerate(answers):
         progress(f"{Path(file).name}: answer {number + 1} of {len(answers)}")
-        for part, cut in (("all", text), (f"first {FIRST}", Text(text.tokens[: text.prompt + FIRST], text.prompt))):
+        parts = {"all": text}
+        if arguments.first:
+            parts[f"first {arguments.first}"] = Text(text.tokens[: text.prompt + arguments.first], text.prompt)
+        for part, cut in parts.items():
             passes = [count for shapes in groups for count in replay.passes(cut, shapes)]
             counts, totals = sums.setdefault((category, loops, part), [Counter(), Counter()])
             counts.update(answers=1, tokens=len(cut.tokens) - cut.prompt)
@@ -179,21 +193,31 @@ def replayed(llm: LLM, file: str, table: int, answers: Sequence[Answer]) -> Iter
         yield {**about, "category": category, "loops": loops, "part": part, **counts, "passes": dict(totals)}
 
 
-def spent(llm: LLM, file: str, table: int, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
+class Way(NamedTuple):
+    """A method, with a head if it drafts with one."""
+
+    method: str
+    head: str | None
+
+
+def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
     """Seconds of real decoding, prefill included, of one prompt of each category; methods in turn, each of which knows
     at the beginning of a turn what it knew at the beginning of the first."""
     chosen = {answer.category: answer.text for answer in reversed(answers)}
     prompts = [tuple(text.tokens[: text.prompt].tolist()) for text in chosen.values()]
     prompts = (prompts * batch)[: max(batch, len(prompts))]
-    engines = {
-        name: Engine(llm.engine.target, drafter_of(draft, tree, file, table), VERIFIERS.build("match"))
-        for name, (draft, tree, _) in METHODS.items()
-    }
+    table = arguments.tables[0]
+    ways = [
+        Way(method, head)
+        for method in arguments.methods
+        for head in (arguments.heads if METHODS[method][0] == "head" else [None])
+    ]
+    engines = {way: Engine(llm.engine.target, drafter_of(way, table), VERIFIERS.build("match")) for way in ways}
     known = {engine.drafter: engine.drafter.save() for engine in engines.values() if learns(engine.drafter)}
     for turn in range(-2, TURNS):  # sizes are recorded when they come for the second time
-        for name, engine in engines.items():
-            progress(f"{batch} texts, {name}, turn {turn + 1}")
-            sampling = SamplingParams(METHODS[name][2], seed=1)
+        for way, engine in engines.items():
+            progress(f"{batch} texts, {way.method}, turn {turn + 1}")
+            sampling = SamplingParams(METHODS[way.method][2], seed=1)
             if engine.drafter in known:
                 engine.drafter.restore(known[engine.drafter])
             start = time.perf_counter()
@@ -207,12 +231,13 @@ def spent(llm: LLM, file: str, table: int, answers: Sequence[Answer], batch: int
             if turn >= 0:
                 counted = {"tokens": sum(len(text.token_ids) for text in texts), "seconds": seconds}
                 counted["steps"] = sum(text.stats.steps for text in texts)
-                about = {"kind": "speed", "head": Path(file).name, "table": table, "batch": batch, "method": name}
-                yield {**about, **counted}
+                head = Path(way.head).name if way.head else None
+                yield {"kind": "speed", "head": head, "table": table, "batch": batch, "method": way.method, **counted}
 
 
-def drafter_of(draft: str, tree: str | None, file: str, table: int) -> Drafter:
-    return build_drafter(f"head:{file},table={table}" if draft == "head" else draft, tree)
+def drafter_of(way: Way, table: int) -> Drafter:
+    draft, tree, _ = METHODS[way.method]
+    return build_drafter(f"head:{way.head},table={table}" if way.head else draft, tree)
 
 
 def learns(drafter: Drafter) -> TypeGuard[LearningDrafter]:
@@ -220,10 +245,11 @@ def learns(drafter: Drafter) -> TypeGuard[LearningDrafter]:
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> None:
+    weights = {record["head"]: record["weights"] for record in records if record["kind"] == "learned"}
     found = [record for record in records if record["kind"] == "replay"]
     for head, table, part in dict.fromkeys((r["head"], r["table"], r["part"]) for r in found):
         these = [r for r in found if (r["head"], r["table"], r["part"]) == (head, table, part)]
-        size = f"{these[0]['weights'] / 1e6:.1f} M weights, table {table}"
+        size = f"{weights[head] / 1e6:.1f} M weights, table {table}"
         print(f"{head}, {size}, {part} tokens of {sum(r['answers'] for r in these)} answers:")
         kinds = {"all": these, "without loops": [r for r in these if not r["loops"]]}
         for category in dict.fromkeys(r["category"] for r in these):
@@ -235,16 +261,18 @@ def summarise(records: Sequence[dict[str, Any]]) -> None:
                 f"    {name}: {', '.join(f'{shape} {tokens / max(1, count):.2f}' for shape, count in passes.items())}"
             )
     found = [record for record in records if record["kind"] == "speed"]
-    for batch, method in dict.fromkeys((r["batch"], r["method"]) for r in found):
-        these = [r for r in found if (r["batch"], r["method"]) == (batch, method)]
+    for batch, method, head in dict.fromkeys((r["batch"], r["method"], r["head"]) for r in found):
+        these = [r for r in found if (r["batch"], r["method"], r["head"]) == (batch, method, head)]
         plain = "none, T = 1" if "T = 1" in method else "none"
         ratios = [
             r["tokens"] / r["seconds"] / (one["tokens"] / one["seconds"])
-            for r, one in zip(these, (r for r in found if (r["batch"], r["method"]) == (batch, plain)), strict=True)
+            for r, one in zip(these, (r for r in found if (r["batch"], r["method"]) == (batch, plain)), strict=False)
         ]
         speed = statistics.median(r["tokens"] / r["seconds"] for r in these)
         steps = sum(r["tokens"] for r in these) / sum(r["steps"] for r in these)
-        print(f"{batch} texts, {method}: {speed:.0f} tokens/s, {steps:.2f} tokens a step, {interval(ratios)} x plain")
+        beside = f", {interval(ratios)} x plain" if ratios else ""
+        name = f"{method}, {head}" if head else method
+        print(f"{batch} texts, {name}: {speed:.0f} tokens/s, {steps:.2f} tokens a step{beside}")
 
 
 if __name__ == "__main__":

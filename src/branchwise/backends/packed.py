@@ -1,8 +1,8 @@
 """Matrix products over a few rows on a CPU, with weights stored in the order in which they are read.
 
 A product over one row reads its weights once, as they are. For more rows a library first brings them into blocks, at
-every call, which takes longer than the product itself: two rows then cost three times as much as one. Weights that
-were packed once save that. They are a copy, so nothing is packed where memory is short, and nothing where a short trial
+every call, which on some machines takes longer than the product itself. Weights that were packed once save that. They
+are a copy, so nothing is packed where memory is short, and nothing where a short trial
 finds that it does not pay.
 """
 

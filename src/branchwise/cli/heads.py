@@ -161,11 +161,9 @@ def _line(scored: Scored) -> str:
 
 def _chain(scored: Scored) -> float:
     """Tokens a pass that a chain as deep as the hits would give."""
-    kept, whole = 1.0, 1.0
-    for hit in scored["hits"]:
-        kept *= hit
-        whole += kept
-    return whole
+    from branchwise.train.head.learn import Score
+
+    return Score(scored["hits"]).tokens
 
 
 def _draw(curve: Sequence[Scored], file: Path) -> None:

@@ -34,6 +34,8 @@ from branchwise.registry import nearest
 PADDING_SHARE = 1.25  # prompts share a pass if padding makes it at most so many times as large
 
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
+_packings: weakref.WeakKeyDictionary[PreTrainedModel, PackedLayers] = weakref.WeakKeyDictionary()
+"""packed weights are a copy, of which targets that share a model need one"""
 _names = (f"branchwise-{number}" for number in itertools.count())
 
 
@@ -97,7 +99,9 @@ class ModelRunner:
         self._forward_parameters = inspect.signature(model.forward).parameters
         configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
         self._configs = list({id(config): config for config in configs}.values())
-        self._packed = PackedLayers(model)
+        if model not in _packings:
+            _packings[model] = PackedLayers(model)
+        self._packed = _packings[model]
 
     @property
     def vocabulary(self) -> int:

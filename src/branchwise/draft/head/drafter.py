@@ -137,17 +137,19 @@ class HeadDrafter(TreeDrafter):
         self._chunk = max(1, config.window // 4) if config.window else CHUNK
         self._reach = config.layers * (config.window - 1) + 1
         """in a window: as many rows, the last one included, as the last one depends on"""
+        if target.weight_bytes is not None:
+            weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
+            self.cost = weights / target.weight_bytes
         if not (config.masks or config.window or config.cross):
             parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
             elif type(self.tree) is TopK and not self.tree.gain:
                 paced = self._paced and target.device.type == "cpu"
-                laid = PacedDraft(target, self.tree, *parts) if paced else best_first(self.tree, *parts)
+                laid = (
+                    PacedDraft(target, self.cost or 0.0, self.tree, *parts) if paced else best_first(self.tree, *parts)
+                )
                 self._ahead = Ahead(laid, target)
-        if target.weight_bytes is not None:
-            weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
-            self.cost = weights / target.weight_bytes
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:

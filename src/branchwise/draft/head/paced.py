@@ -24,7 +24,8 @@ UNLIKELY = 0.3
 
 
 class PacedDraft(BestFirstDraft):
-    def __init__(self, target: TargetInfo, tree: TopK, *parts: Any) -> None:
+    def __init__(self, target: TargetInfo, level_cost: float, tree: TopK, *parts: Any) -> None:
+        """`level_cost` is that of a level, in passes of the target."""
         super().__init__(tree, *parts)
         self._target = target
         self._costs = PassCostModel()
@@ -32,10 +33,7 @@ class PacedDraft(BestFirstDraft):
         """levels of the trees that grow"""
         self._laid: tuple[int, float] | None = None
         """rows of a pass that is being made, and when it began"""
-        self._level_cost = 0.0
-        if target.weight_bytes is not None:
-            weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
-            self._level_cost = weights / target.weight_bytes
+        self._level_cost = level_cost
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
         self._costs = cost_model_of(self._target, len(roots))
