@@ -126,8 +126,9 @@ def learned(file: str) -> dict[str, Any]:
     """The size of a head and its learning curve."""
     trained = read_head(Path(file))
     weights = sum(weight.numel() for weight in trained.head.parameters())
-    about = {"kind": "learned", "head": Path(file).name, "weights": weights, "bytes": Path(file).stat().st_size}
-    return {**about, **{name: trained.about.get(name) for name in ("texts", "steps", "curve")}}
+    known = {name: trained.about.get(name) for name in ("texts", "steps", "curve")}
+    size = {"weights": weights, "bytes": Path(file).stat().st_size}
+    return {"kind": "learned", "head": Path(file).name, **size, **known}
 
 
 def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
@@ -151,7 +152,7 @@ def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
                 text = Text(torch.tensor([*prompts[place], *answer], dtype=torch.int32), len(prompts[place]))
                 [cut] = without_loops([answer])
                 found.append(Answer(items[number].category, text, len(cut) < len(answer)))
-                said = llm.tokenizer.decode([token for token in answer if token not in stops])
+                said = str(llm.tokenizer.decode([token for token in answer if token not in stops]))
                 chats[number].append({"role": "assistant", "content": said})
     return found
 
@@ -229,8 +230,10 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
                     engine.step()
             seconds = time.perf_counter() - start
             if turn >= 0:
-                counted = {"tokens": sum(len(text.token_ids) for text in texts), "seconds": seconds}
+                counted: dict[str, Any] = {"tokens": sum(len(text.token_ids) for text in texts), "seconds": seconds}
                 counted["steps"] = sum(text.stats.steps for text in texts)
+                laps = [text.stats.seconds | {"prefill": text.stats.prefill_seconds} for text in texts]
+                counted["laps"] = {name: sum(lap[name] for lap in laps) for name in laps[0]}
                 head = Path(way.head).name if way.head else None
                 yield {"kind": "speed", "head": head, "table": table, "batch": batch, "method": way.method, **counted}
 

@@ -33,6 +33,7 @@ from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, Look
 from branchwise.draft.head.paced import PacedDraft
+from branchwise.draft.head.prompt import read_prompt, reads_at_once
 from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.head.speculators import load_speculators
 from branchwise.draft.model.drafter import Reading
@@ -119,7 +120,6 @@ class HeadDrafter(TreeDrafter):
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
         PackedLayers(self.head).install()
-        self._check_cached(target)
         self._table = self.trained.table[: self.wanted].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = _own(self.trained.rows, shared)
@@ -140,7 +140,7 @@ class HeadDrafter(TreeDrafter):
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes
-        if not (config.masks or config.window or config.cross):
+        if reads_at_once(config):
             parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
@@ -154,11 +154,13 @@ class HeadDrafter(TreeDrafter):
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
         prompt = torch.tensor(list(dict.fromkeys(reversed(sequence.tokens))))  # the last tokens first
-        extra = prompt[~self._listed[prompt]][:MOST_EXTRA].to(self._table.device)
+        extra = prompt[~self._listed[prompt]][:MOST_EXTRA].to(self._table.device, non_blocking=True)
         count = len(sequence.tokens) - 1
         skipped = max(0, count - self._reach) if self.head.config.window else 0
         self._cache.open(sequence, extra, self._output[extra] * self.head.output_norm.weight, skipped)
         unread = self._features([prefill.hidden[tap][skipped:] for tap in self._taps], count - skipped)
+        if reads_at_once(self.head.config):
+            unread = unread[read_prompt(self.head, self._cache, self._embeddings, sequence, unread) :]
         self._texts[sequence] = Following(unread, len(extra))
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -316,21 +318,6 @@ class HeadDrafter(TreeDrafter):
         seen = torch.arange(keys.shape[2]) <= anchors[..., None].clamp_min(0)
         mask = None if bool(seen.all()) else seen[:, None].to(keys.device)
         return lambda query: functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
-
-    def _check_cached(self, target: TargetInfo) -> None:
-        """Refuse a target whose keys and values the head cannot attend to."""
-        config = self.head.config
-        if not config.cross:
-            return
-        if target.cached is None:
-            raise ModelError(f"{target.name} shows no keys and values, and this head attends to them.")
-        for part in target.cached(config.cross, ()):
-            _, heads, _, width = part.shape
-            if (heads, width) != (config.kv_heads, config.head_width):
-                raise ModelError(
-                    f"The head attends to {config.kv_heads} heads of width {config.head_width}, and {target.name} has "
-                    f"{heads} of width {width}."
-                )
 
     def _foreseen(self, request: ExpandRequest) -> Tensor:
         """What a parallel head predicted for the depths of these nodes."""

@@ -82,6 +82,22 @@ class TrainedHead:
             raise ModelError(
                 f"The head was trained for {self.target}, and this {target.name} has other weights; {FORMAT.remedy}."
             )
+        self._check_cached(target)
+
+    def _check_cached(self, target: TargetInfo) -> None:
+        """Refuse a target whose keys and values the head cannot attend to."""
+        config = self.head.config
+        if not config.cross:
+            return
+        if target.cached is None:
+            raise ModelError(f"{target.name} shows no keys and values, and this head attends to them.")
+        for part in target.cached(config.cross, ()):
+            _, heads, _, width = part.shape
+            if (heads, width) != (config.kv_heads, config.head_width):
+                raise ModelError(
+                    f"The head attends to {config.kv_heads} heads of width {config.head_width}, and {target.name} has "
+                    f"{heads} of width {width}."
+                )
 
     def taps(self, target: TargetInfo) -> tuple[str, ...]:
         """The layers of the target that it reads, by name."""
