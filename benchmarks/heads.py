@@ -27,7 +27,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter, LearningDrafter
 from branchwise.draft.head.drafter import read_head
-from branchwise.engine import Engine, Request
+from branchwise.engine import Engine, Generation, Request
 from branchwise.llm import LLM, load
 from branchwise.train.head.learn import Text, Watched
 from branchwise.train.head.replay import Replay, Shape
@@ -38,6 +38,8 @@ DEPTH, WIDTH = 8, 8
 """of replayed trees"""
 TURNS = 5
 """how often each method writes each text, in turn"""
+ROUNDS = 4
+"""texts that queue for a place in a batch of several"""
 METHODS = {
     "none": ("none", None, 0.0),
     "token-recycling": ("recycle", "ranks:recycling-80", 0.0),
@@ -202,11 +204,12 @@ class Way(NamedTuple):
 
 
 def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
-    """Seconds of real decoding, prefill included, of one prompt of each category; methods in turn, each of which knows
-    at the beginning of a turn what it knew at the beginning of the first."""
+    """Seconds of real decoding, prefill included, of one prompt of each category, or of several rounds of these that
+    queue for a batch; methods in turn, each of which knows at the beginning of a turn what it knew at the beginning of
+    the first."""
     chosen = {answer.category: answer.text for answer in reversed(answers)}
     prompts = [tuple(text.tokens[: text.prompt].tolist()) for text in chosen.values()]
-    prompts = (prompts * batch)[: max(batch, len(prompts))]
+    prompts *= -(-(ROUNDS * batch if batch > 1 else 1) // len(prompts))
     table = arguments.tables[0]
     ways = [
         Way(method, head)
@@ -222,12 +225,11 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
             if engine.drafter in known:
                 engine.drafter.restore(known[engine.drafter])
             start = time.perf_counter()
-            texts = []
-            for first in range(0, len(prompts), batch):
-                some = prompts[first : first + batch]
-                texts += [engine.submit(Request(prompt, sampling, max_new_tokens=128)) for prompt in some]
-                while engine.busy:
-                    engine.step()
+            texts, waiting = list[Generation](), [Request(prompt, sampling, max_new_tokens=128) for prompt in prompts]
+            while waiting or engine.busy:
+                while waiting and sum(not text.finished for text in texts) < batch:
+                    texts.append(engine.submit(waiting.pop()))
+                engine.step()
             seconds = time.perf_counter() - start
             if turn >= 0:
                 counted: dict[str, Any] = {"tokens": sum(len(text.token_ids) for text in texts), "seconds": seconds}

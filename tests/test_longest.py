@@ -279,7 +279,7 @@ def test_traced_on_one_batch_it_serves_every_batch_of_the_same_shapes() -> None:
     traced = trace(as_program(Longest(), TreeBatch(first), probs), inputs(first, logits))
     for seed in range(8):
         trees, _, logits = batch_of(seed, same_shape=True)
-        found = Verdicts.written(traced(*inputs(trees, logits))).read()
+        found = Verdicts.written(traced(*inputs(trees, logits).flat)).read()
         assert found == verdicts(trees, sampled, logits, list(range(4)), True)
 
 

@@ -286,8 +286,33 @@ def test_a_verifier_traced_on_one_batch_serves_every_batch_of_the_same_shapes(
     for seed in range(8):
         batch = Batch(specs, seed, sampling=sampling)
         other = TreeBatch(batch.trees, pad_shape=room)
-        found = Verdicts.written(traced(*inputs(batch, other, reads))).read()
+        found = Verdicts.written(traced(*inputs(batch, other, reads).flat)).read()
         assert found == batch.verdicts(name, lazy=True)
+        seen |= {len(verdict.path) for verdict in found}
+    assert len(seen) > 1
+
+
+def test_a_traced_verdict_reads_tables_where_they_were_drafted() -> None:
+    """Caught here: a trace whose arguments were other ones than the program's, which ended a sampled text."""
+    verifier, sampling = VERIFIERS.build("match"), [SamplingParams(temperature=0.9, seed=1)] * 2
+    reads, room, seen = verifier.reads, PadShape(nodes=16), set()
+
+    def given(seed: int) -> tuple[Batch, TreeBatch, GraphInputs]:
+        batch = Batch(["rsd-c:3,2,1"] * 2, seed, sampling=sampling)
+        trees = TreeBatch(batch.trees, pad_shape=room)
+        numbers = Numbers(trees, batch.chance(), (), torch.device("cpu")).on_device
+        tables = tuple(trees.host(name) for name in reads)
+        return batch, trees, GraphInputs(numbers, batch.logits(trees.nodes).nan_to_num(0.0), None, tables)
+
+    first, trees, inputs = given(0)
+    probs = WarpedProbs(inputs.logits, trees, first.sequences)
+    probs.lazy = False
+    program = as_program(verifier, trees, probs, reads, reads)
+    traced = trace(program, inputs)
+    for seed in range(8):
+        batch, _, inputs = given(seed)
+        found = Verdicts.written(traced(*inputs.flat)).read()
+        assert found == Verdicts.written(program(*inputs.flat)).read() == batch.verdicts("match")
         seen |= {len(verdict.path) for verdict in found}
     assert len(seen) > 1
 
@@ -368,7 +393,7 @@ def test_greedy_laws_are_recorded_without_q(name: str, draw: Draw, monkeypatch: 
 
 def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
     # Catches strides that are not those of the numbers: then every row gets the numbers of another.
-    def program(numbers: Tensor, logits: Tensor, q: Tensor, _: tuple[Tensor, ...]) -> Tensor:
+    def program(numbers: Tensor, logits: Tensor, q: Tensor) -> Tensor:
         shares = torch.stack([numbers[:, 2] / 3, numbers[:, 0] + 1, numbers[:, 1]], dim=1)
         turned = numbers.T.contiguous().T
         return logits.softmax(dim=-1) * shares[:, 1:, None].to(q.dtype) + q * turned[:, :2, None].to(q.dtype)
@@ -379,7 +404,7 @@ def test_numbers_that_rows_depend_on_are_worked_out_once() -> None:
     traced = trace(program, inputs)
     targets = [node.target for node in traced.graph.nodes]
     assert targets.count(torch.ops.aten.as_strided.default) == 2
-    assert torch.allclose(traced(*inputs), program(*inputs))
+    assert torch.allclose(traced(*inputs.flat), program(*inputs.flat))
 
 
 def test_numbers_follow_the_shapes_of_the_trees() -> None:

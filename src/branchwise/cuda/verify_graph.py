@@ -33,7 +33,7 @@ MOST_SHAPES = 4096
 CAPTURE_AFTER = 3
 """how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
-Program = Callable[..., Tensor]  # of `GraphInputs`
+Program = Callable[..., Tensor]  # of `GraphInputs.flat`
 
 
 class CapturedVerifier(Verifier):
@@ -117,7 +117,7 @@ def as_program(
     shapes, with_tokens = [tree_batch.host(name).shape for name in brought], tree_batch.host_tokens is None
     bare = shape_of(tree_batch)
 
-    def program(numbers: Tensor, logits: Tensor, q: Tensor | None, given: Sequence[Tensor] = ()) -> Tensor:
+    def program(numbers: Tensor, logits: Tensor, q: Tensor | None, *given: Tensor) -> Tensor:
         batch = len(logits)
         seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
         same = copy.copy(bare)
@@ -162,6 +162,11 @@ class GraphInputs(NamedTuple):
     q: Tensor | None
     resident: tuple[Tensor, ...] = ()
     """tables that are read where they were drafted"""
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """The arguments of a program. A trace would mistake a tuple among them for as many arguments."""
+        return self.numbers, self.logits, self.q, *self.resident
 
 
 class Numbers:
@@ -214,7 +219,7 @@ class Recording:
         # A graph reads tensors that the program holds, such as temperatures, so the program stays.
         self._run: Program = compiled_or_not(trace(program, inputs), inputs) if compile else program
         with torch.no_grad():
-            self._graph, self._found = pool.record(lambda: self._run(*inputs))
+            self._graph, self._found = pool.record(lambda: self._run(*inputs.flat))
 
     def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance, q: Tensor | None) -> Tensor:
         logits = probs.logits
@@ -242,7 +247,7 @@ def compiled_or_not(run: torch.fx.GraphModule, inputs: GraphInputs) -> Any:
     Compiled, indices into tables are not checked: no verifier reads beyond them, and uncompiled all are checked."""
     fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
     try:
-        fused(*inputs)
+        fused(*inputs.flat)
     except Exception as error:
         logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", first_line(error))
         return run
@@ -254,7 +259,7 @@ def trace(program: Program, inputs: GraphInputs) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        return work_out_once(make_fx(program)(*inputs))
+        return work_out_once(make_fx(program)(*inputs.flat))
 
 
 def work_out_once(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
