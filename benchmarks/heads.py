@@ -29,7 +29,8 @@ from branchwise.draft.base import Drafter, LearningDrafter
 from branchwise.draft.head.drafter import read_head
 from branchwise.engine import Engine, Generation, Request
 from branchwise.llm import LLM, load
-from branchwise.train.head.learn import Text, Watched
+from branchwise.plots import pyplot, save
+from branchwise.train.head.learn import Score, Text, Watched
 from branchwise.train.head.replay import Replay, Shape
 from branchwise.train.texts import Writer, without_loops
 from branchwise.verify import VERIFIERS
@@ -61,24 +62,27 @@ class Answer(NamedTuple):
 
 def main() -> None:
     arguments = parse()
-    records = []
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w") as file:
-        for record in measured(arguments):  # each is kept at once: a run may be cut short
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            records.append(record)
-    print(f"{len(records)} records in {arguments.out}")
+    if arguments.read is not None:
+        records = [json.loads(line) for line in arguments.read.read_text().splitlines()]
+    else:
+        records = []
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.out.open("w") as file:
+            for record in measured(arguments):  # each is kept at once: a run may be cut short
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                records.append(record)
+        print(f"{len(records)} records in {arguments.out}")
     summarise(records)
+    if arguments.plot is not None:
+        draw(records, arguments.plot)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--heads", nargs="+", required=True, help="files that `branchwise train head` wrote")
-    parser.add_argument(
-        "--prompts", type=Path, nargs="+", required=True, help="files of prompts, as `branchwise bench`"
-    )
+    parser.add_argument("--heads", nargs="+", help="files that `branchwise train head` wrote")
+    parser.add_argument("--prompts", type=Path, nargs="+", help="files of prompts, as `branchwise bench`")
     parser.add_argument("--limit", type=int, help="prompts of each category")
     parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most")
     parser.add_argument("--tables", type=int, nargs="*", default=[32_768], help="tokens that heads may propose")
@@ -93,7 +97,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "heads.jsonl")
-    return parser.parse_args()
+    parser.add_argument("--plot", type=Path, help="draw the learning curves of the heads as a PNG file")
+    parser.add_argument("--read", type=Path, help="summarise and draw these records; nothing is measured")
+    arguments = parser.parse_args()
+    if arguments.read is None and not (arguments.heads and arguments.prompts):
+        parser.error("give --heads and --prompts, or --read")
+    return arguments
 
 
 def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -250,21 +259,22 @@ def learns(drafter: Drafter) -> TypeGuard[LearningDrafter]:
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> None:
-    weights = {record["head"]: record["weights"] for record in records if record["kind"] == "learned"}
+    for record in records:
+        if record["kind"] == "learned":
+            seconds = f", {record['curve'][-1]['seconds']:.0f} s of learning" if record["curve"] else ""
+            size = f"{record['weights'] / 1e6:.1f} M weights, {record['bytes'] / 1e6:.1f} MB"
+            print(f"{Path(record['head']).stem:14} {size}, {record['texts']} texts, {record['steps']} steps{seconds}")
     found = [record for record in records if record["kind"] == "replay"]
-    for head, table, part in dict.fromkeys((r["head"], r["table"], r["part"]) for r in found):
-        these = [r for r in found if (r["head"], r["table"], r["part"]) == (head, table, part)]
-        size = f"{weights[head] / 1e6:.1f} M weights, table {table}"
-        print(f"{head}, {size}, {part} tokens of {sum(r['answers'] for r in these)} answers:")
-        kinds = {"all": these, "without loops": [r for r in these if not r["loops"]]}
-        for category in dict.fromkeys(r["category"] for r in these):
-            kinds[category] = [r for r in these if r["category"] == category]
-        for name, rows in kinds.items():
-            tokens = sum(r["tokens"] for r in rows)
-            passes = {shape: sum(r["passes"][shape] for r in rows) for shape in these[0]["passes"]}
-            print(
-                f"    {name}: {', '.join(f'{shape} {tokens / max(1, count):.2f}' for shape, count in passes.items())}"
-            )
+    for table, part in dict.fromkeys((r["table"], r["part"]) for r in found):
+        these = [r for r in found if (r["table"], r["part"]) == (table, part)]
+        heads, shapes = list(dict.fromkeys(r["head"] for r in these)), list(these[0]["passes"])
+        answers = sum(r["answers"] for r in these if r["head"] == heads[0])
+        length = "whole answers" if part == "all" else f"the {part} tokens of answers"
+        told = f"tokens a pass, {length}, {answers} of them, table of {table}"
+        if len(heads) == 1:
+            compare(f"{heads[0]}, {told}", {shape: (heads[0], shape) for shape in shapes}, these)
+        for shape in shapes if len(heads) > 1 else ():
+            compare(f"{shape}, {told}", {Path(head).stem: (head, shape) for head in heads}, these)
     found = [record for record in records if record["kind"] == "speed"]
     for batch, method, head in dict.fromkeys((r["batch"], r["method"], r["head"]) for r in found):
         these = [r for r in found if (r["batch"], r["method"], r["head"]) == (batch, method, head)]
@@ -275,9 +285,39 @@ def summarise(records: Sequence[dict[str, Any]]) -> None:
         ]
         speed = statistics.median(r["tokens"] / r["seconds"] for r in these)
         steps = sum(r["tokens"] for r in these) / sum(r["steps"] for r in these)
-        beside = f", {interval(ratios)} x plain" if ratios else ""
+        beside = f", {interval(ratios)} x plain in {len(these)} turns" if ratios else ""
         name = f"{method}, {head}" if head else method
         print(f"{batch} texts, {name}: {speed:.0f} tokens/s, {steps:.2f} tokens a step{beside}")
+
+
+def compare(title: str, columns: dict[str, tuple[str, str]], records: Sequence[dict[str, Any]]) -> None:
+    """Tokens a pass of heads and shapes, by category."""
+    kinds = {"all": records, "without loops": [r for r in records if not r["loops"]]}
+    for category in dict.fromkeys(r["category"] for r in records):
+        kinds[category] = [r for r in records if r["category"] == category]
+    print(f"{title}:")
+    print(" " * 16 + "".join(f"{name:>14}" for name in columns))
+    for kind, rows in kinds.items():
+        line = f"  {kind:14}"
+        for head, shape in columns.values():
+            own = [r for r in rows if r["head"] == head]
+            line += f"{sum(r['tokens'] for r in own) / max(1, sum(r['passes'][shape] for r in own)):14.2f}"
+        print(line)
+
+
+def draw(records: Sequence[dict[str, Any]], file: Path) -> None:
+    """Tokens a pass that chains would have given in held-out texts while the heads learned."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for record in records:
+        if record["kind"] == "learned" and record["curve"]:
+            values = [Score(scored["hits"]).tokens for scored in record["curve"]]
+            minutes = [scored["seconds"] / 60 for scored in record["curve"]]
+            axis.plot(minutes, values, "o-", markersize=3, linewidth=1, label=Path(record["head"]).stem)
+    axis.set(xlabel="minutes of learning", ylabel="tokens a pass of a chain, held-out texts")
+    axis.legend(fontsize=8, frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    save(figure, file)
 
 
 if __name__ == "__main__":

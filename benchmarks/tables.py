@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, written from the committed records, and the README's table of methods.
+"""The tables of docs/benchmarks.md and docs/heads.md, from the committed records, and the README's table of methods.
 
 A table stands behind a line `<!-- table: FILE [what] -->` and is whatever that file of records says today, over all
 prompts, by `categories`, or of the `sources` of the tokens; where a file is still to be measured, it says so.
@@ -23,12 +23,13 @@ import verifiers
 from rich.console import Console
 
 import gpu
+import heads
 from branchwise.bench.records import read
 from branchwise.bench.summary import Row, summarise, table
 from branchwise.methods import table as table_of_methods
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE, HEADS = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "heads.md"
 RECORDS = ROOT / "benchmarks" / "records"
 README = ROOT / "README.md"
 PLACE = re.compile(r"(<!-- table: (\S+?)(?: (\S+))? -->\n```\n)(.*?)(```\n)", re.DOTALL)
@@ -39,6 +40,7 @@ SCRIPTS = {
     "drafting-overhead": drafting,
     "memories": memories,
     "gpu": gpu,
+    "heads": heads,
 }
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}
@@ -46,7 +48,7 @@ WIDTHS = {"drafting": 150}
 
 
 def main() -> None:
-    for path, fill in ((PAGE, filled), (README, with_methods)):
+    for path, fill in ((PAGE, filled), (HEADS, filled), (README, with_methods)):
         page = path.read_text()
         found = fill(page)
         if "--check" in sys.argv and found != page:

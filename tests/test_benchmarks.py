@@ -32,6 +32,7 @@ CONTESTS = sorted(
 OVERHEADS = sorted((ROOT / "benchmarks" / "records").glob("drafting-overhead-*.jsonl"))
 MEMORIES = sorted((ROOT / "benchmarks" / "records").glob("memories-*.jsonl"))
 STEPS = sorted((ROOT / "benchmarks" / "records").glob("gpu-*.jsonl"))
+HEADS = sorted((ROOT / "benchmarks" / "records").glob("heads-*.jsonl"))
 ALL = [*RECORDS, *VERDICTS, *CONTESTS, *OVERHEADS, *MEMORIES, *STEPS]
 
 
@@ -54,7 +55,10 @@ def test_the_benchmark_page_shows_what_the_records_say() -> None:
     assert tables.filled(page) == page, "run python benchmarks/tables.py"
     shown = {place[2] for place in tables.PLACE.finditer(page)}
     assert shown >= {path.name for path in ALL}
-    for place in tables.PLACE.finditer(page):
+    heads = tables.HEADS.read_text()
+    assert tables.filled(heads) == heads, "run python benchmarks/tables.py"
+    assert {place[2] for place in tables.PLACE.finditer(heads)} == {path.name for path in HEADS}
+    for place in (*tables.PLACE.finditer(page), *tables.PLACE.finditer(heads)):
         assert (place[4] == "not measured yet\n") is not (tables.RECORDS / place[2]).exists()
     readme = tables.README.read_text()
     assert tables.with_methods(readme) == readme, "run python benchmarks/tables.py"
@@ -178,7 +182,7 @@ def test_the_table_of_the_readme_shows_what_the_records_say() -> None:
         )
         file = files.get((hardware, prompts))
         rows = speeds(file or "bench-llamacpp-cpu.jsonl")
-        category, contestant = "all" if file else prompts, "plain" if method == "none" else method
+        category, contestant = "all" if file else prompts, {"none": "plain", "memories": "default"}.get(method, method)
         assert baseline == f"{rows['transformers', category].tokens_per_second:.1f} tokens/s"
         assert ours == f"{rows[contestant, category].tokens_per_second:.1f} tokens/s"
         assert acceptance == f"{rows[contestant, category].mean_acceptance_length:.2f}"
