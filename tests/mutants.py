@@ -652,7 +652,9 @@ MUTANTS = [
         "begun",
         "engine/pipelined.py",
         ("verdicts, logprobs)", "verdicts, self.logprobs(generations, batch, scored, found))"),
-        ("self.target.info.context, depth + 1) for generation", "self.target.info.context) for generation"),
+        ("self._budgets(generations, depth + 1)", "self._budgets(generations)"),
+        ("self.drafter.draw is Draw.FIXED", "True"),
+        (" or any(generation.ends_soon for generation in generations)", ""),
         ("    self.clock.lap(\"score\")\n        probs =", "self.clock.lap(\"score\")\n        probs =", "on a host the time is that of a call that returns at once"),
     ),
     *family(

@@ -22,7 +22,7 @@ from branchwise.errors import PairingError, UsageError
 from branchwise.llm import LLM
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
-from tests.doubles import PipelinedToy
+from tests.doubles import PipelinedDouble, PipelinedToy
 
 VOCABULARY = 12
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 5, 6, 5, 6), (7, 7, 7, 7)]
@@ -503,6 +503,19 @@ def test_what_is_said_while_the_next_step_runs_is_the_same(ends: str, stop: tupl
         said.append((generation.pieces, stream.text, generation.finish_reason))
     assert said[0] == said[1]
     assert said[0][1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 20])
+def test_a_pipelined_text_ends_at_its_length_and_its_trees_do_not(length: int) -> None:
+    """Trees keep the size that is recorded; a pass is enqueued unless the text surely or likely ends before it."""
+    target = PipelinedToy(VOCABULARY)
+    drafter = PipelinedDouble(VOCABULARY, length=5)
+    found = write(engine(drafter, target), max_new_tokens=length)
+    assert found.token_ids == write(engine(), max_new_tokens=length).token_ids
+    assert len(found.token_ids) == length
+    assert found.stats.drafted_tokens == 5 * found.stats.steps
+    assert target.used == found.stats.steps - 1
+    assert target.launched - target.used <= (length > 1)
 
 
 def test_a_drafter_learns_from_every_step_before_tokens_join_the_sequence() -> None:

@@ -15,7 +15,7 @@ from branchwise.backends.base import Inflight, PipelinedTarget
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
-from branchwise.core.tree import DraftTree
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine.request import Generation
 from branchwise.engine.step import Outcome, Step
@@ -47,7 +47,7 @@ class PipelinedStep(Step):
 
     def __call__(self, generations: Sequence[Generation], *, joining: bool = False) -> list[Outcome]:
         sequences = [generation.sequence for generation in generations]
-        budgets = [generation.budget(self.most, self.target.info.context) for generation in generations]
+        budgets = self._budgets(generations)
 
         inflight, self._inflight = self._inflight, None
         batch = self.batch(self.drafter.draft(sequences, budgets), sequences, budgets)
@@ -82,10 +82,17 @@ class PipelinedStep(Step):
             self.clock.lap("commit")
         return self.outcomes(batch, verdicts, logprobs)
 
+    def _budgets(self, generations: Sequence[Generation], further: int = 0) -> list[Budget]:
+        """Trees that draw nothing may reach beyond the wanted length: what is recorded has one size, and a deep tree is
+        seldom kept whole. Where tokens are drawn, a deeper tree would draw others."""
+        beyond, context = self.drafter.draw is Draw.FIXED, self.target.info.context
+        return [generation.budget(self.most, context, further, beyond=beyond) for generation in generations]
+
     def _launch(self, generations: Sequence[Generation], depth: int, found: Verdicts) -> Inflight | None:
-        """Enqueue the next pass, if the drafter knows its trees and no text can end before it."""
-        least = [generation.budget(self.most, self.target.info.context, depth + 1) for generation in generations]
-        if min(budget.depth for budget in least) < 0:
+        """Enqueue the next pass, if the drafter knows its trees. It is made in vain if a text ends before it, so it is
+        not enqueued where that is likely."""
+        least = self._budgets(generations, depth + 1)
+        if min(budget.depth for budget in least) < 0 or any(generation.ends_soon for generation in generations):
             return None
         self.clock.lap("commit")
         try:

@@ -99,11 +99,23 @@ class Generation:
         if self.error is not None:
             raise ModelError(self.error)
 
-    def budget(self, most: Budget, context: int, further: int = 0) -> Budget:
-        """What a tree may hold so that no node lies past the wanted length or the context, `further` tokens on."""
-        tokens = len(self.sequence.tokens) + further
-        wanted = self.request.max_new_tokens - (tokens - self.sequence.prompt_length)
-        return Budget(most.nodes, depth=min(wanted, context - tokens, most.depth + 1) - 1)
+    @property
+    def wanted(self) -> int:
+        """Tokens that are still to come at most."""
+        return self.request.max_new_tokens - (len(self.sequence.tokens) - self.sequence.prompt_length)
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether the step that is being made is likely to be the last, if it adds as many tokens as the others did."""
+        return self.wanted * self.stats.steps <= self.stats.emitted_tokens if self.stats.steps else self.wanted == 1
+
+    def budget(self, most: Budget, context: int, further: int = 0, *, beyond: bool = False) -> Budget:
+        """What a tree may hold so that no node lies past the context, nor past the wanted length unless it may reach
+        `beyond` that, `further` tokens on."""
+        room = context - len(self.sequence.tokens)
+        if not beyond:
+            room = min(room, self.wanted)
+        return Budget(most.nodes, depth=min(room - further, most.depth + 1) - 1)
 
     # Text
 
