@@ -41,16 +41,28 @@ TURNS = 5
 """how often each method writes each text, in turn"""
 ROUNDS = 4
 """texts that queue for a place in a batch of several"""
+
+
+class Method(NamedTuple):
+    """A way to write, with `match`."""
+
+    draft: str
+    tree: str | None = None
+    temperature: float = 0.0
+    copies: int = 0
+    """tokens that a head may copy"""
+
+
 METHODS = {
-    "none": ("none", None, 0.0),
-    "token-recycling": ("recycle", "ranks:recycling-80", 0.0),
-    "head 15": ("head", "topk:15,depth=4,width=6", 0.0),
-    "head 31": ("head", "topk:31,depth=5,width=8", 0.0),
-    "head 63": ("head", "topk:63,depth=6,width=8", 0.0),
-    "none, T = 1": ("none", None, 1.0),
-    "head 31, T = 1": ("head", "topk:31,depth=5,width=8", 1.0),
+    "none": Method("none"),
+    "token-recycling": Method("recycle", "ranks:recycling-80"),
+    "head 15": Method("head", "topk:15,depth=4,width=6"),
+    "head 31": Method("head", "topk:31,depth=5,width=8"),
+    "head 63": Method("head", "topk:63,depth=6,width=8"),
+    "head 63, copies": Method("head", "topk:63,depth=6,width=8", copies=15),
+    "none, T = 1": Method("none", temperature=1.0),
+    "head 31, T = 1": Method("head", "topk:31,depth=5,width=8", temperature=1.0),
 }
-"""drafter, tree and temperature; all with `match`"""
 
 
 class Answer(NamedTuple):
@@ -88,6 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tables", type=int, nargs="*", default=[32_768], help="tokens that heads may propose")
     parser.add_argument("--chains", type=int, nargs="*", default=[4, 6], help="lengths of replayed chains")
     parser.add_argument("--trees", type=int, nargs="*", default=[16, 32, 64], help="nodes of replayed trees")
+    parser.add_argument("--copies", type=int, nargs="*", default=[0], help="tokens that replayed trees may copy")
     parser.add_argument("--first", type=int, default=48, help="tokens of the beginning of an answer, counted apart")
     parser.add_argument("--speed", action="store_true", help="tokens a second as well")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[*METHODS], help="what --speed measures")
@@ -187,8 +200,13 @@ def replayed(
     tokens = trained.table[:table].to(target.device)
     replay = Replay(network, Watched(llm.model, network.config.taps, tokens, network.config.cross))
     groups = [[Shape.chain(length)] for length in arguments.chains]
-    groups += [[Shape(nodes, DEPTH, WIDTH) for nodes in arguments.trees]] if arguments.trees else []
-    names = [f"chain {length}" for length in arguments.chains] + [f"tree {nodes}" for nodes in arguments.trees]
+    trees = {
+        f"tree {nodes}{f', {copies} copied' if copies else ''}": Shape(nodes, DEPTH, WIDTH, copies)
+        for nodes in arguments.trees
+        for copies in arguments.copies
+    }
+    groups += [list(trees.values())] if trees else []
+    names = [*(f"chain {length}" for length in arguments.chains), *trees]
     about = {"kind": "replay", "head": Path(file).name, "table": len(tokens)}
     sums: dict[tuple[str, bool, str], list[Counter[str]]] = {}
     for number, (category, text, loops) in enumerate(answers):
@@ -223,14 +241,14 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
     ways = [
         Way(method, head)
         for method in arguments.methods
-        for head in (arguments.heads if METHODS[method][0] == "head" else [None])
+        for head in (arguments.heads if METHODS[method].draft == "head" else [None])
     ]
     engines = {way: Engine(llm.engine.target, drafter_of(way, table), VERIFIERS.build("match")) for way in ways}
     known = {engine.drafter: engine.drafter.save() for engine in engines.values() if learns(engine.drafter)}
     for turn in range(-2, TURNS):  # sizes are recorded when they come for the second time
         for way, engine in engines.items():
             progress(f"{batch} texts, {way.method}, turn {turn + 1}")
-            sampling = SamplingParams(METHODS[way.method][2], seed=1)
+            sampling = SamplingParams(METHODS[way.method].temperature, seed=1)
             if engine.drafter in known:
                 engine.drafter.restore(known[engine.drafter])
             start = time.perf_counter()
@@ -250,8 +268,9 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
 
 
 def drafter_of(way: Way, table: int) -> Drafter:
-    draft, tree, _ = METHODS[way.method]
-    return build_drafter(f"head:{way.head},table={table}" if way.head else draft, tree)
+    method = METHODS[way.method]
+    spec = f"head:{way.head},table={table},copies={method.copies}" if way.head else method.draft
+    return build_drafter(spec, method.tree)
 
 
 def learns(drafter: Drafter) -> TypeGuard[LearningDrafter]:
@@ -295,13 +314,14 @@ def compare(title: str, columns: dict[str, tuple[str, str]], records: Sequence[d
     kinds = {"all": records, "without loops": [r for r in records if not r["loops"]]}
     for category in dict.fromkeys(r["category"] for r in records):
         kinds[category] = [r for r in records if r["category"] == category]
+    width = 2 + max(12, *map(len, columns))
     print(f"{title}:")
-    print(" " * 16 + "".join(f"{name:>14}" for name in columns))
+    print(" " * 16 + "".join(f"{name:>{width}}" for name in columns))
     for kind, rows in kinds.items():
         line = f"  {kind:14}"
         for head, shape in columns.values():
             own = [r for r in rows if r["head"] == head]
-            line += f"{sum(r['tokens'] for r in own) / max(1, sum(r['passes'][shape] for r in own)):14.2f}"
+            line += f"{sum(r['tokens'] for r in own) / max(1, sum(r['passes'][shape] for r in own)):{width}.2f}"
         print(line)
 
 

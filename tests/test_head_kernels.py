@@ -20,7 +20,7 @@ VOCABULARY, SLOTS = 90, 5
 class Drafts:
     """The same head twice, with a cache each: by kernels, and operation by operation."""
 
-    def __init__(self, shape: str, rng: torch.Generator, **options: Any) -> None:
+    def __init__(self, shape: str, rng: torch.Generator, *, copies: int = 0, **options: Any) -> None:
         fused = pytest.importorskip("branchwise.draft.head.fused", reason="needs Triton's interpreter")
         sizes = {"width": 24, "taps": ("a", "b", "c"), "heads": 4, "kv_heads": 2, "head_width": 12, "mlp": 40}
         head = Head(HeadConfig(**sizes, **options), 1 / 100 ** (torch.arange(6) / 6))
@@ -33,9 +33,11 @@ class Drafts:
         self.caches = [HeadCache(head.config, SLOTS, DEVICE, torch.float32) for _ in range(2)]
         store = torch.randn(self.caches[0].store.shape, generator=rng)
         states = torch.randn(2, SLOTS + 1, 24, generator=rng)
+        history = table[:3].cpu()[torch.randint(3, self.caches[0].tokens.shape, generator=rng)]
         rest = torch.tensor(sorted(set(range(VOCABULARY)) - set(table.tolist()))).to(DEVICE)
         for cache in self.caches:
             cache.store.copy_(store)
+            cache.tokens.copy_(history)
             cache.predicted.copy_(states[0])
             cache.carried.copy_(states[1] if options.get("carry") else states[0])
             for slot in range(SLOTS):
@@ -43,8 +45,8 @@ class Drafts:
                 cache.extra_tokens[slot, : len(own)], cache.extra_rows[slot, : len(own)] = own, output[own]
             assert cache.extra_tokens.shape[1] == MOST_EXTRA
         parts = embeddings, output, table
-        self.fused: BestFirstDraft = fused.FusedDraft(tree, head, self.caches[0], *parts)
-        self.plain = BestFirstDraft(tree, head, self.caches[1], *parts)
+        self.fused: BestFirstDraft = fused.FusedDraft(tree, head, self.caches[0], *parts, copies=copies)
+        self.plain = BestFirstDraft(tree, head, self.caches[1], *parts, copies=copies)
         self.plain._kernels = False
 
     def compare_caches(self) -> None:
@@ -56,6 +58,16 @@ class Drafts:
             else:
                 found, wanted = found[:scratch], wanted[:scratch]
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        found, wanted = (cache.tokens[:SLOTS] for cache in self.caches)
+        written = self.written(found)
+        assert torch.equal(found[written], wanted[written])
+
+    def written(self, history: torch.Tensor) -> torch.Tensor:
+        """Which tokens of the texts count: whatever pads a path is written behind its text, or nowhere."""
+        return torch.arange(history.shape[1], device=DEVICE) < self.ends[:, None]
+
+    ends = torch.full((SLOTS,), 60, device=DEVICE)
+    """rows of the texts"""
 
 
 def apart(numbers: torch.Tensor) -> torch.Tensor:
@@ -70,9 +82,10 @@ OPTIONS = [{}, {"carry": True}, {"layers": 2, "carry": True}]
 @pytest.mark.parametrize(
     ("shape", "batch"), [("topk:9,depth=3,width=3", 3), ("topk:40,depth=4,width=4", 1), ("topk:3,depth=1,width=5", 2)]
 )
-def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, batch: int) -> None:
+@pytest.mark.parametrize("copies", [0, 2, 9])
+def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, batch: int, copies: int) -> None:
     rng = torch.Generator().manual_seed(batch)
-    drafts = Drafts(shape, rng, **options)
+    drafts = Drafts(shape, rng, copies=copies, **options)
     slots = torch.randperm(SLOTS, generator=rng)[:batch].int()
     lengths = torch.randint(1, 60, (batch,), generator=rng).int()
     roots = torch.randint(VOCABULARY, (batch,), generator=rng)
@@ -81,6 +94,7 @@ def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, 
     found, wanted = (draft.grow(*drawn) for draft in (drafts.fused, drafts.plain))
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.long(), theirs.long())
+    assert copies < 9 or int(found[2].max()) > drafts.plain._grown, "no copy is deeper than what the head drafts"
     drafts.compare_caches()
 
 
@@ -98,6 +112,7 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
     drawn[3], drawn[4] = drawn[3][:, :4], drawn[4][:, 1]
     found, wanted = (draft.catch_up(*drawn) for draft in (drafts.fused, drafts.plain))
     assert found.tolist() == wanted.tolist() == [10, 2, 44, 0]
+    drafts.ends = torch.tensor([2, 0, 10, 0, 44], device=DEVICE)
     drafts.compare_caches()
 
 

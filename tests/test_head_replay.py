@@ -28,10 +28,21 @@ from tests.test_head_training import FORMS
     ],
 )
 def test_a_replay_counts_the_passes_that_the_engine_makes(form: str, spec: str, shape: Shape) -> None:
+    compare(form, spec, shape)
+
+
+@pytest.mark.parametrize("form", ["eagle", "carry"])
+@pytest.mark.parametrize("copies", [1, 2, 9])
+def test_a_replay_copies_as_the_engine_does(form: str, copies: int) -> None:
+    compare(form, "topk:14,depth=2,width=3", Shape(12, 2, 3, copies))  # three and nine nodes are proposed
+
+
+def compare(form: str, spec: str, shape: Shape) -> None:
     model = model_of()
     target = TransformersTarget(model, slots=1, context=128, max_nodes=32)
     head = trained(target, form, table=VOCABULARY - 3)
-    engine = Engine(target, HeadDrafter(head, tree=build_policy(spec)), VERIFIERS.build("match"))
+    drafter = HeadDrafter(head, tree=build_policy(spec), copies=shape.copies)
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
     config = head.head.config
     replay = Replay(head.head, Watched(model, config.taps, head.table, config.cross))
     accepted = 0
@@ -53,9 +64,7 @@ def test_a_replay_predicts_what_training_does(form: str) -> None:
     head = trained(TransformersTarget(model, slots=1, context=64), form, table=VOCABULARY).head
     watched = Watched(model, head.config.taps, torch.arange(VOCABULARY), head.config.cross)
     tokens = torch.randint(0, VOCABULARY, (24,), generator=torch.Generator().manual_seed(3))
-    levels = Replay(head, watched)._grown(tokens, prompt, Shape.chain(depth))
-    values = torch.cat([level.values for level in levels], dim=1)
-    drafted = torch.cat([level.tokens for level in levels], dim=1)
+    values, drafted, _ = Replay(head, watched)._grown(tokens, prompt, Shape.chain(depth))
 
     def logprob(path: Tensor, steps: int) -> Tensor:
         """Of the last token of a path, so many tokens behind the last that the target has read."""

@@ -1,7 +1,8 @@
 """The most probable tree of a head, laid by Triton kernels: what stands between the products of `head_rows`.
 
-`pick` chooses, of what the rows of a level propose, the nodes that are expanded next; `lay` makes a tree of the best of
-all proposed nodes. The plain `draft.head.best_first` is the truth. Without a CUDA device only tests import this file.
+`pick` chooses, of what the rows of a level propose, the nodes that are expanded next; `propose_copy` adds what followed
+the end of a text where it stood before; `lay` makes a tree of the best of all proposed nodes. The plain
+`draft.head.best_first` is the truth. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -75,6 +76,17 @@ def pick(
     return found
 
 
+def propose_copy(proposed: Proposed, history: Tensor, slots: Tensor, lengths: Tensor, hits: Tensor, count: int) -> None:
+    """Let the last `count` proposed nodes be a copy, as `draft.head.copies` says. `history` (slots, cells) are the
+    tokens of texts with so many rows, `hits` the log-probabilities of a next token by how many before it agree."""
+    batch, nodes = proposed.values.shape
+    _copy[(batch,)](
+        history, slots, lengths, hits, *proposed, history.stride(0), nodes, nodes - count, count,
+        reach=len(hits) - 1, block=min(1024, triton.next_power_of_2(history.shape[1])),
+        block_nodes=triton.next_power_of_2(nodes - count), num_warps=4,
+    )  # fmt: skip
+
+
 def lay(proposed: Proposed, levels: Tensor, roots: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
     """Tokens, parents and depths (batch, nodes) of trees of the best proposed nodes, and their ancestors as bits.
 
@@ -97,15 +109,17 @@ def lay(proposed: Proposed, levels: Tensor, roots: Tensor, nodes: int, depth: in
     return tokens, parents, depths, bits
 
 
-def follow(paths: Tensor, tokens: Tensor, following: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def follow(
+    paths: Tensor, tokens: Tensor, following: Tensor, lengths: Tensor, slots: Tensor, history: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The token after each node of accepted paths (batch, steps), the rows of every text then, and the last row of each
-    path among all rows."""
+    path among all rows. The tokens join the `history` (slots, cells) of their texts."""
     batch, steps = paths.shape
     after = torch.empty(batch, steps, dtype=torch.int64, device=paths.device)
     ends, last = (torch.empty(batch, dtype=torch.int32, device=paths.device) for _ in range(2))
     _follow[(batch,)](
-        paths, tokens, following, lengths, after, ends, last,
-        paths.stride(0), tokens.stride(0), following.stride(0), steps,
+        paths, tokens, following, lengths, slots, history, after, ends, last,
+        paths.stride(0), tokens.stride(0), following.stride(0), history.stride(0), steps,
         block=triton.next_power_of_2(steps), num_warps=1,
     )  # fmt: skip
     return after, ends, last
@@ -161,6 +175,52 @@ def _pick(
         bits |= tl.where(word == bit // 32, 1, 0) << (bit % 32)
         tl.store(out_bits + out * words + word, bits, mask=word < words)
         value = tl.where(hit, 2 * NOTHING, value)
+
+
+@triton.jit(do_not_specialize=["stride", "all_proposed", "first", "count"])
+def _copy(
+    history, slots, lengths, hits, values, tokens, parents, stride, all_proposed, first, count,
+    reach: tl.constexpr, block: tl.constexpr, block_nodes: tl.constexpr,
+):  # fmt: skip
+    text = tl.program_id(0)
+    row = history + tl.load(slots + text).to(tl.int64) * stride
+    end = tl.load(lengths + text).to(tl.int32) - 1
+    best = tl.full((), 0, tl.int64)  # how many tokens agree, and where, as one number
+    for start in range(0, end, block):
+        place = start + tl.arange(0, block)
+        going = place < end
+        agreeing = tl.zeros((block,), tl.int64)
+        for back in tl.static_range(reach):
+            token = tl.load(row + end - back, mask=end >= back, other=-1)
+            there = tl.load(row + place - back, mask=going & (place >= back), other=-2)
+            going = going & (there == token)
+            agreeing += going.to(tl.int64)
+        best = tl.maximum(best, tl.max(tl.where(agreeing > 0, agreeing * stride + place, 0), axis=0))
+    agreed, place = (best // stride).to(tl.int32), (best % stride).to(tl.int32)
+    period = tl.maximum(end - place, 1)
+    node = tl.arange(0, block_nodes)
+    real, line = node < first, text * all_proposed
+    value_of = tl.load(values + line + node, mask=real, other=NOTHING)
+    token_of = tl.load(tokens + line + node, mask=real, other=-1)
+    parent_of = tl.load(parents + line + node, mask=real, other=-2)
+    at = tl.full((), -1, tl.int64)  # the last node of the copy that is proposed
+    shared = tl.full((), 1, tl.int32)  # whether all nodes up to here are
+    value = tl.full((), 0.0, tl.float32)
+    for step in range(count):
+        token = tl.load(row + place + 1 + step % period)
+        value += tl.load(hits + tl.minimum(agreed + step, reach))
+        worth = tl.where(agreed > 0, value, NOTHING)
+        same = real & (shared > 0) & (parent_of == at) & (token_of == token)
+        spot = tl.max(tl.where(same, node, -1), axis=0)
+        found = (spot >= 0).to(tl.int32)
+        value_of = tl.where(same, tl.maximum(value_of, worth), value_of)
+        goal = line + first + step
+        tl.store(tokens + goal, token)
+        tl.store(values + goal, tl.where(found > 0, NOTHING, worth))
+        tl.store(parents + goal, tl.where(shared > 0, at, (first + step - 1).to(tl.int64)))
+        at = tl.where(found > 0, spot.to(tl.int64), at)
+        shared = shared * found
+    tl.store(values + line + node, value_of, mask=real)
 
 
 @triton.jit
@@ -227,9 +287,10 @@ def _lay(
     tl.store(depths + text * nodes, tl.full((), 0, tl.int64))
 
 
-@triton.jit(do_not_specialize=["stride_path", "stride_token", "stride_following", "steps"])
+@triton.jit(do_not_specialize=["stride_path", "stride_token", "stride_following", "stride_history", "steps"])
 def _follow(
-    paths, tokens, following, lengths, after, ends, last, stride_path, stride_token, stride_following, steps,
+    paths, tokens, following, lengths, slots, history, after, ends, last,
+    stride_path, stride_token, stride_following, stride_history, steps,
     block: tl.constexpr,
 ):  # fmt: skip
     text = tl.program_id(0)
@@ -240,7 +301,10 @@ def _follow(
     token = tl.where(following_node >= 0, token, tl.load(following + text * stride_following).to(tl.int64))
     tl.store(after + text * steps + step, token, mask=step < steps)
     kept = tl.sum((node >= 0).to(tl.int32), axis=0)
-    tl.store(ends + text, tl.load(lengths + text).to(tl.int32) + kept)
+    length = tl.load(lengths + text).to(tl.int32)
+    slot = tl.load(slots + text).to(tl.int64)
+    tl.store(history + slot * stride_history + length + step, token, mask=(step < kept) & (slot >= 0))
+    tl.store(ends + text, length + kept)
     tl.store(last + text, text * steps + tl.maximum(kept - 1, 0))
 
 

@@ -1,7 +1,7 @@
 """The most probable trees of a head, laid on the device: `topk` of the policies, without the host.
 
 Every level expands its most probable nodes, a fixed number of them, and in the end the best of all proposed nodes are
-kept. Their shape is known where they lie, and nowhere else (`LaidTree`).
+kept, those of a copy among them (`copies`). Their shape is known where they lie, and nowhere else (`LaidTree`).
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from torch import Tensor
 from branchwise.core.rows import pack_bits, words_for
 from branchwise.core.tree import DeviceShape, DraftTree, LaidTree
 from branchwise.draft.base import Budget
+from branchwise.draft.head.copies import Nodes, copied, with_copy
 from branchwise.draft.head.device import DeviceDraft
 from branchwise.draft.policies.topk import TopK
 
 
 class BestFirstDraft(DeviceDraft):
-    def __init__(self, tree: TopK, *parts: Any) -> None:
+    def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
+        """`copies` is how many tokens may be copied from where the end of a text stood before."""
         super().__init__(*parts)
         width = min(tree.width, len(self._table))
         sizes = [width, *[width * width] * (tree.depth - 1)]  # nodes that each level proposes
-        self.depth, self._width = tree.depth, width
+        self.depth, self._width = max(tree.depth, copies), width
+        self._grown, self._copies = tree.depth, copies
+        """levels that the head drafts, and tokens of a copy"""
         self.nodes = 1 + min(tree.nodes, sum(sizes))
         self.cells = width * (tree.depth - 1)
         device = self._table.device
         self._levels = torch.arange(1, tree.depth + 1, device=device).repeat_interleave(
             torch.tensor(sizes, device=device)
         )
-        """(proposed nodes,): how deep each one is"""
+        """(nodes that the head proposes,): how deep each one is"""
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
         """Tokens, parents and depths (batch, nodes), and ancestors as bits (batch, nodes, words)."""
@@ -44,7 +48,7 @@ class BestFirstDraft(DeviceDraft):
         own = torch.zeros(batch, 1, max(1, self.cells), dtype=torch.bool, device=roots.device)
         proposed: list[tuple[Tensor, Tensor, Tensor]] = []  # values, tokens and parents of every level
         first = 0
-        for depth in range(1, self.depth + 1):
+        for depth in range(1, self._grown + 1):
             likely = self._best(predict, slots, width)
             value = (values[..., None] + likely.logprobs).flatten(1)
             token, parent = likely.tokens.flatten(1), expanded.repeat_interleave(width, dim=1)
@@ -59,18 +63,24 @@ class BestFirstDraft(DeviceDraft):
             own = own[every, above]
             own[:, :, cell : cell + width] |= torch.eye(width, dtype=torch.bool, device=roots.device)
             predict, carry = self._below(slots, lengths, carry[every, above], tokens, cell, own, depth)
-        return self._lay(roots, *(torch.cat(part, dim=1) for part in zip(*proposed, strict=True)))
+        value, token, parent = (torch.cat(part, dim=1) for part in zip(*proposed, strict=True))
+        whole, levels = (value, token, parent), self._levels[: value.shape[1]]
+        if self._copies:
+            whole = with_copy(whole, copied(self.cache.tokens[slots], lengths, self._copies), self._grown)
+            levels = torch.cat([levels, torch.arange(1, self._copies + 1, device=roots.device)])
+        return self._lay(roots, whole, levels)
 
     def _ends(self, depth: int, values: Tensor) -> bool:
         """Whether no level is grown below this one, whose nodes (batch, nodes) are so probable."""
-        return depth == self.depth
+        return depth == self._grown
 
     def _worth(self, values: Tensor) -> int:
         """How many of the proposed nodes (batch, nodes) are kept."""
         return self.nodes - 1
 
-    def _lay(self, roots: Tensor, values: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
-        """The best of all proposed nodes, level by level, below their roots."""
+    def _lay(self, roots: Tensor, proposed: Nodes, levels: Tensor) -> tuple[Tensor, ...]:
+        """The best of all proposed nodes below their roots, each behind its parent; `levels` says how deep they are."""
+        values, tokens, parents = proposed
         chosen = values.topk(self._worth(values), dim=1).indices.sort(dim=1).values
         batch, count = chosen.shape
         numbers = torch.arange(1, count + 1, device=roots.device).expand(batch, -1)
@@ -80,7 +90,7 @@ class BestFirstDraft(DeviceDraft):
         above = place.gather(1, parents.gather(1, chosen) % (values.shape[1] + 1))
         root = torch.zeros_like(roots)[:, None]
         above = torch.cat([root - 1, above], dim=1)
-        depths = torch.cat([root, self._levels[chosen]], dim=1)
+        depths = torch.cat([root, levels[chosen]], dim=1)
         reach = torch.eye(count + 1, dtype=torch.bool, device=roots.device).repeat(batch, 1, 1)
         every = torch.arange(batch, device=roots.device)[:, None]
         for _ in range(self.depth):

@@ -45,6 +45,8 @@ class HeadCache:
         width, kind = config.width, cast("dict[str, Any]", {"device": device, "dtype": dtype})
         self.store = torch.zeros(2, config.layers, slots + 1, config.kv_heads, FIRST, config.head_width, **kind)
         """(keys and values, layers, slots, heads, cells, width)"""
+        self.tokens = torch.zeros(slots + 1, FIRST, dtype=torch.long, device=device)
+        """(slots, cells): the token after that whose hidden states each row of a text read; not kept for a window"""
         self.columns = torch.arange(FIRST - 1, device=device)
         self.predicted, self.carried = torch.zeros(slots + 1, width, **kind), torch.zeros(slots + 1, width, **kind)
         """of the last row of every text"""
@@ -72,6 +74,12 @@ class HeadCache:
             self._free.append(self.slot.pop(sequence))
             del self.lengths[sequence], self.first[sequence]
 
+    def note(self, sequence: SequenceState, count: int) -> None:
+        """Keep the tokens of so many rows that are written next."""
+        start = self.lengths[sequence]
+        after = torch.tensor(sequence.tokens[start + 1 : start + count + 1])
+        self.tokens[self.slot[sequence], start : start + count] = after.to(self.tokens.device, non_blocking=True)
+
     def let_go(self, sequences: Sequence[SequenceState], most: int) -> None:
         """Let go of rows of these texts that no further row sees, where there are more than `most` of them."""
         for sequence in sequences if self._window else ():
@@ -87,6 +95,7 @@ class HeadCache:
         if cells > self.scratch:
             wanted = 1 << cells.bit_length()
             self.store = functional.pad(self.store, (0, 0, 0, wanted - self.store.shape[4]))
+            self.tokens = functional.pad(self.tokens, (0, wanted - self.tokens.shape[1]))
             self.columns = torch.arange(wanted - 1, device=self.columns.device)
 
     def attend(self, sequences: Sequence[SequenceState], cells: Tensor, seen: Tensor) -> Attend:

@@ -89,6 +89,7 @@ class DeviceDraft(ABC):
         steps = paths.shape[1]
         positions = lengths[:, None] + torch.arange(steps, device=paths.device)
         # What pads a path is written behind it, where nobody reads it before it is written again.
+        self.cache.tokens[slots[:, None], positions] = after
         before = torch.ones(steps, steps, dtype=torch.bool, device=paths.device).tril().expand(len(paths), -1, -1)
         predict, carry = self.head(
             self.head.features(states), self._embeddings[after], positions, self._attend(slots, lengths, 0, before)

@@ -1,4 +1,4 @@
-"""Drafting with a trained head: `head:FILE[,table=N,temperature=…]`, or `head:FOLDER` for one of vLLM's `speculators`.
+"""Drafting with a trained head: `head:FILE[,table=N,temperature=…,copies=N]`; FILE may be a folder of `speculators`.
 
 After a step the head reads the hidden states of the tokens that were kept, in one pass for all texts, which gives the
 distributions after the new roots. Then every level of a tree is one pass over its new nodes; a parallel head has
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,13 +78,17 @@ class HeadDrafter(TreeDrafter):
         table: int | None = None,
         temperature: float | None = None,
         tree: TreePolicy | None = None,
+        copies: int = 0,
         *,
         paced: bool = False,
     ) -> None:
         """`table` uses the N most frequent tokens of the head's table. `temperature` is that of the draft; by default
-        that of the text, and 1 for a greedy text. `paced` lets the best tree on a host be as large as pays."""
+        that of the text, and 1 for a greedy text. In the best trees so many tokens may be `copies` of what followed the
+        end of the text where it stood before. `paced` lets the best tree on a host be as large as pays."""
         super().__init__(tree or self.default_tree())
-        self._paced = paced
+        if copies < 0:
+            raise UsageError(f"A head copies 0 tokens or more, not copies={copies}.")
+        self._paced, self._copies = paced, copies
         if table is not None and table < 1:
             raise UsageError(f"A head proposes at least 1 token, not table={table}.")
         if temperature is not None and not temperature > 0:
@@ -146,10 +151,8 @@ class HeadDrafter(TreeDrafter):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
             elif type(self.tree) is TopK and not self.tree.gain:
                 paced = self._paced and target.device.type == "cpu"
-                laid = (
-                    PacedDraft(target, self.cost or 0.0, self.tree, *parts) if paced else best_first(self.tree, *parts)
-                )
-                self._ahead = Ahead(laid, target)
+                make = partial(PacedDraft, target, self.cost or 0.0) if paced else best_first
+                self._ahead = Ahead(make(self.tree, *parts, copies=self._copies), target)
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
@@ -271,6 +274,8 @@ class HeadDrafter(TreeDrafter):
         attend, look = self._cache.attend(sequences, cells, seen), self._look(sequences, anchors)
         predict, carry = self.head(features, embeddings, places.clamp_min(0).to(features.device), attend, look)
         for row, (sequence, text, count) in enumerate(zip(sequences, texts, counts, strict=True)):
+            if reads_at_once(self.head.config):
+                self._cache.note(sequence, count)
             lengths[sequence] += count
             text.unread = text.unread[count:]
             text.ahead = predict[row, count : count + masks] if masks else None
@@ -354,14 +359,14 @@ class HeadDrafter(TreeDrafter):
         return self._readings[way]
 
 
-def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor) -> BestFirstDraft:
+def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies: int) -> BestFirstDraft:
     """How the best trees are laid on the device of a cache."""
     if have_kernels(cache.store.device):
         from branchwise.draft.head.fused import FusedDraft
 
         if FusedDraft.fits(head.config):
-            return FusedDraft(tree, head, cache, *parts)
-    return BestFirstDraft(tree, head, cache, *parts)
+            return FusedDraft(tree, head, cache, *parts, copies=copies)
+    return BestFirstDraft(tree, head, cache, *parts, copies=copies)
 
 
 def _branch(tree: TreeBuilder, node: int) -> list[int]:

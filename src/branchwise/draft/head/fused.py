@@ -16,9 +16,10 @@ from torch.nn import Module
 from branchwise.core.rows import WORD, pack_bits, words_for
 from branchwise.cuda.best_tokens import best_tokens
 from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, project, read
-from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, remember
+from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
 from branchwise.draft.head.best_first import BestFirstDraft
+from branchwise.draft.head.copies import log_hits
 from branchwise.draft.head.device import with_norm
 from branchwise.draft.head.network import HeadConfig
 from branchwise.draft.policies.topk import TopK
@@ -37,9 +38,11 @@ class Weights(NamedTuple):
 
 
 class FusedDraft(BestFirstDraft):
-    def __init__(self, tree: TopK, *parts: Any) -> None:
-        super().__init__(tree, *parts)
+    def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
+        super().__init__(tree, *parts, copies=copies)
         head = self.head
+        copy_levels = torch.arange(1, copies + 1, device=self._levels.device)
+        self._all_levels = torch.cat([self._levels, copy_levels])
         self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
         self._normed_rows = with_norm(self._rows, head.output_norm.weight)
         self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
@@ -64,7 +67,7 @@ class FusedDraft(BestFirstDraft):
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
     ) -> Tensor:
         device = slots.device
-        after, ends, last = follow(paths, tokens, following, lengths)
+        after, ends, last = follow(paths, tokens, following, lengths, slots, self.cache.tokens)
         features = join(hidden, self._join, paths, self.head.config.epsilon)
         every, before = numbers(*paths.shape, device), in_order(*paths.shape, device)
         rows = self._layers(features, every, after, slots, lengths, before, cell=0, position=0, advance=1)
@@ -74,7 +77,7 @@ class FusedDraft(BestFirstDraft):
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
         batch, width, device = len(slots), self._width, roots.device
         kinds = torch.float32, torch.int64, torch.int64
-        proposed = Proposed(*(torch.empty(batch, len(self._levels), dtype=kind, device=device) for kind in kinds))
+        proposed = Proposed(*(torch.empty(batch, len(self._all_levels), dtype=kind, device=device) for kind in kinds))
         names = self._table, self.cache.extra_tokens, slots
         extra = self.cache.extra_rows, self.cache.extra_tokens
         none = filled(-1, torch.int64, device, batch, 1)
@@ -82,12 +85,12 @@ class FusedDraft(BestFirstDraft):
         level = Level(filled(0, torch.float32, device, batch, 1), none, none, none, unseen)
         # The states of a root lie in its slot, those of a node where its row does.
         predicted, carried, at, first = self.cache.predicted, self.cache.carried, slots[:, None], 0
-        for depth in range(1, self.depth + 1):
+        for depth in range(1, self._grown + 1):
             best = best_tokens(predicted, at, self.head.config.epsilon, self._normed_rows, *extra, slots, width)
             cell = (depth - 1) * width
             level = pick(best, names, level, at, proposed, first, cell, width)
             first += at.shape[1] * width
-            if depth == self.depth:
+            if depth == self._grown:
                 break
             predicted = self._layers(
                 carried,
@@ -101,7 +104,9 @@ class FusedDraft(BestFirstDraft):
                 advance=0,
             )
             carried, at = predicted[:, -self.head.config.width :], numbers(batch, width, device)
-        return lay(proposed, self._levels, roots, self.nodes, self.depth)
+        if self._copies:
+            propose_copy(proposed, self.cache.tokens, slots, lengths, log_hits(device), self._copies)
+        return lay(proposed, self._all_levels, roots, self.nodes, self.depth)
 
     def _layers(
         self,

@@ -24,9 +24,9 @@ UNLIKELY = 0.3
 
 
 class PacedDraft(BestFirstDraft):
-    def __init__(self, target: TargetInfo, level_cost: float, tree: TopK, *parts: Any) -> None:
+    def __init__(self, target: TargetInfo, level_cost: float, tree: TopK, *parts: Any, copies: int = 0) -> None:
         """`level_cost` is that of a level, in passes of the target."""
-        super().__init__(tree, *parts)
+        super().__init__(tree, *parts, copies=copies)
         self._target = target
         self._costs = PassCostModel()
         self._made = 0

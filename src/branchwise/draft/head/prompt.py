@@ -33,7 +33,8 @@ def read_prompt(head: Head, cache: HeadCache, embeddings: Tensor, sequence: Sequ
         return 0
     cache.hold(count)
     slot, device = cache.slot[sequence], features.device
-    after = torch.tensor(sequence.tokens[1 : count + 1]).to(device, non_blocking=True)
+    cache.note(sequence, count)
+    after = cache.tokens[slot, :count]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for kept, new in zip(cache.store[:, layer, slot], (key, value), strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +15,13 @@ from torch.nn import functional
 
 from branchwise.backends.base import CachedRows
 from branchwise.draft.head.cache import MOST_EXTRA
+from branchwise.draft.head.copies import Nodes, copied, with_copy
 from branchwise.draft.head.network import Attend, Head, Rows
 from branchwise.train.head.learn import Text, Watched
 from branchwise.train.head.unroll import unroll
+
+OFF = -2
+"""where a text goes that has left its tree: nothing is below"""
 
 
 @dataclass(frozen=True)
@@ -28,22 +31,12 @@ class Shape:
     nodes: int
     depth: int
     width: int
+    copies: int = 0
+    """tokens that may be copied from where the end of the text stood before"""
 
     @classmethod
     def chain(cls, length: int) -> Shape:
         return cls(length, length, 1)
-
-
-class Level(NamedTuple):
-    """The nodes that one level proposes, from every token of a text."""
-
-    values: Tensor
-    """(roots, nodes): log-probabilities of their paths"""
-    tokens: Tensor
-    parents: Tensor
-    """which of the expanded nodes of the level before each one stands below"""
-    places: Tensor
-    """(roots, nodes): which of the expanded nodes each one is, -1 if it is none"""
 
 
 class Replay:
@@ -51,7 +44,7 @@ class Replay:
         self.head, self.target = head, target
 
     def passes(self, text: Text, shapes: Sequence[Shape]) -> list[int]:
-        """How many passes an answer takes with trees of each shape, which differ in their nodes alone."""
+        """How many passes an answer takes with trees of each shape, which differ in their nodes and copies alone."""
         kept = self.accepted(text, shapes)
         end = len(text.tokens) - 1
         found = []
@@ -67,14 +60,18 @@ class Replay:
     def accepted(self, text: Text, shapes: Sequence[Shape]) -> Tensor:
         """(shapes, answer tokens): how many drafted tokens are accepted if the token before each one is the root."""
         tokens = text.tokens.to(self.target.table.device).long()
-        levels = self._grown(tokens, text.prompt, shapes[0])
-        values = torch.cat([level.values for level in levels], dim=1)
-        found = torch.stack([self._walk(levels, values, tokens, text.prompt, shape.nodes) for shape in shapes])
+        grown = self._grown(tokens, text.prompt, shapes[0])
+        ways = {
+            copies: self._copying(grown, tokens, text.prompt, shapes[0].depth, copies)
+            for copies in {shape.copies for shape in shapes}
+        }
+        found = torch.stack([self._walk(ways[shape.copies], tokens, text.prompt, shape) for shape in shapes])
         if text.prompt == 1:
             found[:, 0] = 0  # there are no states to draft from yet
         return found
 
-    def _grown(self, tokens: Tensor, prompt: int, shape: Shape) -> list[Level]:
+    def _grown(self, tokens: Tensor, prompt: int, shape: Shape) -> Nodes:
+        """All nodes that the head proposes below every token of an answer."""
         head, embeddings = self.head, self.target.embeddings
         hidden, _, cached = self.target(tokens[None])
         dtype = head.dtype
@@ -90,28 +87,35 @@ class Replay:
         predict, carry = rows.predict[0, before][:, None], rows.carry[0, before][:, None]
         table, output = self._table(tokens[:prompt])
         values, known = torch.zeros(len(roots), 1, device=tokens.device), tokens[roots][:, None]
-        levels = []
+        expanded = torch.full_like(known, -1)  # which of the proposed nodes they are
+        levels, first = list[Nodes](), 0
         for depth in range(shape.depth):
             previous = embeddings[known].to(dtype) if head.config.bias else None
             scores = head.logits(predict, output, previous).float().log_softmax(dim=-1)
             likely = scores.topk(min(shape.width, len(table)), dim=-1)
             proposed = (values[..., None] + likely.values).flatten(1)
             drafted = table[likely.indices].flatten(1)
-            above = torch.arange(values.shape[1], device=tokens.device).repeat_interleave(likely.values.shape[-1])
+            children = likely.values.shape[-1]
+            levels.append((proposed, drafted, expanded.repeat_interleave(children, dim=1)))
             best = proposed.topk(min(shape.width, proposed.shape[1]), dim=-1)
-            places = torch.full_like(drafted, -1)
-            places.scatter_(
-                1, best.indices, torch.arange(best.indices.shape[1], device=tokens.device).expand_as(best.indices)
-            )
-            levels.append(Level(proposed, drafted, above.expand_as(drafted), places))
-            parents, values, known = above[best.indices], best.values, drafted.gather(1, best.indices)
+            parents, values, known = best.indices // children, best.values, drafted.gather(1, best.indices)
+            expanded, first = first + best.indices, first + proposed.shape[1]
             if depth + 1 == shape.depth:
                 break
             if ahead:
                 predict = ahead[depth + 1][:, None].expand(-1, values.shape[1], -1)
             else:
                 predict, carry = self._below(cache, carry, parents, known, roots + depth)
-        return levels
+        every, drafted, above = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        return every, drafted, above
+
+    @staticmethod
+    def _copying(proposed: Nodes, tokens: Tensor, prompt: int, depth: int, copies: int) -> Nodes:
+        """What is proposed, at most so deep, and so many tokens that each root may copy."""
+        if not copies:
+            return proposed
+        roots = torch.arange(prompt - 1, len(tokens) - 1, device=tokens.device)
+        return with_copy(proposed, copied(tokens[1:].expand(len(roots), -1), roots, copies), depth)
 
     def _below(self, cache: TextCache, carry: Tensor, parents: Tensor, known: Tensor, positions: Tensor) -> Rows:
         """The rows of the expanded nodes of a level, (roots, nodes, width)."""
@@ -144,16 +148,17 @@ class Replay:
         return table, torch.cat([self.target.rows, self.target.output[extra]]).to(dtype)
 
     @staticmethod
-    def _walk(levels: Sequence[Level], values: Tensor, tokens: Tensor, prompt: int, nodes: int) -> Tensor:
+    def _walk(proposed: Nodes, tokens: Tensor, prompt: int, shape: Shape) -> Tensor:
         """(answer tokens,): how far the text goes along the best nodes of each tree."""
-        least = values.topk(min(nodes, values.shape[1]), dim=1).values[:, -1:]
+        values, drafted, parents = proposed
+        least = values.topk(min(shape.nodes, values.shape[1]), dim=1).values[:, -1:]
         count = len(values)
-        place, found = (torch.zeros(count, device=tokens.device, dtype=torch.long) for _ in range(2))
-        for depth, level in enumerate(levels):
-            wanted = functional.pad(tokens[prompt + depth :], (0, depth), value=-1)[:count]
-            hits = (level.tokens == wanted[:, None]) & (level.parents == place[:, None]) & (level.values >= least)
+        at, found = torch.full((count, 1), -1, device=tokens.device), torch.zeros_like(tokens[:count])
+        for depth in range(max(shape.depth, shape.copies)):
+            wanted = functional.pad(tokens[prompt + depth :], (0, depth), value=-1)[:count, None]
+            hits = (drafted == wanted) & (parents == at) & (values >= least)
             found += hits.any(dim=1)
-            place = torch.where(hits, level.places, -1).amax(dim=1)  # below none no parent is found
+            at = torch.where(hits.any(dim=1), hits.long().argmax(dim=1), OFF)[:, None]
         return found
 
 
