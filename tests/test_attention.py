@@ -449,8 +449,8 @@ class Compiled:
         kinds[torch.int64] = "*i64"
         for place, (parameter, it) in enumerate(zip(self.kernel.params, given, strict=False)):
             name, fixed = parameter.name, not parameter.do_not_specialize
-            if isinstance(it, int) and it == 1 and fixed:
-                signature[name], constants[name] = "constexpr", 1
+            if parameter.is_constexpr or (isinstance(it, int) and it == 1 and fixed):
+                signature[name], constants[name] = "constexpr", it
             else:
                 signature[name] = (
                     kinds[it.dtype] if isinstance(it, Tensor) else "i32" if isinstance(it, int) else "fp32"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from branchwise.draft import build_policy
 from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.draft.policies.topk import TopK
+from tests.test_attention import Compiled, compiled_by, interpreted
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,3 +135,35 @@ def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air()
     laid = tree.lay(orphan, levels[[0, 1, 2]], root, 3, 2)
     assert [part[0].tolist() for part in laid[:3]] == [[4, 5, 0], [-1, 0, -1], [0, 1, 0]]
     assert laid[3][0, :, 0].tolist() == [1, 0b11, 0]
+
+
+LEVEL = ["_blocks", "_merge", "_pick"]
+ROWS = ["_read", "_attend", "_merge", "_add", "_gate_up", "_add"]
+STEP = ["_follow", "_join", *ROWS, "_remember", *LEVEL, *ROWS, *LEVEL, "_copy", "_rank", "_number", "_lay"]
+"""what a verdict launches, and the next tree of two levels"""
+
+
+@interpreted
+def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
+    assert compiled_by("tests.test_head_kernels", tmp_path) == STEP
+
+
+def compile_all() -> None:
+    """A verdict and the next tree of the shipped head, in the sizes of SmolLM2."""
+    from branchwise.cuda import best_tokens, head_rows, head_tree, kernels
+    from branchwise.draft.head.fused import FusedDraft
+
+    for module in (best_tokens, head_rows, head_tree, kernels):
+        for name, kernel in vars(module).copy().items():
+            if name in STEP:  # others are called by these
+                setattr(module, name, Compiled(kernel))
+    width, kind = 576, torch.bfloat16
+    sizes = {"width": width, "taps": tuple("abcd"), "heads": 9, "kv_heads": 3, "head_width": 64, "mlp": 3008}
+    head = Head(HeadConfig(**sizes, carry=True), torch.ones(32)).to(kind).requires_grad_(False)  # type: ignore[arg-type]
+    head.frequencies = head.frequencies.float()
+    words = torch.zeros(20_000, width, dtype=kind)
+    cache = HeadCache(head.config, 1, torch.device("cpu"), kind)
+    draft = FusedDraft(TopK(63, 2, 8), head, cache, words, words, torch.arange(16_384), copies=15)
+    one, hidden = torch.ones(1, dtype=torch.int32), [torch.zeros(1, 64, width, dtype=kind) for _ in range(4)]
+    paths: Tensor = torch.zeros(1, 16, dtype=torch.long)
+    draft.go_on(one, one, torch.zeros(1, 64, dtype=torch.int32), paths, one.long(), *hidden)
