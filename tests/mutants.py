@@ -658,6 +658,24 @@ MUTANTS = [
         ("    self.clock.lap(\"score\")\n        probs =", "self.clock.lap(\"score\")\n        probs =", "on a host the time is that of a call that returns at once"),
     ),
     *family(
+        "copies",
+        "draft/head/copies.py",
+        ("torch.where(places < end, agreeing, 0)", "torch.where(places <= end, agreeing, 0)"),
+        ("(REACH - 1, 0), value=-2)", "(REACH - 1, 0), value=0)"),
+        ("steps % (end - best).clamp_min(1)", "steps"),
+        ("(agreeing * cells + places)", "(agreeing * cells - places)"),
+        ("torch.maximum(values, copy.values[:, this])", "values"),
+        ("torch.where(found, NOTHING, own_values[:, this])", "own_values[:, this]"),
+        ("range(min(depth + 1, count))", "range(min(depth, count))"),
+    ),
+    *family(
+        "copies",
+        "draft/head/prompt.py",
+        ("value, is_causal=True", "value, is_causal=False"),
+        ("kept[:, :count] = new[0]", "kept[:, : count - 1] = new[0, :, 1:]"),
+        ("= predict[0, -1], carry[0, -1]", "= predict[0, 0], carry[0, -1]"),
+    ),
+    *family(
         "head",
         "draft/head/device.py",
         ("positions = lengths[:, None] + torch.arange(steps, device=paths.device)", "positions = lengths[:, None] + 1 + torch.arange(steps, device=paths.device)"),
@@ -749,6 +767,10 @@ TESTS = {
     "sheet": ["tests/test_graphs.py"],
     "begun": ["tests/test_inflight.py"],
     "head": ["tests/test_head_drafter.py"],
+    "copies": [
+        "tests/test_head_copies.py",
+        "tests/test_head_drafter.py::test_a_prompt_longer_than_one_pass_is_read_as_in_training",
+    ],
     "head-training": [
         "tests/test_head_training.py",
         "tests/test_head_loss.py",

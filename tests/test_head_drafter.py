@@ -120,13 +120,16 @@ def test_a_tree_is_predicted_as_in_training(form: str, shape: str) -> None:
     assert_as_in_training(drafter, model, sampling.temperature or 1.0)
 
 
+@pytest.mark.parametrize("form", ["carry", "two layers"])
 @pytest.mark.parametrize("most", [1, 7, 19])
 @torch.no_grad()
-def test_a_prompt_longer_than_one_pass_is_read_as_in_training(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_a_prompt_longer_than_one_pass_is_read_as_in_training(
+    form: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("branchwise.draft.head.prompt.MOST", most)
     model = model_of()
     target = TransformersTarget(model, slots=2, context=128, max_nodes=32)
-    drafter = Watching(trained(target, "carry"), tree=build_policy("topk:6,depth=3,width=2"))
+    drafter = Watching(trained(target, form), tree=build_policy("topk:6,depth=3,width=2"))
     engine = Engine(target, drafter, VERIFIERS.build("match"))
     for prompt in [tuple(range(20)), tuple(range(20, 0, -2))]:
         engine.submit(Request(prompt, max_new_tokens=6))

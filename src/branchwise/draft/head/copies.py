@@ -42,7 +42,7 @@ def copied(history: Tensor, lengths: Tensor, count: int) -> Copy:
     device, cells = history.device, history.shape[1]
     places, back, steps = (torch.arange(number, device=device) for number in (cells, REACH, count))
     end = lengths[:, None].long() - 1
-    lately = torch.where(back <= end, history.gather(1, (end - back).clamp_min(0)), -1)  # the last token first
+    lately = history.gather(1, (end - back).clamp_min(0))  # the last token first; before the first no place agrees
     earlier = functional.pad(history, (REACH - 1, 0), value=-2).unfold(1, REACH, 1).flip(2)
     agreeing = (earlier == lately[:, None]).cumprod(dim=2).sum(dim=2)
     agreeing = torch.where(places < end, agreeing, 0)
