@@ -57,7 +57,7 @@ def test_the_benchmark_page_shows_what_the_records_say() -> None:
     assert shown >= {path.name for path in ALL}
     heads = tables.HEADS.read_text()
     assert tables.filled(heads) == heads, "run python benchmarks/tables.py"
-    assert {place[2] for place in tables.PLACE.finditer(heads)} == {path.name for path in HEADS}
+    assert {place[2] for place in tables.PLACE.finditer(heads)} >= {path.name for path in HEADS}
     for place in (*tables.PLACE.finditer(page), *tables.PLACE.finditer(heads)):
         assert (place[4] == "not measured yet\n") is not (tables.RECORDS / place[2]).exists()
     readme = tables.README.read_text()
