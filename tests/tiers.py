@@ -79,7 +79,16 @@ SLOW: dict[str, str] = {
     ),
     "test_verify_batches.py::test_no_coin_decides_twice_in_trees_of_any_size": "paths:2x140.*-device",
     "test_head_audit.py::test_the_first_tokens_have_the_targets_law": "fspad-gate-chain:2-block",
+    # Heads that learn, 60 s
+    "test_head_learning.py::test_a_head_learns_a_rule": "options[03]",
+    "test_head_cli.py::test_what_a_head_has_learned_is_shown_while_it_learns_and_drawn": "chat",
+    "test_head_cli.py::test_a_head_is_trained_and_drafts": "chat",
+    "test_head_cli.py::test_whoever_would_wait_for_hours_is_told": "base",
     # Triton's interpreter
+    "test_head_kernels.py::test_trees_are_laid_as_without_kernels": (
+        "0-topk:3.*|2-topk:9,depth=3,width=3-3-{}|9-topk:40,depth=4,width=4-1-{'carry.*"
+    ),
+    "test_head_kernels.py::test_the_kernels_compile_for_a_hopper_gpu": NONE,
     "test_head_drafter.py::test_the_best_trees_are_laid_on_the_device_as_on_the_host": (
         ".*-False|eagle-topk:2,depth=2,width=2-True"  # the other one 110 s
     ),
