@@ -2,8 +2,7 @@
 
 A product over one row reads its weights once, as they are. For more rows a library first brings them into blocks, at
 every call, which on some machines takes longer than the product itself. Weights that were packed once save that. They
-are a copy, so nothing is packed where memory is short, and nothing where a short trial
-finds that it does not pay.
+are a copy, so nothing is packed where memory is short, and nothing where a short trial finds that it does not pay.
 """
 
 from __future__ import annotations
