@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 HITS = (0.2, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.85, 0.9, 0.9, 0.9, 0.95)
-"""how often the next token of a copy is right, by how many tokens before it agree: measured on texts of SmolLM2, and
-rounded; the last number is for all that is longer"""
+"""how probable the next token of a copy is taken to be, by how many tokens before it agree; the last number is for all
+that is longer. They decide which nodes are tried, and never what a text says"""
 REACH = len(HITS)
 NOTHING = -1.0e30
 """the value of a node that is not there"""

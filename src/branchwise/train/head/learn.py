@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from branchwise.backends.base import CachedRows
 from branchwise.backends.transformers.probe import context_limit
 from branchwise.draft.head.network import Head
+from branchwise.draft.head.prompt import KERNELS
 from branchwise.train.head.cross import LayerCache, moved_keys, moved_positions
 from branchwise.train.head.loss import loss_of
 from branchwise.train.head.unroll import unroll
@@ -163,8 +164,7 @@ class Learner:
     def _quickly(self) -> Iterator[None]:
         """Half precision on CUDA, and attention without cuDNN, which plans anew for every length."""
         device = self.target.table.device.type
-        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), sdpa_kernel(kernels):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), sdpa_kernel(KERNELS):
             yield
 
     def learn(self, texts: Sequence[Text]) -> float:
