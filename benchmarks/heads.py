@@ -1,8 +1,9 @@
 """What trained heads give: tokens a pass by category, and tokens a second beside plain decoding and Token Recycling.
 
-The target writes greedy answers to the prompts once. Tokens a pass come from replaying these against trees of a head
-(`branchwise.train.head.replay`, which counts the passes that the engine makes), over the whole answer, within its first
-tokens, and without answers that repeat themselves. Speed is measured with real decoding, methods in turn.
+The target writes answers to the prompts once, greedy or at a temperature. Tokens a pass come from replaying these
+against trees of a head (`branchwise.train.head.replay`, which counts the passes that the engine makes with `match`),
+over the whole answer, within its first tokens, and without answers that repeat themselves. Speed is measured with real
+decoding, methods in turn.
 
     python benchmarks/heads.py --heads carry.head eagle.head --prompts spec_bench.jsonl
     python benchmarks/heads.py --heads smollm2.head --prompts spec_bench.jsonl --speed --chains --trees
@@ -101,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chains", type=int, nargs="*", default=[4, 6], help="lengths of replayed chains")
     parser.add_argument("--trees", type=int, nargs="*", default=[16, 32, 64], help="nodes of replayed trees")
     parser.add_argument("--copies", type=int, nargs="*", default=[0], help="tokens that replayed trees may copy")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers; trees meet them with `match`")
     parser.add_argument("--first", type=int, default=48, help="tokens of the beginning of an answer, counted apart")
     parser.add_argument("--speed", action="store_true", help="tokens a second as well")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[*METHODS], help="what --speed measures")
@@ -156,11 +158,11 @@ def learned(file: str) -> dict[str, Any]:
 
 
 def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
-    """Greedy answers to all turns; later turns stand behind the answers to those before them."""
+    """Answers to all turns; later turns stand behind the answers to those before them."""
     items = load_items(arguments.prompts, limit=arguments.limit)
     found, chats = [], [list[dict[str, str]]() for _ in items]
     stops = sorted(llm.stop_tokens)
-    slots = 512 if llm.engine.target.device.type == "cuda" else 2
+    slots = 512 if llm.engine.target.device.type == "cuda" else 8
     with Writer(llm.model, stops, slots) as writer:
         for turn in range(max(len(item.turns) for item in items)):
             asked = [number for number, item in enumerate(items) if turn < len(item.turns)]
@@ -170,7 +172,9 @@ def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
                 prompts.append(encoded(llm, items[number], chats[number]))
             fitting = [place for place, prompt in enumerate(prompts) if len(prompt) + arguments.tokens < 2048]
             progress(f"turn {turn + 1}: {len(fitting)} answers")
-            written = writer.write([prompts[place] for place in fitting], [0.0] * len(fitting), arguments.tokens)
+            written = writer.write(
+                [prompts[place] for place in fitting], [arguments.temperature] * len(fitting), arguments.tokens
+            )
             for place, answer in zip(fitting, written, strict=True):
                 number = asked[place]
                 text = Text(torch.tensor([*prompts[place], *answer], dtype=torch.int32), len(prompts[place]))
@@ -207,7 +211,7 @@ def replayed(
     }
     groups += [list(trees.values())] if trees else []
     names = [*(f"chain {length}" for length in arguments.chains), *trees]
-    about = {"kind": "replay", "head": Path(file).name, "table": len(tokens)}
+    about = {"kind": "replay", "head": Path(file).name, "table": len(tokens), "temperature": arguments.temperature}
     sums: dict[tuple[str, bool, str], list[Counter[str]]] = {}
     for number, (category, text, loops) in enumerate(answers):
         progress(f"{Path(file).name}: answer {number + 1} of {len(answers)}")

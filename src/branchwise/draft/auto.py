@@ -14,6 +14,8 @@ HOST_TABLE, DEVICE_TABLE = 8192, 16_384
 """tokens that a head may propose besides those of the prompt: half of a level's time goes to their rows"""
 HOST_TREE, DEVICE_TREE = TopK(8, depth=5, width=2), TopK(63, depth=6, width=8)
 """On a host every row makes a pass longer, and so does every level of a draft. On a GPU a wide tree costs little."""
+HOST_COPIES, DEVICE_COPIES = 0, 15
+"""tokens of that tree that may be copies of what stood before: on a host they cost more than they save"""
 
 
 class AutoDrafter(DefaultDrafter):
@@ -25,5 +27,5 @@ class AutoDrafter(DefaultDrafter):
             return super().alone_on(target)
         host = target.device.type == "cpu"
         tree = self.tree if self.tree_given else HOST_TREE if host else DEVICE_TREE
-        table = HOST_TABLE if host else DEVICE_TABLE
-        return HeadDrafter(TrainedHead.load(file), table, tree=tree, paced=not self.tree_given)
+        table, copies = (HOST_TABLE, HOST_COPIES) if host else (DEVICE_TABLE, DEVICE_COPIES)
+        return HeadDrafter(TrainedHead.load(file), table, tree=tree, copies=copies, paced=not self.tree_given)
