@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -38,31 +39,38 @@ from branchwise.verify import VERIFIERS
 
 DEPTH, WIDTH = 8, 8
 """of replayed trees"""
-TURNS = 5
-"""how often each method writes each text, in turn"""
 ROUNDS = 4
 """texts that queue for a place in a batch of several"""
 
 
 class Method(NamedTuple):
-    """A way to write, with `match`."""
+    """A way to write. `itself` drafts with the target: what a head would give that had learned all there is."""
 
     draft: str
     tree: str | None = None
     temperature: float = 0.0
     copies: int = 0
     """tokens that a head may copy"""
+    verifier: str = "match"
 
 
 METHODS = {
     "none": Method("none"),
     "token-recycling": Method("recycle", "ranks:recycling-80"),
+    "memories": Method("memories"),
+    "suffix": Method("suffix"),
     "head 15": Method("head", "topk:15,depth=4,width=6"),
     "head 31": Method("head", "topk:31,depth=5,width=8"),
     "head 63": Method("head", "topk:63,depth=6,width=8"),
     "head 63, copies": Method("head", "topk:63,depth=6,width=8", copies=15),
     "none, T = 1": Method("none", temperature=1.0),
     "head 31, T = 1": Method("head", "topk:31,depth=5,width=8", temperature=1.0),
+    "itself 31, T = 1": Method("itself", "topk:31,depth=5,width=8", temperature=1.0),
+    "head chain 5, block, T = 1": Method("head", "chain:5", temperature=1.0, verifier="block"),
+    "head 6x5, gbv, T = 1": Method("head", "paths:6x5", temperature=1.0, verifier="gbv"),
+    "head 6x5, cascade, T = 1": Method("head", "paths:6x5", temperature=1.0, verifier="cascade"),
+    "head 6x5, traversal, T = 1": Method("head", "paths:6x5", temperature=1.0, verifier="traversal"),
+    "head 24, traversal, T = 1": Method("head", "template:sequoia-24", temperature=1.0, verifier="traversal"),
 }
 
 
@@ -106,6 +114,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=48, help="tokens of the beginning of an answer, counted apart")
     parser.add_argument("--speed", action="store_true", help="tokens a second as well")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[*METHODS], help="what --speed measures")
+    parser.add_argument("--turns", type=int, default=5, help="how often each method writes each text, for --speed")
+    parser.add_argument("--each", type=int, default=1, help="prompts of each category, for --speed")
     parser.add_argument("--batches", type=int, nargs="*", default=[1], help="texts at once, for --speed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -235,31 +245,37 @@ class Way(NamedTuple):
 
 
 def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
-    """Seconds of real decoding, prefill included, of one prompt of each category, or of several rounds of these that
-    queue for a batch; methods in turn, each of which knows at the beginning of a turn what it knew at the beginning of
-    the first."""
-    chosen = {answer.category: answer.text for answer in reversed(answers)}
-    prompts = [tuple(text.tokens[: text.prompt].tolist()) for text in chosen.values()]
-    prompts *= -(-(ROUNDS * batch if batch > 1 else 1) // len(prompts))
+    """Seconds of real decoding, prefill included, of the first prompts of each category, or of several rounds of these
+    that queue for a batch; methods in turn, each of which knows at the beginning of a turn what it knew at the
+    beginning of the first."""
+    categories = dict.fromkeys(answer.category for answer in answers)
+    chosen = [a for kind in categories for a in [a for a in answers if a.category == kind][: arguments.each]]
+    chosen *= -(-(ROUNDS * batch if batch > 1 else 1) // len(chosen))
     table = arguments.tables[0]
     ways = [
         Way(method, head)
         for method in arguments.methods
         for head in (arguments.heads if METHODS[method].draft == "head" else [None])
     ]
-    engines = {way: Engine(llm.engine.target, drafter_of(way, table), VERIFIERS.build("match")) for way in ways}
+    engines = {
+        way: Engine(
+            llm.engine.target, drafter_of(way, table, arguments.model), VERIFIERS.build(METHODS[way.method].verifier)
+        )
+        for way in ways
+    }
     known = {engine.drafter: engine.drafter.save() for engine in engines.values() if learns(engine.drafter)}
-    for turn in range(-2, TURNS):  # sizes are recorded when they come for the second time
+    for turn in range(-2, arguments.turns):  # sizes are recorded when they come for the second time
         for way, engine in engines.items():
             progress(f"{batch} texts, {way.method}, turn {turn + 1}")
-            sampling = SamplingParams(METHODS[way.method].temperature, seed=1)
+            sampling = SamplingParams(METHODS[way.method].temperature, seed=2 + turn)
             if engine.drafter in known:
                 engine.drafter.restore(known[engine.drafter])
             start = time.perf_counter()
-            texts, waiting = list[Generation](), [Request(prompt, sampling, max_new_tokens=128) for prompt in prompts]
-            while waiting or engine.busy:
-                while waiting and sum(not text.finished for text in texts) < batch:
-                    texts.append(engine.submit(waiting.pop()))
+            texts, waiting = list[Generation](), iter(chosen)
+            while len(texts) < len(chosen) or engine.busy:
+                for answer in islice(waiting, batch - sum(not text.finished for text in texts)):
+                    prompt = tuple(answer.text.tokens[: answer.text.prompt].tolist())
+                    texts.append(engine.submit(Request(prompt, sampling, max_new_tokens=128)))
                 engine.step()
             seconds = time.perf_counter() - start
             if turn >= 0:
@@ -267,14 +283,23 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
                 counted["steps"] = sum(text.stats.steps for text in texts)
                 laps = [text.stats.seconds | {"prefill": text.stats.prefill_seconds} for text in texts]
                 counted["laps"] = {name: sum(lap[name] for lap in laps) for name in laps[0]}
+                counted["categories"] = by_category(chosen, texts)
                 head = Path(way.head).name if way.head else None
                 yield {"kind": "speed", "head": head, "table": table, "batch": batch, "method": way.method, **counted}
 
 
-def drafter_of(way: Way, table: int) -> Drafter:
+def by_category(answers: Sequence[Answer], texts: Sequence[Generation]) -> dict[str, dict[str, int]]:
+    found: dict[str, Counter[str]] = {}
+    for answer, text in zip(answers, texts, strict=True):
+        found.setdefault(answer.category, Counter()).update(tokens=len(text.token_ids), steps=text.stats.steps)
+    return {category: dict(counts) for category, counts in found.items()}
+
+
+def drafter_of(way: Way, table: int, model: str) -> Drafter:
     method = METHODS[way.method]
-    spec = f"head:{way.head},table={table},copies={method.copies}" if way.head else method.draft
-    return build_drafter(spec, method.tree)
+    copies = f",copies={method.copies}" if method.copies else ""
+    specs = {"head": f"head:{way.head},table={table}{copies}", "itself": f"model:{model}"}
+    return build_drafter(specs.get(method.draft, method.draft), method.tree)
 
 
 def learns(drafter: Drafter) -> TypeGuard[LearningDrafter]:
@@ -311,6 +336,22 @@ def summarise(records: Sequence[dict[str, Any]]) -> None:
         beside = f", {interval(ratios)} x plain in {len(these)} turns" if ratios else ""
         name = f"{method}, {head}" if head else method
         print(f"{batch} texts, {name}: {speed:.0f} tokens/s, {steps:.2f} tokens a step{beside}")
+    for batch in dict.fromkeys(r["batch"] for r in found if "categories" in r):
+        steps_by_category([r for r in found if r["batch"] == batch and "categories" in r], batch)
+
+
+def steps_by_category(records: Sequence[dict[str, Any]], batch: int) -> None:
+    """Tokens a step of methods that wrote the same prompts."""
+    methods = list(dict.fromkeys(r["method"] for r in records))
+    width = 2 + max(map(len, methods))
+    print(f"tokens a step by category, {batch} texts:")
+    print(" " * 16 + "".join(f"{method:>{width}}" for method in methods))
+    for category in records[0]["categories"]:
+        line = f"  {category:14}"
+        for method in methods:
+            own = [r["categories"][category] for r in records if r["method"] == method]
+            line += f"{sum(r['tokens'] for r in own) / sum(r['steps'] for r in own):{width}.2f}"
+        print(line)
 
 
 def compare(title: str, columns: dict[str, tuple[str, str]], records: Sequence[dict[str, Any]]) -> None:
