@@ -30,6 +30,7 @@ from branchwise.draft.head.drafter import read_head
 from branchwise.engine import Engine, Generation, Request
 from branchwise.llm import LLM, load
 from branchwise.plots import pyplot, save
+from branchwise.provenance import without_folder
 from branchwise.train.head.learn import Score, Text, Watched
 from branchwise.train.head.replay import Replay, Shape
 from branchwise.train.texts import Writer, without_loops
@@ -104,6 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=48, help="tokens of the beginning of an answer, counted apart")
     parser.add_argument("--speed", action="store_true", help="tokens a second as well")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[*METHODS], help="what --speed measures")
+    parser.add_argument("--texts", type=int, default=1, help="prompts of each category that --speed writes")
     parser.add_argument("--batches", type=int, nargs="*", default=[1], help="texts at once, for --speed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -130,9 +132,9 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     run = provenance(llm.engine.target.device, arguments)
     run["arguments"] |= {"heads": [Path(file).name for file in arguments.heads]}  # whose folders are nobody's business
-    run["arguments"] |= {"prompts": [file.name for file in arguments.prompts]}
+    run["arguments"] |= {"prompts": [file.name for file in arguments.prompts], "model": without_folder(llm.name)}
     for record in measured_with(llm, arguments):
-        yield {"model": arguments.model, **record, "run": run}
+        yield {"model": without_folder(llm.name), **record, "run": run}
 
 
 def measured_with(llm: LLM, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -231,11 +233,10 @@ class Way(NamedTuple):
 
 
 def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], batch: int) -> Iterator[dict[str, Any]]:
-    """Seconds of real decoding, prefill included, of one prompt of each category, or of several rounds of these that
-    queue for a batch; methods in turn, each of which knows at the beginning of a turn what it knew at the beginning of
-    the first."""
-    chosen = {answer.category: answer.text for answer in reversed(answers)}
-    prompts = [tuple(text.tokens[: text.prompt].tolist()) for text in chosen.values()]
+    """Seconds of real decoding, prefill included, of the first prompts of each category, or of several rounds of these
+    that queue for a batch; methods in turn, each of which knows at the beginning of a turn what it knew at the
+    beginning of the first."""
+    prompts = first_prompts(answers, arguments.texts)
     prompts *= -(-(ROUNDS * batch if batch > 1 else 1) // len(prompts))
     table = arguments.tables[0]
     ways = [
@@ -265,6 +266,16 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
                 counted["laps"] = {name: sum(lap[name] for lap in laps) for name in laps[0]}
                 head = Path(way.head).name if way.head else None
                 yield {"kind": "speed", "head": head, "table": table, "batch": batch, "method": way.method, **counted}
+
+
+def first_prompts(answers: Sequence[Answer], count: int) -> list[tuple[int, ...]]:
+    """The first prompts of each category; texts are taken from the end."""
+    taken, found = Counter[str](), []
+    for category, text, _ in answers:
+        taken[category] += 1
+        if taken[category] <= count:
+            found.append(tuple(text.tokens[: text.prompt].tolist()))
+    return found[::-1]
 
 
 def drafter_of(way: Way, table: int) -> Drafter:
