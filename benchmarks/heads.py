@@ -32,6 +32,7 @@ from branchwise.draft.head.drafter import read_head
 from branchwise.engine import Engine, Generation, Request
 from branchwise.llm import LLM, load
 from branchwise.plots import pyplot, save
+from branchwise.provenance import without_folder
 from branchwise.train.head.learn import Score, Text, Watched
 from branchwise.train.head.replay import Replay, Shape
 from branchwise.train.texts import Writer, without_loops
@@ -142,9 +143,9 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     run = provenance(llm.engine.target.device, arguments)
     run["arguments"] |= {"heads": [Path(file).name for file in arguments.heads]}  # whose folders are nobody's business
-    run["arguments"] |= {"prompts": [file.name for file in arguments.prompts]}
+    run["arguments"] |= {"prompts": [file.name for file in arguments.prompts], "model": without_folder(llm.name)}
     for record in measured_with(llm, arguments):
-        yield {"model": arguments.model, **record, "run": run}
+        yield {"model": without_folder(llm.name), **record, "run": run}
 
 
 def measured_with(llm: LLM, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -248,8 +249,7 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
     """Seconds of real decoding, prefill included, of the first prompts of each category, or of several rounds of these
     that queue for a batch; methods in turn, each of which knows at the beginning of a turn what it knew at the
     beginning of the first."""
-    categories = dict.fromkeys(answer.category for answer in answers)
-    chosen = [a for kind in categories for a in [a for a in answers if a.category == kind][: arguments.each]]
+    chosen = first_of_each(answers, arguments.each)
     chosen *= -(-(ROUNDS * batch if batch > 1 else 1) // len(chosen))
     table = arguments.tables[0]
     ways = [
@@ -286,6 +286,12 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
                 counted["categories"] = by_category(chosen, texts)
                 head = Path(way.head).name if way.head else None
                 yield {"kind": "speed", "head": head, "table": table, "batch": batch, "method": way.method, **counted}
+
+
+def first_of_each(answers: Sequence[Answer], count: int) -> list[Answer]:
+    """The first answers of each category."""
+    categories = dict.fromkeys(answer.category for answer in answers)
+    return [a for category in categories for a in [a for a in answers if a.category == category][:count]]
 
 
 def by_category(answers: Sequence[Answer], texts: Sequence[Generation]) -> dict[str, dict[str, int]]:

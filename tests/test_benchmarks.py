@@ -71,6 +71,14 @@ def test_a_table_that_says_something_else_is_found() -> None:
     assert tables.filled(page.replace("plain  ", "plane  ", 1)) == page
 
 
+def test_speed_is_measured_with_the_first_prompts_of_each_category() -> None:
+    heads = script("heads")
+    texts = [heads.Text(torch.tensor([number, 9]), 1) for number in range(5)]
+    answers = [heads.Answer(category, text, False) for category, text in zip("aabab", texts, strict=True)]
+    for count, chosen in ((1, [0, 2]), (2, [0, 1, 2, 4])):
+        assert [answer.text for answer in heads.first_of_each(answers, count)] == [texts[place] for place in chosen]
+
+
 def test_verdicts_that_matter_most_are_measured_and_written_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

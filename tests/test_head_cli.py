@@ -13,6 +13,7 @@ from branchwise.cli import main
 from branchwise.draft.head.file import TrainedHead
 from branchwise.errors import UsageError
 from branchwise.llm import load
+from branchwise.train import prompts
 from branchwise.train.head.run import Texts, given_texts, hours_to_write
 from tests.test_audit_model import tiny_model, tokenizer
 
@@ -91,6 +92,26 @@ def test_how_long_writing_takes_grows_with_the_texts_on_a_cpu(folder: Path) -> N
     llm = load(folder / "model", draft="none", device="cpu", dtype="float32")
     few, many = (hours_to_write(llm, count) for count in (1, 10**6))
     assert 0 < few < 1e-2 < many
+
+
+def test_texts_may_be_programs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = list[str]()
+
+    def beginning(program: str) -> str:
+        programs.append(program)
+        return "the cat sat"
+
+    monkeypatch.setattr(prompts, "openings", lambda count, seed: ["the cat"] * count)
+    monkeypatch.setattr(prompts, "beginning", beginning)
+    loading = ["--model", folder / "model", "--device", "cpu", "--dtype", "float32", "--json"]
+    sizes = ["--minutes", 0.01, "--texts", 24, "--mlp", 16, "--table", 12, "--batch-tokens", 64]
+    run(monkeypatch, capsys, "train", "head", *loading, *sizes, "--kind", "code", "--out", folder / "head")
+    assert len(programs) == round(0.36 * 24)
+    assert all(program.startswith("the cat") for program in programs)
+    assert TrainedHead.load(folder / "head").about["recipe"]["tokens"] == 64
+    assert len(Texts(folder / "head.run" / "texts.pt").read()[0]) > 5
 
 
 def test_a_head_learns_from_texts_that_are_given(

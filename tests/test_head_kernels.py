@@ -26,17 +26,26 @@ class Drafts:
 
     def __init__(self, shape: str, rng: torch.Generator, *, copies: int = 0, **options: Any) -> None:
         fused = pytest.importorskip("branchwise.draft.head.fused", reason="needs Triton's interpreter")
-        sizes = {"width": 24, "taps": ("a", "b", "c"), "heads": 4, "kv_heads": 2, "head_width": 12, "mlp": 40}
-        head = Head(HeadConfig(**sizes, **options), 1 / 100 ** (torch.arange(6) / 6))
+        sizes = {
+            "width": 24,
+            "taps": ("a", "b", "c"),
+            "heads": 4,
+            "kv_heads": 2,
+            "head_width": 12,
+            "mlp": 40,
+            **options,
+        }
+        width, half = sizes["width"], sizes["head_width"] // 2
+        head = Head(HeadConfig(**sizes), 1 / 100 ** (torch.arange(half) / half))
         for weight in head.parameters():
-            torch.nn.init.normal_(weight, std=0.3, generator=rng)
+            torch.nn.init.normal_(weight, std=0.3 * (24 / width) ** 0.5, generator=rng)
         head.eval().requires_grad_(False).to(DEVICE)
-        embeddings, output = (torch.randn(VOCABULARY, 24, generator=rng).to(DEVICE) for _ in range(2))
+        embeddings, output = (torch.randn(VOCABULARY, width, generator=rng).to(DEVICE) for _ in range(2))
         table = torch.randperm(VOCABULARY, generator=rng)[:70].to(DEVICE)
         tree = build_policy(shape)
         self.caches = [HeadCache(head.config, SLOTS, DEVICE, torch.float32) for _ in range(2)]
         store = torch.randn(self.caches[0].store.shape, generator=rng)
-        states = torch.randn(2, SLOTS + 1, 24, generator=rng)
+        states = torch.randn(2, SLOTS + 1, width, generator=rng)
         history = table[:3].cpu()[torch.randint(3, self.caches[0].tokens.shape, generator=rng)]
         rest = torch.tensor(sorted(set(range(VOCABULARY)) - set(table.tolist()))).to(DEVICE)
         for cache in self.caches:
@@ -79,7 +88,9 @@ def apart(numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack([numbers - 7, numbers, numbers + 3], dim=1)
 
 
-OPTIONS = [{}, {"carry": True}, {"layers": 2, "carry": True}]
+WIDE = {"width": 320, "heads": 12, "kv_heads": 2, "head_width": 128, "mlp": 272}
+"""heads as wide as Qwen2's, and inputs of more than one piece"""
+OPTIONS: list[dict[str, Any]] = [{}, {"carry": True}, {"layers": 2, "carry": True}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -102,7 +113,17 @@ def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, 
     drafts.compare_caches()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_wide_heads_draft_as_without_kernels() -> None:
+    rng = torch.Generator().manual_seed(3)
+    drafts = Drafts("topk:9,depth=3,width=3", rng, carry=True, **WIDE)
+    drawn = [torch.tensor(part, device=DEVICE) for part in ([3, 0], [9, 41], [5, 60])]
+    found, wanted = (draft.grow(drawn[0].int(), drawn[1].int(), drawn[2]) for draft in (drafts.fused, drafts.plain))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.long(), theirs.long())
+    drafts.compare_caches()
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"carry": True, **WIDE}], ids=str)
 def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any]) -> None:
     rng = torch.Generator().manual_seed(1)
     drafts = Drafts("topk:9,depth=3,width=3", rng, **options)
@@ -110,7 +131,7 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
     tokens = torch.randint(VOCABULARY, (4, 10), generator=rng).int()
     paths = torch.tensor([[0, 3, 7, -1], [0, -1, -1, -1], [0, 1, 4, 9], [-1, -1, -1, -1]], dtype=torch.int32)
     following = torch.randint(VOCABULARY, (4,), generator=rng)
-    hidden = [torch.randn(4, 10, 24, generator=rng) for _ in range(3)]
+    hidden = [torch.randn(4, 10, options.get("width", 24), generator=rng) for _ in range(3)]
     wider = torch.nn.functional.pad(paths, (0, 2), value=-1)  # a recorded verdict has columns for longer paths
     drawn = [part.to(DEVICE) for part in (slots, lengths, tokens, wider, apart(following), *hidden)]
     drawn[3], drawn[4] = drawn[3][:, :4], drawn[4][:, 1]
@@ -145,21 +166,27 @@ STEP = ["_follow", "_join", *ROWS, "_remember", *LEVEL, *ROWS, *LEVEL, "_copy", 
 
 @interpreted
 def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
-    assert compiled_by("tests.test_head_kernels", tmp_path) == STEP
+    assert compiled_by("tests.test_head_kernels", tmp_path) == STEP * 2
 
 
 def compile_all() -> None:
-    """A verdict and the next tree of the shipped head, in the sizes of SmolLM2."""
+    """A verdict and the next tree of a head, in the sizes of SmolLM2 and of Qwen2.5-Coder-1.5B."""
     from branchwise.cuda import best_tokens, head_rows, head_tree, kernels
-    from branchwise.draft.head.fused import FusedDraft
 
     for module in (best_tokens, head_rows, head_tree, kernels):
         for name, kernel in vars(module).copy().items():
             if name in STEP:  # others are called by these
                 setattr(module, name, Compiled(kernel))
-    width, kind = 576, torch.bfloat16
-    sizes = {"width": width, "taps": tuple("abcd"), "heads": 9, "kv_heads": 3, "head_width": 64, "mlp": 3008}
-    head = Head(HeadConfig(**sizes, carry=True), torch.ones(32)).to(kind).requires_grad_(False)  # type: ignore[arg-type]
+    compile_step(576, torch.ones(32), heads=9, kv_heads=3, head_width=64, mlp=3008)
+    compile_step(1536, torch.ones(64), heads=12, kv_heads=2, head_width=128, mlp=4096)
+
+
+def compile_step(width: int, frequencies: Tensor, **sizes: int) -> None:
+    from branchwise.draft.head.fused import FusedDraft
+
+    kind = torch.bfloat16
+    config = HeadConfig(width=width, taps=tuple("abcd"), carry=True, **sizes)  # type: ignore[arg-type]
+    head = Head(config, frequencies).to(kind).requires_grad_(False)
     head.frequencies = head.frequencies.float()
     words = torch.zeros(20_000, width, dtype=kind)
     cache = HeadCache(head.config, 1, torch.device("cpu"), kind)

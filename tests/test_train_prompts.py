@@ -43,3 +43,25 @@ def test_prompts_of_an_evaluation_are_left_out_with_those_close_to_them() -> Non
         "Hello!",
     ]
     assert list(prompts.without_copies(["Hello, there!"], ["hello there"])) == []
+
+
+def test_a_program_begins_where_its_docstring_ends() -> None:
+    begun = 'def add(a, b):\n    """The sum of two numbers.\n\n    >>> add(1, 2)\n    3\n    """'
+    assert prompts.beginning(f"{begun}\n    return a +") == f"{begun}\n"
+    assert (
+        prompts.beginning("def add(a, b):\n    # the sum of both\n    ret") == "def add(a, b):\n    # the sum of both\n"
+    )
+    assert prompts.beginning("def add(a, b):\n    return a") == "", "too little to be a prompt"
+
+
+def test_programmers_ask_for_programs_and_about_programs() -> None:
+    opened = prompts.openings(200, seed=1)
+    turns = prompts.programming(["x = 1"], 400, seed=1)
+    assert len(opened) == 200
+    assert opened == prompts.openings(200, seed=1) != prompts.openings(200, seed=2)
+    assert turns == prompts.programming(["x = 1"], 400, seed=1) != prompts.programming(["x = 1"], 400, seed=2)
+    for text in (*opened, *turns):
+        assert not re.search(r"\{\w*\}", text), text
+    about = [text for text in turns if "x = 1" in text]
+    assert 10 < len(about) < len(turns) - 100
+    assert len(prompts.programming([], 400, seed=1)) > 350

@@ -29,6 +29,9 @@ def head(
     loading: Loading,
     minutes: Annotated[float, Option(help="How long the head learns; writing texts comes before.")] = 5.0,
     texts: Annotated[int, Option(help="Texts that the target writes to learn from.")] = 60_000,
+    kind: Annotated[
+        str, Option(help="What prompts these texts answer: general, or code for a model of programs.")
+    ] = "general",
     form: Annotated[
         str,
         Option(
@@ -37,6 +40,7 @@ def head(
     ] = "carry",
     mlp: Annotated[int | None, Option(help="Width of the head's MLP.", show_default="five times the model's")] = None,
     table: Annotated[int, Option(help="Tokens that it can propose, the most frequent ones.")] = 32_768,
+    batch_tokens: Annotated[int, Option(help="Tokens of a step of learning.")] = 32_768,
     avoid: Annotated[
         list[Path] | None, Option(help="Prompts of an evaluation, which no text may begin with; repeatable.")
     ] = None,
@@ -60,7 +64,7 @@ def head(
 
     branchwise train head --model smollm2 --minutes 5 --out smollm2.head
     """
-    at_least(1, texts=texts, table=table, mlp=mlp)
+    at_least(1, texts=texts, table=table, mlp=mlp, batch_tokens=batch_tokens)
     if not minutes > 0:
         raise UsageError(f"--minutes must be above 0, not {minutes}.")
     if plot is not None:
@@ -68,9 +72,10 @@ def head(
     from branchwise.draft.head.file import TrainedHead
     from branchwise.provenance import without_folder
     from branchwise.train.head.learn import Recipe
-    from branchwise.train.head.run import FORMS, Sizes, Training, hours_to_write, prepare
+    from branchwise.train.head.run import FORMS, SHARES, Sizes, Training, hours_to_write, prepare
 
     check_known("form", form, FORMS)
+    check_known("kind", kind, SHARES)
     check_out(out, TrainedHead.load, "head")
     if data is not None and not data.is_file():
         raise UsageError(f"There is no file {data} with texts to learn from.")
@@ -93,8 +98,11 @@ def head(
 
     try:
         with showing() as progress:
-            run = Training(llm.model, info, folder, sizes, Recipe(minutes, seed=seed), progress, shown)
-            learn, held_out = prepare(llm, folder, texts, seed=seed, avoid=evaluation, data=data, progress=progress)
+            recipe = Recipe(minutes, tokens=batch_tokens, seed=seed)
+            run = Training(llm.model, info, folder, sizes, recipe, progress, shown)
+            learn, held_out = prepare(
+                llm, folder, texts, seed=seed, avoid=evaluation, kind=kind, data=data, progress=progress
+            )
             if not as_json:
                 print(_title(), flush=True)
             found = run.run(learn, held_out)

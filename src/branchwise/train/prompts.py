@@ -87,6 +87,37 @@ def code(count: int, seed: int) -> list[str]:
     return list(dict.fromkeys(filled))[:count]  # some forms have no verb
 
 
+def openings(count: int, seed: int) -> list[str]:
+    """The first words of programs, the same ones many times: what they become is for the model to say."""
+    known, rng = _known(), random.Random(f"openings {seed}")
+    found = []
+    for _ in range(count):
+        opening = rng.choice(known["openings"]).format(verb=rng.choice(known["verbs"]), noun=rng.choice(known["nouns"]))
+        found.append(rng.choice(known["headers"]) + opening)
+    return found
+
+
+def beginning(program: str) -> str:
+    """A program up to where its first docstring ends, or else its last whole line; nothing if that says too little."""
+    ends = [found.end() for found in re.finditer(r'"""|\'\'\'', program)]
+    begun = program[: ends[1]] if len(ends) > 1 else program.rpartition("\n")[0]
+    return f"{begun}\n" if len(re.findall(r"\w+", begun)) > WORDS else ""
+
+
+def programming(programs: Sequence[str], count: int, seed: int) -> list[str]:
+    """User turns of programmers: what to write, and, half of them, what to do with one of these programs."""
+    known, rng = _known(), random.Random(f"programming {seed}")
+    found = []
+    for _ in range(count):
+        words = {"verb": rng.choice(known["verbs"]), "noun": rng.choice(known["nouns"])}
+        words |= {"language": rng.choice(known["programming languages"]), "topic": rng.choice(known["topics"])}
+        if programs and rng.random() < 0.5:
+            found.append(rng.choice(known["about code"]).format(code=rng.choice(programs), **words))
+        else:
+            found.append(f"{rng.choice(known['programs']).format(**words)} {rng.choice(known['manners'])}".strip())
+    return list(dict.fromkeys(found))
+
+
 def as_turn(tokenizer: Any, content: str) -> str:
     """A question as the model reads it; a model without a chat template reads it as it stands."""
     if not tokenizer.chat_template:

@@ -66,6 +66,8 @@ class Writer:
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[list[int]]:
         """An answer of at most `length` tokens to every prompt, with the token that ended it if one did."""
+        if not prompts:
+            return []
         torch.manual_seed(seed)
         rows = max(map(len, prompts)) + length
         self._store = torch.zeros(0)  # the last one makes room for the next

@@ -33,8 +33,11 @@ HEAT = ((0.0, 0.6), (0.6, 0.25), (1.0, 0.15))
 HELD_OUT = 0.02
 SCORED = 8
 """batches of held-out texts"""
-SHARES = {"own turns": 0.38, "asked": 0.38, "read": 0.15, "code": 0.09}
-"""of the texts, by where their prompts come from"""
+SHARES = {
+    "general": {"own turns": 0.38, "asked": 0.38, "read": 0.15, "code": 0.09},
+    "code": {"own turns": 0.14, "asked": 0.07, "read": 0.05, "code": 0.12, "own code": 0.36, "programming": 0.26},
+}
+"""of the texts of a kind, by where their prompts come from"""
 LEAST, LONGEST = 8, 2048
 """tokens of a text that is given, prompt included; what is longer is cut"""
 TRIAL, USUAL = "the", 80
@@ -162,6 +165,7 @@ def write_texts(
     stops: Sequence[int],
     count: int,
     *,
+    kind: str = "general",
     length: int = 288,
     slots: int = 256,
     avoid: Sequence[str] = (),
@@ -169,7 +173,7 @@ def write_texts(
     progress: Progress = silent,
 ) -> list[Text]:
     """So many texts of the target, none of whose prompts is close to one in `avoid`."""
-    share = {name: round(count * part) for name, part in SHARES.items()}
+    share = {"own code": 0, "programming": 0} | {name: round(count * part) for name, part in SHARES[kind].items()}
     with Writer(model, stops, slots) as writer:
 
         def written(asked: Sequence[str], heat: Sequence[float], length: int, what: str, seed: int) -> list[list[int]]:
@@ -188,6 +192,10 @@ def write_texts(
         own = share["own turns"]
         begun = [prompts.user_prefix(tokenizer)] * own
         turns = [decode(text) for text in written(begun, [1.0] * own, TURN, "user turns", seed)]
+        programs = list[str]()
+        if opened := prompts.openings(share["own code"], seed):
+            found = written(opened, [1.0] * len(opened), TURN, "programs", seed + 3)
+            programs = [first + decode(rest) for first, rest in zip(opened, found, strict=True)]
         articles = prompts.asked(share["read"] // 2, seed + 1)
         texts = written(
             [prompts.as_turn(tokenizer, text) for text in articles],
@@ -200,20 +208,22 @@ def write_texts(
             *dict.fromkeys(text.strip() for text in turns if text.strip()),
             *prompts.asked(share["asked"], seed),
             *prompts.reading([decode(text) for text in texts], share["read"], seed),
+            *prompts.programming(programs, share["programming"], seed),
         ]
+        begun = [*prompts.code(share["code"], seed), *filter(None, dict.fromkeys(map(prompts.beginning, programs)))]
         whole = [
             *(prompts.as_turn(tokenizer, text) for text in prompts.without_copies(asked, avoid)),
-            *prompts.without_copies(prompts.code(share["code"], seed), avoid),
+            *prompts.without_copies(begun, avoid),
         ]
         rng = random.Random(seed)
         heat = rng.choices([heat for heat, _ in HEAT], [part for _, part in HEAT], k=len(whole))
         answers = without_loops(written(whole, heat, length, "answers", seed + 2))
-    found = []
+    kept = []
     for text, answer in zip(whole, answers, strict=True):
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(answer) > 4:
-            found.append(Text(torch.tensor([*prompt, *answer], dtype=torch.int32), len(prompt)))
-    return found
+            kept.append(Text(torch.tensor([*prompt, *answer], dtype=torch.int32), len(prompt)))
+    return kept
 
 
 def given_texts(file: Path, tokenizer: Any) -> list[Text]:
@@ -246,6 +256,7 @@ def prepare(
     *,
     seed: int,
     avoid: Sequence[str],
+    kind: str = "general",
     data: Path | None = None,
     progress: Progress = silent,
 ) -> tuple[list[Text], list[Text]]:
@@ -264,6 +275,7 @@ def prepare(
                 llm.tokenizer,
                 sorted(llm.stop_tokens),
                 count,
+                kind=kind,
                 slots=slots,
                 avoid=avoid,
                 seed=seed,
