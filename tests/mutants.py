@@ -659,7 +659,7 @@ MUTANTS = [
     ),
     *family(
         "copies",
-        "draft/head/copies.py",
+        "draft/head/trees/copies.py",
         ("torch.where(places < end, agreeing, 0)", "torch.where(places <= end, agreeing, 0)"),
         ("(REACH - 1, 0), value=-2)", "(REACH - 1, 0), value=0)"),
         ("steps % (end - best).clamp_min(1)", "steps"),
@@ -677,7 +677,7 @@ MUTANTS = [
     ),
     *family(
         "head",
-        "draft/head/device.py",
+        "draft/head/trees/device.py",
         ("positions = lengths[:, None] + torch.arange(steps, device=paths.device)", "positions = lengths[:, None] + 1 + torch.arange(steps, device=paths.device)"),
         ("end = (kept - 1).clamp_min(0)", "end = kept.clamp_max(steps - 1)"),
         ("after = torch.where(last, following[:, None], ", "after = torch.where(last & False, following[:, None], "),
@@ -685,7 +685,7 @@ MUTANTS = [
     ),
     *family(
         "head",
-        "draft/head/best_first.py",
+        "draft/head/trees/best_first.py",
         ("own = own[every, above]", "own = own[every, above * 0]"),
         ("carry[every, above], tokens, cell, own, depth)", "carry[every, above * 0], tokens, cell, own, depth)"),
         ("value = (values[..., None] + likely.logprobs).flatten(1)", "value = likely.logprobs.flatten(1)"),
@@ -693,7 +693,7 @@ MUTANTS = [
     ),
     *family(
         "head",
-        "draft/head/ahead.py",
+        "draft/head/trees/ahead.py",
         ("self._cache.lengths[sequence] += len(verdict.path)", "self._cache.lengths[sequence] += len(verdict.path) - 1"),
         ("wanted = [(sequence, sequence.root) for sequence in sequences]", "wanted = self._expected"),
     ),

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from branchwise.backends.base import TargetInfo
 from branchwise.backends.toy import ToyTarget
 from branchwise.draft import build_drafter
-from branchwise.draft.auto import DEVICE_COPIES, DEVICE_TREE, HOST_COPIES, HOST_TREE, AutoDrafter
+from branchwise.draft.auto import AutoDrafter
 from branchwise.draft.base import Drafter
 from branchwise.draft.head import shipped
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.shipped import shipped_head
-from branchwise.draft.policies.topk import TopK
+from branchwise.draft.head.usual import HOST
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS
 from tests.heads import random_head
@@ -53,20 +51,11 @@ def test_a_target_with_a_head_is_drafted_for_by_it(head: ToyTarget, tree: str | 
     texts = written(head, drafter)
     alone = drafter._alone
     assert isinstance(alone, HeadDrafter)
-    assert alone.tree is (HOST_TREE if tree is None else drafter.tree)
+    assert alone.tree is (HOST.tree if tree is None else drafter.tree)
     assert [text.token_ids for text in texts] == [text.token_ids for text in written(head, build_drafter("none"))]
     assert not alone._texts, "texts that have ended are not forgotten"
     assert drafter.cost == alone.cost
     assert all(text.stats.drafted_tokens for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("device", "tree", "copies"), [("cpu", HOST_TREE, HOST_COPIES), ("cuda", DEVICE_TREE, DEVICE_COPIES)]
-)
-def test_trees_and_copies_are_those_that_pay_on_a_device(head: ToyTarget, device: str, tree: TopK, copies: int) -> None:
-    alone = AutoDrafter().alone_on(replace(head.info, device=torch.device(device)))
-    assert isinstance(alone, HeadDrafter)
-    assert (alone.tree, alone._copies) == (tree, copies)
 
 
 def test_another_target_is_drafted_for_by_memories(head: ToyTarget) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter, build_policy
-from branchwise.draft.head.copies import HITS, NOTHING, REACH, Copy, copied, with_copy
 from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.head.trees.copies import HITS, NOTHING, REACH, Copy, copied, with_copy
 from branchwise.engine import Engine, Generation, Request
 from branchwise.errors import UsageError
 from branchwise.verify import VERIFIERS

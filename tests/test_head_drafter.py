@@ -26,7 +26,7 @@ from branchwise.draft.builder import NodeProbs
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, HeadConfig
-from branchwise.draft.head.ranks import RankedDraft
+from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
 from branchwise.errors import ModelError, UsageError
@@ -359,7 +359,7 @@ def test_the_best_trees_are_laid_on_the_device_as_on_the_host(
     also with passes that are enqueued ahead."""
     if kernels:
         pytest.importorskip("triton", reason="needs Triton's interpreter")
-        for place in ("drafter", "device"):
+        for place in ("drafter", "trees.device"):
             monkeypatch.setattr(f"branchwise.draft.head.{place}.have_kernels", lambda device: True)
     model = model_of()
     target = TransformersTarget(model, slots=3, context=128, max_nodes=32, kernels=kernels)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from branchwise.draft import build_policy
-from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.policies.topk import TopK
 from tests.test_attention import Compiled, compiled_by, interpreted
 
@@ -25,7 +25,7 @@ class Drafts:
     """The same head twice, with a cache each: by kernels, and operation by operation."""
 
     def __init__(self, shape: str, rng: torch.Generator, *, copies: int = 0, **options: Any) -> None:
-        fused = pytest.importorskip("branchwise.draft.head.fused", reason="needs Triton's interpreter")
+        fused = pytest.importorskip("branchwise.draft.head.trees.fused", reason="needs Triton's interpreter")
         sizes = {
             "width": 24,
             "taps": ("a", "b", "c"),
@@ -182,7 +182,7 @@ def compile_all() -> None:
 
 
 def compile_step(width: int, frequencies: Tensor, **sizes: int) -> None:
-    from branchwise.draft.head.fused import FusedDraft
+    from branchwise.draft.head.trees.fused import FusedDraft
 
     kind = torch.bfloat16
     config = HeadConfig(width=width, taps=tuple("abcd"), carry=True, **sizes)  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ import pytest
 from branchwise.backends.toy import ToyTarget
 from branchwise.draft.base import NoDrafter
 from branchwise.draft.head.drafter import HeadDrafter
-from branchwise.draft.head.paced import PacedDraft
+from branchwise.draft.head.trees.paced import PacedDraft
+from branchwise.draft.head.usual import Usual
 from branchwise.draft.policies.topk import TopK
 from branchwise.engine import Engine, Request
 from branchwise.verify import VERIFIERS
@@ -35,9 +36,10 @@ class Costs:
 
 def sizes(monkeypatch: pytest.MonkeyPatch, costs: Costs, prompts: Sequence[Sequence[int]] = ((1, 2, 3),)) -> list[int]:
     """Rows of the passes that are made for some texts, which are the target's own."""
-    monkeypatch.setattr("branchwise.draft.head.paced.cost_model_of", lambda target, batch: costs)
+    monkeypatch.setattr("branchwise.draft.head.trees.paced.cost_model_of", lambda target, batch: costs)
+    monkeypatch.setattr("branchwise.draft.head.usual.HOST", Usual(TREE, table=11, copies=0))
     target, texts = ToyTarget(11), []
-    for drafter in (HeadDrafter(random_head(target.info), tree=TREE, paced=True), NoDrafter()):
+    for drafter in (HeadDrafter(random_head(target.info)), NoDrafter()):
         engine = Engine(target, drafter, VERIFIERS.build("match"))
         asked = [engine.submit(Request(tuple(prompt), max_new_tokens=30)) for prompt in prompts]
         while engine.busy:
@@ -48,7 +50,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch, costs: Costs, prompts: Sequence[Seque
 
 
 def test_where_rows_cost_nothing_the_tree_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.draft.head.paced.UNLIKELY", 0.0)
+    monkeypatch.setattr("branchwise.draft.head.trees.paced.UNLIKELY", 0.0)
     assert max(sizes(monkeypatch, Costs(0.0))) == 7
 
 
@@ -58,7 +60,7 @@ def test_where_nothing_pays_nothing_is_drafted(costs: Costs, monkeypatch: pytest
 
 
 def test_in_between_there_are_as_many_nodes_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchwise.draft.head.paced.UNLIKELY", 0.0)
+    monkeypatch.setattr("branchwise.draft.head.trees.paced.UNLIKELY", 0.0)
     few, many = (sizes(monkeypatch, Costs(row)) for row in (0.3, 0.05))
     assert 1 < max(few) <= max(many)
     assert sum(few) / len(few) < sum(many) / len(many)
@@ -78,7 +80,7 @@ def test_no_level_is_grown_below_what_is_unlikely(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(PacedDraft, "_worth", watched)
     for unlikely in (0.0, 1.1):
-        monkeypatch.setattr("branchwise.draft.head.paced.UNLIKELY", unlikely)
+        monkeypatch.setattr("branchwise.draft.head.trees.paced.UNLIKELY", unlikely)
         sizes(monkeypatch, Costs(0.0))
         assert set(levels) == ({3} if unlikely == 0 else {1})
         levels.clear()

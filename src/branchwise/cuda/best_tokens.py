@@ -3,7 +3,7 @@
 A program norms the rows of a tile, multiplies them with a block of output rows, keeps the best few of its logits and
 the sum of their exponentials, and a second kernel merges what the blocks found. A table of 16,384 rows is 19 MB for a
 model of width 576, which an H200 reads in 5 microseconds; softmax and top-k over logits in memory take ten times as
-long. The plain way of `draft.head.device` is the truth. Without a CUDA device only tests import this file.
+long. The plain way of `draft.head.trees.device` is the truth. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"

@@ -2,7 +2,7 @@
 
 `pick` chooses, of what the rows of a level propose, the nodes that are expanded next; `propose_copy` adds what followed
 the end of a text where it stood before; `lay` makes a tree of the best of all proposed nodes. The plain
-`draft.head.best_first` is the truth. Without a CUDA device only tests import this file.
+`draft.head.trees.best_first` is the truth. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -77,8 +77,8 @@ def pick(
 
 
 def propose_copy(proposed: Proposed, history: Tensor, slots: Tensor, lengths: Tensor, hits: Tensor, count: int) -> None:
-    """Let the last `count` proposed nodes be a copy, as `draft.head.copies` says. `history` (slots, cells) are the
-    tokens of texts with so many rows, `hits` the log-probabilities of a next token by how many before it agree."""
+    """Let the last `count` proposed nodes be a copy, as `draft.head.trees.copies` says. `history` (slots, cells) are
+    the tokens of texts with so many rows, `hits` the log-probabilities of a next token by how many before it agree."""
     batch, nodes = proposed.values.shape
     _copy[(batch,)](
         history, slots, lengths, hits, *proposed, history.stride(0), nodes, nodes - count, count,

@@ -28,15 +28,16 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
-from branchwise.draft.head.ahead import Ahead
-from branchwise.draft.head.best_first import BestFirstDraft
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, Look
-from branchwise.draft.head.paced import PacedDraft
 from branchwise.draft.head.prompt import read_prompt, reads_at_once
-from branchwise.draft.head.ranks import RankedDraft
 from branchwise.draft.head.speculators import load_speculators
+from branchwise.draft.head.trees.ahead import Ahead
+from branchwise.draft.head.trees.best_first import BestFirstDraft
+from branchwise.draft.head.trees.paced import PacedDraft
+from branchwise.draft.head.trees.ranks import RankedDraft
+from branchwise.draft.head.usual import DEVICE, usual_on
 from branchwise.draft.model.drafter import Reading
 from branchwise.draft.model.vocabulary import Vocabulary
 from branchwise.draft.policies.template import Ranks
@@ -78,17 +79,15 @@ class HeadDrafter(TreeDrafter):
         table: int | None = None,
         temperature: float | None = None,
         tree: TreePolicy | None = None,
-        copies: int = 0,
-        *,
-        paced: bool = False,
+        copies: int | None = None,
     ) -> None:
         """`table` uses the N most frequent tokens of the head's table. `temperature` is that of the draft; by default
         that of the text, and 1 for a greedy text. In the best trees so many tokens may be `copies` of what followed the
-        end of the text where it stood before. `paced` lets the best tree on a host be as large as pays."""
+        end of the text where it stood before. Without a `tree` all of these are what pays on the target's device."""
         super().__init__(tree or self.default_tree())
-        if copies < 0:
+        if copies is not None and copies < 0:
             raise UsageError(f"A head copies 0 tokens or more, not copies={copies}.")
-        self._paced, self._copies = paced, copies
+        self._tree_given, self._copies = tree is not None, copies
         if table is not None and table < 1:
             raise UsageError(f"A head proposes at least 1 token, not table={table}.")
         if temperature is not None and not temperature > 0:
@@ -105,7 +104,7 @@ class HeadDrafter(TreeDrafter):
 
     @staticmethod
     def default_tree() -> TreePolicy:
-        return TopK(32, depth=6, width=8)
+        return DEVICE.tree
 
     @property
     def needs(self) -> Needs:
@@ -125,7 +124,12 @@ class HeadDrafter(TreeDrafter):
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
         PackedLayers(self.head).install()
-        self._table = self.trained.table[: self.wanted].to(target.device)
+        table, copies = self.wanted, self._copies
+        if not self._tree_given:
+            usual = usual_on(target.device)
+            self.tree, copies = usual.tree, usual.copies if copies is None else copies
+            table = usual.table if table is None and self.trained.ranked else table
+        self._table = self.trained.table[:table].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = _own(self.trained.rows, shared)
         self._product = matrix(self._rows)
@@ -150,9 +154,9 @@ class HeadDrafter(TreeDrafter):
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
             elif type(self.tree) is TopK and not self.tree.gain:
-                paced = self._paced and target.device.type == "cpu"
+                paced = not self._tree_given and target.device.type == "cpu"
                 make = partial(PacedDraft, target, self.cost or 0.0) if paced else best_first
-                self._ahead = Ahead(make(self.tree, *parts, copies=self._copies), target)
+                self._ahead = Ahead(make(self.tree, *parts, copies=copies or 0), target)
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
@@ -362,7 +366,7 @@ class HeadDrafter(TreeDrafter):
 def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies: int) -> BestFirstDraft:
     """How the best trees are laid on the device of a cache."""
     if have_kernels(cache.store.device):
-        from branchwise.draft.head.fused import FusedDraft
+        from branchwise.draft.head.trees.fused import FusedDraft
 
         if FusedDraft.fits(head.config):
             return FusedDraft(tree, head, cache, *parts, copies=copies)

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from branchwise.backends.base import CachedRows
 from branchwise.draft.head.cache import MOST_EXTRA
-from branchwise.draft.head.copies import Nodes, copied, with_copy
 from branchwise.draft.head.network import Attend, Head, Rows
+from branchwise.draft.head.trees.copies import Nodes, copied, with_copy
 from branchwise.train.head.learn import Text, Watched
 from branchwise.train.head.unroll import unroll
 

@@ -18,10 +18,10 @@ from branchwise.cuda.best_tokens import best_tokens
 from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, project, read
 from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
-from branchwise.draft.head.best_first import BestFirstDraft
-from branchwise.draft.head.copies import log_hits
-from branchwise.draft.head.device import with_norm
 from branchwise.draft.head.network import HeadConfig
+from branchwise.draft.head.trees.best_first import BestFirstDraft
+from branchwise.draft.head.trees.copies import log_hits
+from branchwise.draft.head.trees.device import with_norm
 from branchwise.draft.policies.topk import TopK
 
 OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "carry", "epsilon"

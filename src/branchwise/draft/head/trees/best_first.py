@@ -15,8 +15,8 @@ from torch import Tensor
 from branchwise.core.rows import pack_bits, words_for
 from branchwise.core.tree import DeviceShape, DraftTree, LaidTree
 from branchwise.draft.base import Budget
-from branchwise.draft.head.copies import Nodes, copied, with_copy
-from branchwise.draft.head.device import DeviceDraft
+from branchwise.draft.head.trees.copies import Nodes, copied, with_copy
+from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.draft.policies.topk import TopK
 
 

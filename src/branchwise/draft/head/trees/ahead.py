@@ -13,7 +13,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import GraphedFunction
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
-from branchwise.draft.head.device import DeviceDraft
+from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.verify import Verdict, Verdicts
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from branchwise.core.topology import Topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.head.device import DeviceDraft
+from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.draft.policies.template import Ranks, places_in
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
 from branchwise.core.tree import DraftTree
-from branchwise.draft.head.best_first import BestFirstDraft
+from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.policies.adaptive import PassCostModel, cost_model_of
 from branchwise.draft.policies.topk import TopK
 

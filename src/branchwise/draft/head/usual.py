@@ -1,0 +1,28 @@
+"""What a head drafts where nobody says which tree: what pays on the device that it runs on.
+
+On a host every row makes a pass longer, and so does every level of a draft: a narrow tree, of which as many nodes are
+kept as pay (`paced.py`). On a GPU a wide tree costs little, and copies of what stood before cost next to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from branchwise.draft.policies.topk import TopK
+
+
+class Usual(NamedTuple):
+    tree: TopK
+    table: int
+    """tokens that may be proposed besides those of the prompt: half of a level's time goes to their rows"""
+    copies: int
+
+
+HOST = Usual(TopK(8, depth=5, width=2), table=8192, copies=0)
+DEVICE = Usual(TopK(63, depth=6, width=8), table=16_384, copies=15)
+
+
+def usual_on(device: torch.device) -> Usual:
+    return HOST if device.type == "cpu" else DEVICE
