@@ -208,12 +208,7 @@ def replayed(
     llm: LLM, file: str, table: int, answers: Sequence[Answer], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Tokens and passes of the answers of each category, those with loops apart, for chains and trees."""
-    trained = read_head(Path(file))
-    target = llm.engine.target
-    network = trained.head.to(target.device, target.info.dtype)
-    network.frequencies = trained.head.frequencies.float()
-    tokens = trained.table[:table].to(target.device)
-    replay = Replay(network, Watched(llm.model, network.config.taps, tokens, network.config.cross))
+    replay = replay_of(llm, file, table)
     groups = [[Shape.chain(length)] for length in arguments.chains]
     trees = {
         f"tree {nodes}{f', {copies} copied' if copies else ''}": Shape(nodes, DEPTH, WIDTH, copies)
@@ -222,7 +217,14 @@ def replayed(
     }
     groups += [list(trees.values())] if trees else []
     names = [*(f"chain {length}" for length in arguments.chains), *trees]
-    about = {"kind": "replay", "head": Path(file).name, "table": len(tokens), "temperature": arguments.temperature}
+    read = sum(weight.numel() for weight in replay.head.parameters()) + replay.target.rows.numel()
+    about = {
+        "kind": "replay",
+        "head": Path(file).name,
+        "table": len(replay.target.table),
+        "cost": read / sum(weight.numel() for weight in llm.model.parameters()),
+        "temperature": arguments.temperature,
+    }
     sums: dict[tuple[str, bool, str], list[Counter[str]]] = {}
     for number, (category, text, loops) in enumerate(answers):
         progress(f"{Path(file).name}: answer {number + 1} of {len(answers)}")
@@ -236,6 +238,16 @@ def replayed(
             totals.update(dict(zip(names, passes, strict=True)))
     for (category, loops, part), (counts, totals) in sums.items():
         yield {**about, "category": category, "loops": loops, "part": part, **counts, "passes": dict(totals)}
+
+
+def replay_of(llm: LLM, file: str, table: int) -> Replay:
+    """A head beside its target, with so many tokens that it may propose."""
+    trained = read_head(Path(file))
+    target = llm.engine.target
+    network = trained.head.to(target.device, target.info.dtype)
+    network.frequencies = trained.head.frequencies.float()
+    tokens = trained.table[:table].to(target.device)
+    return Replay(network, Watched(llm.model, network.config.taps, tokens, network.config.cross))
 
 
 class Way(NamedTuple):
@@ -372,8 +384,21 @@ def compare(title: str, columns: dict[str, tuple[str, str]], records: Sequence[d
         line = f"  {kind:14}"
         for head, shape in columns.values():
             own = [r for r in rows if r["head"] == head]
-            line += f"{sum(r['tokens'] for r in own) / max(1, sum(r['passes'][shape] for r in own)):{width}.2f}"
+            line += f"{tokens_a_pass(own, shape):{width}.2f}"
         print(line)
+    if all("cost" in r for r in records):  # MBSU: the speed-up if time were weights read, as in docs/benchmarks.md
+        line = f"  {'MBSU':14}"
+        for head, shape in columns.values():
+            own = [r for r in records if r["head"] == head]
+            levels = int(shape.split()[1]) if shape.startswith("chain") else DEPTH
+            line += f"{tokens_a_pass(own, shape) / (1 + own[0]['cost'] * levels):{width}.2f}"
+        print(line)
+
+
+def tokens_a_pass(records: Sequence[dict[str, Any]], shape: str) -> float:
+    passes: int = sum(r["passes"][shape] for r in records)
+    tokens: int = sum(r["tokens"] for r in records)
+    return tokens / max(1, passes)
 
 
 def draw(records: Sequence[dict[str, Any]], file: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import drafting
 import foundations
+import long_heads
 import memories
 import verifiers
 from rich.console import Console
@@ -41,6 +42,7 @@ SCRIPTS = {
     "memories": memories,
     "gpu": gpu,
     "heads": heads,
+    "long-heads": long_heads,
 }
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from branchwise.bench import records
+from branchwise.bench.prompts import Item
 from branchwise.bench.summary import Row, summarise
 from branchwise.cli import app
 from branchwise.errors import UsageError
@@ -77,6 +78,28 @@ def test_speed_is_measured_with_the_first_prompts_of_each_category() -> None:
     answers = [heads.Answer(category, text, False) for category, text in zip("aabab", texts, strict=True)]
     for count, chosen in ((1, [0, 2]), (2, [0, 1, 2, 4])):
         assert [answer.text for answer in heads.first_of_each(answers, count)] == [texts[place] for place in chosen]
+
+
+class Words:
+    """A tokenizer of words; a turn of a chat has one word more on each side."""
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}
+
+    def decode(self, tokens: list[str]) -> str:
+        return " ".join(tokens)
+
+    def apply_chat_template(self, chat: list[dict[str, str]], **_: object) -> str:
+        return f"begin {chat[0]['content']} end"
+
+
+@pytest.mark.parametrize("context", [8, 9, 40])
+def test_a_question_stands_behind_as_much_text_as_makes_a_context(context: int) -> None:
+    long_heads, items = script("long_heads"), [Item("1", "", "", ("who am I",)), Item("2", "", "", ("a b c", "d"))]
+    prompt = long_heads.behind(SimpleNamespace(tokenizer=Words()), items, 0, context)
+    assert len(prompt) == context
+    assert prompt[-4:] == ["who", "am", "I", "end"]
+    assert prompt[:4] == ["begin", "a", "b", "c"][:context]
 
 
 def test_verdicts_that_matter_most_are_measured_and_written_first(

@@ -111,6 +111,10 @@ class HeadDrafter(TreeDrafter):
         cross = self.trained.head.config.cross
         return Needs(hidden_layers=self._taps, pad_shape=super().needs.pad_shape, cached_layer=cross or None)
 
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.bytes
+
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
         self.trained.check(target)
