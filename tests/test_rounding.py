@@ -79,6 +79,25 @@ def test_rounding_alone_is_no_fault_however_large_the_residual_stream(
         assert beyond_rounding(decoder_layer, decoder_layer, inputs) is None
 
 
+@pytest.mark.parametrize(("roundings", "passes"), [(1, True), (8, False)])
+def test_a_column_of_large_numbers_may_be_off_by_a_rounding_of_these(roundings: int, passes: bool) -> None:
+    """Where the model's own result lies on the exact one, it does not tell what rounding does there."""
+    large = 8.0
+
+    def layer(weights: Weights, stacks: Stacks, tensors: list[Tensor]) -> tuple[Tensor]:
+        found = 1.37 * tensors[0]
+        found[..., 7] = large
+        return (found,)
+
+    def fused(*inputs: Any) -> tuple[Tensor]:
+        (found,) = layer(*inputs)
+        found[..., 7] += large * roundings * torch.finfo(torch.bfloat16).eps
+        return (found,)
+
+    inputs: Any = ({}, [], [torch.randn(1, 1, 4096, dtype=torch.bfloat16)])
+    assert (beyond_rounding(layer, fused, inputs) is None) is passes
+
+
 def test_a_few_nodes_that_are_routed_to_other_experts_are_no_fault() -> None:
     inputs = a_layer(torch.bfloat16)
 
