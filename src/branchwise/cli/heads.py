@@ -38,7 +38,9 @@ def head(
             help="carry, eagle, fspad, fspad-gate, longspec, longspec-states, parallelspec, speculators or two-layers."
         ),
     ] = "carry",
-    mlp: Annotated[int | None, Option(help="Width of the head's MLP.", show_default="five times the model's")] = None,
+    mlp: Annotated[
+        int | None, Option(help="Width of the head's MLP.", show_default="five times the model's hidden width")
+    ] = None,
     table: Annotated[int, Option(help="Tokens that it can propose, the most frequent ones.")] = 32_768,
     batch_tokens: Annotated[int, Option(help="Tokens of a step of learning.")] = 32_768,
     avoid: Annotated[

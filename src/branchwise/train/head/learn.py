@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -176,9 +177,12 @@ class Learner:
         loss = self._loss(texts, moved=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
-        for optimiser in self.optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        with warnings.catch_warnings():
+            # Muon multiplies in bfloat16. A CPU that cannot do so quickly is told of with a stack of C++ frames.
+            warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
+            for optimiser in self.optimisers:
+                optimiser.step()
+                optimiser.zero_grad(set_to_none=True)
         value = float(loss.detach())
         self.steps += 1
         self.elapsed += time.perf_counter() - start
