@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,29 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
         assert torch.equal(head.head.state_dict()[name], weight), name
     with pytest.raises(UsageError, match="another run"):
         training(tmp_path / "ended", model, mlp=48)
+
+
+def test_a_run_with_other_texts_is_another_run(tmp_path: Path) -> None:
+    run = replace(training(tmp_path / "one", ruled()), folder=tmp_path / "two", texts={"kind": "code", "avoid": []})
+    replace(run)
+    for texts in ({"kind": "general", "avoid": []}, {"kind": "code", "avoid": ["an evaluation"]}):
+        with pytest.raises(UsageError, match="another run"):
+            replace(run, texts=texts)
+
+
+def test_a_warning_of_a_cpu_without_bfloat16_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ruled()
+    texts, own = texts_of(model, 12), torch.optim.Muon.step
+
+    def step(self: torch.optim.Muon) -> None:
+        warnings.warn("mkldnn_matmul failed, switching to BLAS gemm", UserWarning, stacklevel=1)
+        own(self)
+
+    monkeypatch.setattr(torch.optim.Muon, "step", step)
+    run = training(tmp_path, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        replace(run, folder=tmp_path / "short", recipe=replace(run.recipe, steps=1)).run(texts[4:], texts[:4])
 
 
 def test_answers_are_those_of_the_model() -> None:

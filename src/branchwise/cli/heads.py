@@ -101,7 +101,9 @@ def head(
     try:
         with showing() as progress:
             recipe = Recipe(minutes, tokens=batch_tokens, seed=seed)
-            run = Training(llm.model, info, folder, sizes, recipe, progress, shown)
+            asked = {"count": texts, "kind": kind, "avoid": [file.name for file in avoid or ()]}
+            asked |= {"data": data.name if data else None}
+            run = Training(llm.model, info, folder, sizes, recipe, progress, shown, asked)
             learn, held_out = prepare(
                 llm, folder, texts, seed=seed, avoid=evaluation, kind=kind, data=data, progress=progress
             )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def write_texts(
     progress: Progress = silent,
 ) -> list[Text]:
     """So many texts of the target, none of whose prompts is close to one in `avoid`."""
-    share = {"own code": 0, "programming": 0} | {name: round(count * part) for name, part in SHARES[kind].items()}
+    share = Counter({name: round(count * part) for name, part in SHARES[kind].items()})
     with Writer(model, stops, slots) as writer:
 
         def written(asked: Sequence[str], heat: Sequence[float], length: int, what: str, seed: int) -> list[list[int]]:
@@ -315,10 +316,13 @@ class Training:
     progress: Progress = silent
     scored: Callable[[dict[str, Any]], None] = lambda entry: None
     """told every entry of the learning curve"""
+    texts: Mapping[str, Any] = field(default_factory=dict)
+    """what was asked of the texts: those of a folder were written once and would not follow"""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         asked = {"target": self.info.weights, "sizes": asdict(self.sizes), "recipe": asdict(self.recipe)}
+        asked["texts"] = dict(self.texts)
         known = self.folder / "run.json"
         if known.exists() and json.loads(known.read_text()) != asked:
             raise UsageError(f"{self.folder} holds another run; choose another --out, or remove it.")
