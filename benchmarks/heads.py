@@ -12,7 +12,6 @@ decoding, methods in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from measure import interval, progress, provenance
+from measure import interval, kept, progress, provenance, recorded
 
 from branchwise.bench.prompts import load_items
 from branchwise.core.sampling import SamplingParams
@@ -84,16 +83,8 @@ class Answer(NamedTuple):
 
 def main() -> None:
     arguments = parse()
-    if arguments.read is not None:
-        records = [json.loads(line) for line in arguments.read.read_text().splitlines()]
-    else:
-        records = []
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("w") as file:
-            for record in measured(arguments):  # each is kept at once: a run may be cut short
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                records.append(record)
+    records = recorded(arguments.read) if arguments.read else kept(measured(arguments), arguments.out)
+    if arguments.read is None:
         print(f"{len(records)} records in {arguments.out}")
     summarise(records)
     if arguments.plot is not None:
@@ -197,8 +188,10 @@ def answered(llm: LLM, arguments: argparse.Namespace) -> list[Answer]:
 
 
 def encoded(llm: LLM, item: Any, chat: list[dict[str, str]]) -> list[int]:
-    if item.raw:
-        return llm.encode(item.turns[0], raw=True)
+    return llm.encode(item.turns[0], raw=True) if item.raw else chatted(llm, chat)
+
+
+def chatted(llm: LLM, chat: list[dict[str, str]]) -> list[int]:
     shown = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     found: list[int] = llm.tokenizer(shown, add_special_tokens=False)["input_ids"]
     return found
@@ -217,12 +210,13 @@ def replayed(
     }
     groups += [list(trees.values())] if trees else []
     names = [*(f"chain {length}" for length in arguments.chains), *trees]
-    read = sum(weight.numel() for weight in replay.head.parameters()) + replay.target.rows.numel()
+    read = sum(weight.nbytes for weight in replay.head.parameters()) + replay.target.rows.nbytes
+    whole = llm.engine.target.info.weight_bytes
     about = {
         "kind": "replay",
         "head": Path(file).name,
         "table": len(replay.target.table),
-        "cost": read / sum(weight.numel() for weight in llm.model.parameters()),
+        "cost": read / whole if whole else None,
         "temperature": arguments.temperature,
     }
     sums: dict[tuple[str, bool, str], list[Counter[str]]] = {}
@@ -282,11 +276,11 @@ def spent(llm: LLM, arguments: argparse.Namespace, answers: Sequence[Answer], ba
             sampling = SamplingParams(METHODS[way.method].temperature, seed=2 + turn)
             if engine.drafter in known:
                 engine.drafter.restore(known[engine.drafter])
+            asked = [tuple(answer.text.tokens[: answer.text.prompt].tolist()) for answer in chosen]
             start = time.perf_counter()
-            texts, waiting = list[Generation](), iter(chosen)
-            while len(texts) < len(chosen) or engine.busy:
-                for answer in islice(waiting, batch - sum(not text.finished for text in texts)):
-                    prompt = tuple(answer.text.tokens[: answer.text.prompt].tolist())
+            texts, waiting = list[Generation](), iter(asked)
+            while len(texts) < len(asked) or engine.busy:
+                for prompt in islice(waiting, batch - sum(not text.finished for text in texts)):
                     texts.append(engine.submit(Request(prompt, sampling, max_new_tokens=128)))
                 engine.step()
             seconds = time.perf_counter() - start
@@ -360,14 +354,18 @@ def summarise(records: Sequence[dict[str, Any]]) -> None:
 
 def steps_by_category(records: Sequence[dict[str, Any]], batch: int) -> None:
     """Tokens a step of methods that wrote the same prompts."""
-    methods = list(dict.fromkeys(r["method"] for r in records))
-    width = 2 + max(map(len, methods))
+    several = len({r["head"] for r in records if r["head"]}) > 1
+    ways = {
+        f"{r['method']}, {r['head']}" if several and r["head"] else r["method"]: (r["method"], r["head"])
+        for r in records
+    }
+    width = 2 + max(map(len, ways))
     print(f"tokens a step by category, {batch} texts:")
-    print(" " * 16 + "".join(f"{method:>{width}}" for method in methods))
+    print(" " * 16 + "".join(f"{name:>{width}}" for name in ways))
     for category in records[0]["categories"]:
         line = f"  {category:14}"
-        for method in methods:
-            own = [r["categories"][category] for r in records if r["method"] == method]
+        for way in ways.values():
+            own = [r["categories"][category] for r in records if (r["method"], r["head"]) == way]
             line += f"{sum(r['tokens'] for r in own) / sum(r['steps'] for r in own):{width}.2f}"
         print(line)
 
@@ -386,7 +384,7 @@ def compare(title: str, columns: dict[str, tuple[str, str]], records: Sequence[d
             own = [r for r in rows if r["head"] == head]
             line += f"{tokens_a_pass(own, shape):{width}.2f}"
         print(line)
-    if all("cost" in r for r in records):  # MBSU: the speed-up if time were weights read, as in docs/benchmarks.md
+    if all(r.get("cost") for r in records):  # MBSU: the speed-up if time were weights read, as in docs/benchmarks.md
         line = f"  {'MBSU':14}"
         for head, shape in columns.values():
             own = [r for r in records if r["head"] == head]

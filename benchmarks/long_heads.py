@@ -10,13 +10,12 @@ the cache of a head that has drafted for such a text.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import progress, provenance
+from measure import kept, progress, provenance, recorded
 
 from branchwise.bench.prompts import Item, load_items
 from branchwise.core.sampling import SamplingParams
@@ -27,23 +26,14 @@ from branchwise.train.head.learn import Text
 from branchwise.train.head.replay import Shape
 from branchwise.train.texts import Writer
 from branchwise.verify import VERIFIERS
-from heads import replay_of
+from heads import chatted, replay_of
 
 SHAPES = {"chain 4": Shape.chain(4), "tree 32": Shape(32, 8, 8)}
 
 
 def main() -> None:
     arguments = parse()
-    if arguments.read is not None:
-        records = [json.loads(line) for line in arguments.read.read_text().splitlines()]
-    else:
-        records = []
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("w") as file:
-            for record in measured(arguments):
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                records.append(record)
+    records = recorded(arguments.read) if arguments.read else kept(measured(arguments), arguments.out)
     summarise(records)
 
 
@@ -90,10 +80,7 @@ def behind(llm: LLM, items: Sequence[Item], number: int, context: int) -> list[i
 
 
 def turned(llm: LLM, content: str) -> list[int]:
-    chat = [{"role": "user", "content": content}]
-    shown = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    found: list[int] = llm.tokenizer(shown, add_special_tokens=False)["input_ids"]
-    return found
+    return chatted(llm, [{"role": "user", "content": content}])
 
 
 def answered(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Text]:

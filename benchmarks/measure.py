@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,19 @@ def provenance(device: torch.device, arguments: argparse.Namespace) -> dict[str,
     asked = {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")}
     found = about(device, asked, arguments.commit)
     return {**found, "source": source_digest(PACKAGE, Path(__file__).parent)}
+
+
+def kept(records: Iterable[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
+    """The records, each of which is in the file before the next one is measured: a run may be cut short."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = []
+    with file.open("w") as out:
+        for record in records:
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+            found.append(record)
+    return found
+
+
+def recorded(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
