@@ -2,9 +2,9 @@
 
 A level of a tree is a handful of rows, and as single operations most of its time is the gaps between them. Here a layer
 is four products with whatever stands before and behind each of them in the same kernel: norms and the gathering of rows
-before, rotary positions, the KV cache, the gate of the MLP and the residual behind. Matrices that read normed rows come
-with the weights of the norm in them. All weights of a head fit into the cache of the device. The plain
-`draft.head.network` is the truth. Without a CUDA device only tests import this file.
+before, rotary positions, the KV cache, the gate of the MLP and the residual behind. FSPAD's gate of features is three
+more. Matrices that read normed rows come with the weights of the norm in them. All weights of a head fit into the cache
+of the device. The plain `draft.head.network` is the truth. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -42,10 +42,37 @@ def join(hidden: Sequence[Tensor], weight: Tensor, nodes: Tensor, epsilon: float
     return out
 
 
+Embedded = tuple[Tensor, Tensor]
+"""a table (tokens, width), and of rows the tokens (batch, rows) whose embeddings they read"""
+
+
+def mix(states: Tensor, chosen: Tensor, embeddings: Embedded, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """(rows, width): the normed embeddings of rows and states[chosen] as they are, through one matrix."""
+    (table, tokens), rows, width = embeddings, chosen.numel(), weight.shape[0]
+    out = weight.new_empty(rows, width)
+    _mix[(triton.cdiv(width, COLUMNS), triton.cdiv(rows, _tile(rows)))](
+        states, chosen, table, tokens, weight, bias, out, states.stride(0), table.stride(0), rows, epsilon,
+        width=width, columns=COLUMNS, **_shape(weight, rows),
+    )  # fmt: skip
+    return out
+
+
+def select(mixed: Tensor, embeddings: Embedded, weight: Tensor, epsilon: float) -> Tensor:
+    """(rows, gate width): what normed embeddings select of normed mixed rows (rows, width); the lines of `weight` are
+    those that select and then those that are selected from."""
+    (table, tokens), (rows, width) = embeddings, mixed.shape
+    out = weight.new_empty(rows, weight.shape[0] // 2)
+    _select[(triton.cdiv(out.shape[1], COLUMNS), triton.cdiv(rows, _tile(rows)))](
+        mixed, table, tokens, weight, out, table.stride(0), rows, out.shape[1], epsilon,
+        width=width, columns=COLUMNS, **_shape(weight, rows),
+    )  # fmt: skip
+    return out
+
+
 def read(
     states: Tensor,
     chosen: Tensor,
-    embeddings: tuple[Tensor, Tensor] | None,
+    embeddings: Embedded | None,
     weight: Tensor,
     frequencies: Tensor,
     cache: tuple[Tensor, Tensor],
@@ -144,6 +171,26 @@ def _weights(weight, line, inside, at, some, inputs, operand: tl.constexpr):
     return tl.trans(tl.load(places, mask=inside[:, None] & some[None, :], other=0.0).to(operand))
 
 
+@triton.jit
+def _product(
+    states, place, real, weight, line, inside, epsilon, inputs,
+    normed: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
+    operand: tl.constexpr,
+):  # fmt: skip
+    """(tile, columns): rows, normed or as they are, times some lines of a matrix."""
+    part, gram = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, tile), tl.float32)
+    for start in range(0, width, piece):
+        at = start + tl.arange(0, piece)
+        left = _row_piece(states, place, real, at, at < width, operand)
+        right = _weights(weight, line, inside, at, at < width, inputs, operand)
+        part = tl.dot(left, right, part, input_precision="ieee")
+        if normed:
+            gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
+    if normed:
+        part = part / _norms(gram, epsilon, width, tile)[:, None]
+    return part
+
+
 @triton.jit(do_not_specialize=["stride_path", "rows", "steps"])
 def _join(
     first, second, third, fourth, weight, nodes, out,
@@ -167,16 +214,55 @@ def _join(
             states = third
         else:
             states = fourth
-        part, gram = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, tile), tl.float32)
-        for start in range(0, width, piece):
-            at = start + tl.arange(0, piece)
-            left = _row_piece(states, place, real, at, at < width, operand)
-            right = _weights(weight + tap * width, column, column < width, at, at < width, taps * width, operand)
-            part = tl.dot(left, right, part, input_precision="ieee")
-            gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
-        total += part / _norms(gram, epsilon, width, tile)[:, None]
+        total += _product(
+            states, place, real, weight + tap * width, column, column < width, epsilon, taps * width, True, width,
+            columns, tile, piece, operand,
+        )  # fmt: skip
     goal = out + row[:, None] * width + column[None, :]
     tl.store(goal, total.to(out.dtype.element_ty), mask=real[:, None] & (column < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mix(
+    states, chosen, table, tokens, weight, bias, out, stride_state, stride_token, rows, epsilon,
+    width: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    real, inside = row < rows, column < width
+    place = tl.load(tokens + row, mask=real, other=0).to(tl.int64) * stride_token
+    total = _product(
+        table, place, real, weight, column, inside, epsilon, 2 * width, True, width, columns, tile, piece, operand
+    )
+    place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_state
+    total += _product(
+        states, place, real, weight + width, column, inside, epsilon, 2 * width, False, width, columns, tile, piece,
+        operand,
+    )  # fmt: skip
+    total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    goal = out + row[:, None].to(tl.int64) * width + column[None, :]
+    tl.store(goal, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _select(
+    mixed, table, tokens, weight, out, stride_token, rows, lines, epsilon,
+    width: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    real, inside = row < rows, column < lines
+    place = tl.load(tokens + row, mask=real, other=0).to(tl.int64) * stride_token
+    gate = _product(
+        table, place, real, weight, column, inside, epsilon, width, True, width, columns, tile, piece, operand
+    )
+    up = _product(
+        mixed, row.to(tl.int64) * width, real, weight, column + lines, inside, epsilon, width, True, width, columns,
+        tile, piece, operand,
+    )  # fmt: skip
+    found = gate / (1 + tl.exp(-gate)) * up
+    goal = out + row[:, None].to(tl.int64) * lines + column[None, :]
+    tl.store(goal, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
 @triton.jit

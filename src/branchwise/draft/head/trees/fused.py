@@ -1,7 +1,7 @@
 """The best trees of a head by a few kernels a level: `BestFirstDraft` where Triton's kernels run.
 
-A level is nine launches instead of eighty: the products of the layer (`cuda.head_rows`), attention, the best tokens of
-the table (`cuda.best_tokens`) and the choice of the next nodes (`cuda.head_tree`).
+A level is nine launches instead of eighty, twelve with a gate: the products of the layer (`cuda.head_rows`), attention,
+the best tokens of the table (`cuda.best_tokens`) and the choice of the next nodes (`cuda.head_tree`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from branchwise.core.rows import WORD, pack_bits, words_for
 from branchwise.cuda.best_tokens import best_tokens
-from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, project, read
+from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, mix, project, read, select
 from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
 from branchwise.draft.head.network import HeadConfig
@@ -24,7 +24,7 @@ from branchwise.draft.head.trees.copies import log_hits
 from branchwise.draft.head.trees.device import with_norm
 from branchwise.draft.policies.topk import TopK
 
-OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "carry", "epsilon"
+OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "carry", "gate", "epsilon"
 """of a network, that the kernels compute; others must be left as they are by default"""
 
 
@@ -37,6 +37,16 @@ class Weights(NamedTuple):
     down: Tensor
 
 
+class GateWeights(NamedTuple):
+    """The matrices of FSPAD's gate."""
+
+    mix: Tensor
+    bias: Tensor
+    select: Tensor
+    """the lines that select, then those that are selected from"""
+    down: Tensor
+
+
 class FusedDraft(BestFirstDraft):
     def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
         super().__init__(tree, *parts, copies=copies)
@@ -46,6 +56,17 @@ class FusedDraft(BestFirstDraft):
         self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
         self._normed_rows = with_norm(self._rows, head.output_norm.weight)
         self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
+        self._gate = None if head.gate is None else self._gate_weights(head.gate)
+
+    def _gate_weights(self, gate: Module) -> GateWeights:
+        of, norm = gate.get_parameter, self.head.embedding_norm.weight
+        chosen, offered = with_norm(of("select.weight"), norm), with_norm(of("up.weight"), of("norm.weight"))
+        return GateWeights(
+            with_norm(of("mix.weight"), norm, torch.ones_like(norm)),
+            of("mix.bias"),
+            torch.cat([chosen, offered]),
+            of("down.weight"),
+        )
 
     def _weights(self, number: int, block: Module) -> Weights:
         first = self.head.feature_norm.weight, self.head.embedding_norm.weight
@@ -61,7 +82,7 @@ class FusedDraft(BestFirstDraft):
     @staticmethod
     def fits(config: HeadConfig) -> bool:
         known = {name: vars(config)[name] for name in OPTIONS}
-        return config == HeadConfig(**known) and len(config.taps) <= MOST_TAPS
+        return config == HeadConfig(**known) and config.gate != "low" and len(config.taps) <= MOST_TAPS
 
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
@@ -129,17 +150,22 @@ class FusedDraft(BestFirstDraft):
         (batch, count), device = at.shape, slots.device
         depths = filled(0, torch.int32, device, batch, count)  # these two only windows need
         columns = filled(0, torch.int32, device, batch, WORD * bits.shape[2])
+        embedded, own = (self._embeddings, tokens), numbers(batch, count, device)
+        if self._gate is not None:
+            mixed = mix(states, at, embedded, self._gate.mix, self._gate.bias, config.epsilon)
+            inner = select(mixed, embedded, self._gate.select, config.epsilon)
+            states, at = down(inner, self._gate.down, mixed), own
         for number, weights in enumerate(self._blocks):
             cache = self.cache.store[0, number], self.cache.store[1, number]
             query = read(
-                states, at, None if number else (self._embeddings, tokens), weights.qkv, head.frequencies, cache, slots,
+                states, at, None if number else embedded, weights.qkv, head.frequencies, cache, slots,
                 lengths, cell=cell, position=position, advance=advance, heads=config.heads, epsilon=config.epsilon,
             )  # fmt: skip
             scale = config.head_width**-0.5
             found = tree_attention(query.transpose(1, 2), *cache, slots, lengths, depths, columns, bits, scale=scale)
             attended = project(found.view(batch * count, -1), weights.out, states, at)
             inner = gate_up(attended, weights.gate_up, config.epsilon)
-            states, at = down(inner, weights.down, attended), numbers(batch, count, device)
+            states, at = down(inner, weights.down, attended), own
         return states
 
 
