@@ -104,6 +104,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--copies", type=int, nargs="*", default=[0], help="tokens that replayed trees may copy")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answers; trees meet them with `match`")
     parser.add_argument("--first", type=int, default=48, help="tokens of the beginning of an answer, counted apart")
+    parser.add_argument(
+        "--share",
+        type=share,
+        default=(1, 1),
+        metavar="K/N",
+        help="replay every N-th answer, from the K-th on: processes that share a device, whose records add up",
+    )
     parser.add_argument("--speed", action="store_true", help="tokens a second as well")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[*METHODS], help="what --speed measures")
     parser.add_argument("--turns", type=int, default=5, help="how often each method writes each text, for --speed")
@@ -120,6 +127,13 @@ def parse() -> argparse.Namespace:
     if arguments.read is None and not (arguments.heads and arguments.prompts):
         parser.error("give --heads and --prompts, or --read")
     return arguments
+
+
+def share(text: str) -> tuple[int, int]:
+    first, of = (int(part) for part in text.split("/"))
+    if not 1 <= first <= of:
+        raise ValueError(text)
+    return first, of
 
 
 def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -140,11 +154,12 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured_with(llm: LLM, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    answers = answered(llm, arguments)
+    answers, (first, of) = answered(llm, arguments), arguments.share
     for file in arguments.heads:
-        yield learned(file)
+        if first == 1:
+            yield learned(file)
         for table in arguments.tables if arguments.chains or arguments.trees else ():
-            yield from replayed(llm, file, table, answers, arguments)
+            yield from replayed(llm, file, table, answers[first - 1 :: of], arguments)
     if arguments.speed:
         for batch in arguments.batches:
             yield from spent(llm, arguments, answers, batch)
@@ -347,7 +362,9 @@ def summarise(records: Sequence[dict[str, Any]]) -> None:
         steps = sum(r["tokens"] for r in these) / sum(r["steps"] for r in these)
         beside = f", {interval(ratios)} x plain in {len(these)} turns" if ratios else ""
         name = f"{method}, {head}" if head else method
-        print(f"{batch} texts, {name}: {speed:.0f} tokens/s, {steps:.2f} tokens a step{beside}")
+        drafting = sum(r["laps"]["draft"] + r["laps"]["commit"] for r in these) / sum(r["steps"] for r in these)
+        step = f"{steps:.2f} tokens a step, {1e3 * drafting:.3f} ms of it drafting"
+        print(f"{batch} texts, {name}: {speed:.0f} tokens/s, {step}{beside}")
     for batch in dict.fromkeys(r["batch"] for r in found if "categories" in r):
         steps_by_category([r for r in found if r["batch"] == batch and "categories" in r], batch)
 
@@ -356,7 +373,7 @@ def steps_by_category(records: Sequence[dict[str, Any]], batch: int) -> None:
     """Tokens a step of methods that wrote the same prompts."""
     several = len({r["head"] for r in records if r["head"]}) > 1
     ways = {
-        f"{r['method']}, {r['head']}" if several and r["head"] else r["method"]: (r["method"], r["head"])
+        f"{r['method']}, {Path(r['head']).stem}" if several and r["head"] else r["method"]: (r["method"], r["head"])
         for r in records
     }
     width = 2 + max(map(len, ways))

@@ -59,7 +59,7 @@ def test_the_demo_shows_a_copy_and_free_writing() -> None:
     done = run("demo", "-n", "12", "--dtype", "float32", "--threads", "1")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.startswith("smollm2 in float32 on 1 CPU threads, greedy, method ngram")
+    assert done.stdout.startswith("smollm2 in float32 on 1 CPU threads, greedy, method default")
     assert done.stdout.count("All 12 tokens are equal.") == 2
     assert "free writing: " in done.stdout
     assert "The gain comes from drafted tokens" in done.stdout
