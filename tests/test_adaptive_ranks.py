@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from branchwise.control.costs import FEW, STALE, PassCostModel
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -15,7 +16,7 @@ from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Judged
 from branchwise.draft.lookup.fusion import DefaultDrafter
-from branchwise.draft.policies.adaptive import EVERY, FEW, STALE, AdaptiveRanks, PassCostModel
+from branchwise.draft.policies.adaptive import EVERY, AdaptiveRanks
 from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Request
 from branchwise.testing import ToyTarget

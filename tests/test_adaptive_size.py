@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
 
 from branchwise.backends.base import Scored
+from branchwise.control import costs as pace
+from branchwise.control.costs import STALE, PassCostModel
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Judged
-from branchwise.draft.policies import adaptive as pace
-from branchwise.draft.policies.adaptive import SIZES, STALE, AdaptiveSize, PassCostModel
+from branchwise.draft.policies.adaptive import SIZES, AdaptiveSize
 from branchwise.engine import Engine, Request
 from branchwise.errors import UsageError
 from branchwise.testing import ToyTarget
@@ -156,16 +158,16 @@ def test_an_own_plain_step_is_clocked_before_anything_is_drafted() -> None:
 def test_what_passes_cost_is_known_to_all_who_draft_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each size of a batch has costs of its own."""
     now = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     target, table = ToyTarget(4), {t: {(t + 1) % 4: 0.9} for t in range(4)}
     sequence = SequenceState([0])
     for step in range(150):
         drafter = Given(table, AdaptiveSize(2))
         drafter.bind(target.info)
         [tree] = drafter.draft([sequence], [Budget(9, 9)])
-        assert len(tree) == (1 if step < 2 else 3), "two plain steps: one warms up, one counts"
+        assert (len(tree) == 1) == (step < 2), "two plain steps: one warms up, one counts"
         now[0] += 1.0 if len(tree) == 1 else 1.5
-        drafter.update([sequence], Scored(TreeBatch([tree]).tokens), [None])  # type: ignore[list-item]
+        drafter.update([sequence], Scored(TreeBatch([tree]).tokens), [Verdict(tuple(range(len(tree))), 0)])
     [clock] = pace._cost_models[target.info].values()
     assert clock.costs([1, 3])[1] > 1.05, "one difference was seen, and believed a little"
     other = Given(table, AdaptiveSize(2))
@@ -182,7 +184,7 @@ def test_a_tree_that_ran_out_is_booked_as_the_size_it_was_meant_to_be(monkeypatc
 
 def test_the_text_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def written(dear: float) -> tuple[list[int], int]:
-        monkeypatch.setattr(PassCostModel, "costs", lambda clock, wanted: [1 + dear * rows for rows in wanted])
+        monkeypatch.setattr(PassCostModel, "costs", lambda clock, wanted, hoped: [1 + dear * rows for rows in wanted])
         drafter = Given({t: {(t + 1) % 4: 0.5, (t + 2) % 4: 0.3} for t in range(4)}, AdaptiveSize(12))
         engine = Engine(ToyTarget(4), drafter, VERIFIERS.build("match"))
         made = engine.submit(Request((0, 1), max_new_tokens=40))

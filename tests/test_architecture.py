@@ -24,7 +24,7 @@ LEVELS = [
     {"errors", "progress"},
     {"openai_client", "plots", "provenance", "registry"},
     {"core", "models", "index"},
-    {"verify", "backends", "cuda", "draft"},
+    {"verify", "backends", "cuda", "control", "draft"},
     {"engine", "testing", "methods"},
     {"llm", "hf"},
     {"tune", "train", "audit", "bench"},

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from branchwise.backends.toy import ToyTarget
+from branchwise.control.choice import FIRST_WAIT
+from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import NoDrafter
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.trees.paced import PacedDraft
@@ -25,8 +27,10 @@ class Costs:
     def __init__(self, row: float, first: float = 0.0, *, knows_plain: bool = True) -> None:
         self.row, self.first, self.knows_plain = row, first, knows_plain
         self.recorded: list[int] = []
+        self.plain_seconds = 1e9
+        """so long that whatever is drafted pays"""
 
-    def costs(self, rows: Sequence[int]) -> list[float]:
+    def costs(self, rows: Sequence[int], *, hoped: bool) -> list[float]:
         return [1 + (self.first if count > 1 else 0) + self.row * (count - 1) for count in rows]
 
     def record(self, rows: int, seconds: float) -> None:
@@ -34,14 +38,16 @@ class Costs:
         self.recorded.append(rows)
 
 
-def sizes(monkeypatch: pytest.MonkeyPatch, costs: Costs, prompts: Sequence[Sequence[int]] = ((1, 2, 3),)) -> list[int]:
+def sizes(
+    monkeypatch: pytest.MonkeyPatch, costs: Costs, prompts: Sequence[Sequence[int]] = ((1, 2, 3),), tokens: int = 30
+) -> list[int]:
     """Rows of the passes that are made for some texts, which are the target's own."""
     monkeypatch.setattr("branchwise.draft.head.trees.paced.cost_model_of", lambda target, batch: costs)
     monkeypatch.setattr("branchwise.draft.head.usual.HOST", Usual(TREE, table=11, copies=0))
     target, texts = ToyTarget(11), []
     for drafter in (HeadDrafter(random_head(target.info)), NoDrafter()):
         engine = Engine(target, drafter, VERIFIERS.build("match"))
-        asked = [engine.submit(Request(tuple(prompt), max_new_tokens=30)) for prompt in prompts]
+        asked = [engine.submit(Request(tuple(prompt), max_new_tokens=tokens)) for prompt in prompts]
         while engine.busy:
             engine.step()
         texts.append([one.token_ids for one in asked])
@@ -72,13 +78,13 @@ def test_texts_of_a_batch_have_trees_of_one_size(monkeypatch: pytest.MonkeyPatch
 
 def test_no_level_is_grown_below_what_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[int] = []
-    own = PacedDraft._worth
+    own = PacedDraft._size
 
-    def watched(self: PacedDraft, values):  # type: ignore[no-untyped-def]
+    def watched(self: PacedDraft, values, worth):  # type: ignore[no-untyped-def]
         levels.append(self._made)
-        return own(self, values)
+        return own(self, values, worth)
 
-    monkeypatch.setattr(PacedDraft, "_worth", watched)
+    monkeypatch.setattr(PacedDraft, "_size", watched)
     for unlikely in (0.0, 1.1):
         monkeypatch.setattr("branchwise.draft.head.trees.paced.UNLIKELY", unlikely)
         sizes(monkeypatch, Costs(0.0))
@@ -92,3 +98,20 @@ def test_a_tree_that_was_asked_for_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
     drafter.bind(target.info)
     assert drafter._ahead is not None
     assert not isinstance(drafter._ahead._draft, PacedDraft)
+
+
+def test_a_head_that_does_not_pay_stands_aside_and_reads_later_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Costs(0.0)
+    costs.plain_seconds = 1e-9
+    passes: list[int] = []
+    own = HeadDrafter._catch_up
+
+    def watched(self: HeadDrafter, sequences: Sequence[SequenceState]) -> None:
+        passes.append(len(self._texts[sequences[0]].unread))
+        own(self, sequences)
+
+    monkeypatch.setattr(HeadDrafter, "_catch_up", watched)
+    made = sizes(monkeypatch, costs, ((1, 2, 3),), tokens=120)
+    assert made.count(1) > 60, "nothing is drafted in most steps"
+    assert max(passes) >= FIRST_WAIT, "rows of many steps are read at once"
+    assert len(passes) < 60

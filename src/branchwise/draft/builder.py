@@ -92,11 +92,15 @@ class TreeBuilder:
 
     def path(self, node: int) -> list[int]:
         """The tokens from below the root to a node."""
-        tokens = []
+        return [self.tokens[one] for one in reversed(self.branch(node))]
+
+    def branch(self, node: int) -> list[int]:
+        """A node and those above it, the root excluded."""
+        found = []
         while node > 0:
-            tokens.append(self.tokens[node])
+            found.append(node)
             node = self.parents[node]
-        return tokens[::-1]
+        return found
 
     @property
     def places(self) -> dict[int, int]:

@@ -27,7 +27,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreePolicy
+from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, Look
@@ -181,6 +181,9 @@ class HeadDrafter(TreeDrafter):
         if self._ahead is None or self.kept_probs is not None:  # whoever keeps distributions wants them on the host
             return super().draft(sequences, budgets)
         with torch.inference_mode():
+            if self._ahead.rests():  # rows that it does not read now it reads together later
+                self._drafted = self._ahead.rest(sequences)
+                return self._drafted
             if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
                 self._roots(behind)
             self._drafted = self._ahead.draft(sequences, budgets)
@@ -309,7 +312,7 @@ class HeadDrafter(TreeDrafter):
                 cells[row, place], tokens[row, place] = cell, tree.tokens[node]
                 positions[row, place] = text.root + tree.depths[node]
                 seen[row, place, max(0, end + tree.depths[node] - window) if window else 0 : end] = True
-                branch = [text.cells[above] for above in _branch(tree, node)]
+                branch = [text.cells[above] for above in tree.branch(node)]
                 seen[row, place, branch[: window or None]] = True
             features[row, : len(request.nodes)] = torch.stack([text.carried[tree.parents[n]] for n in request.nodes])
         device = features.device
@@ -375,15 +378,6 @@ def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies:
         if FusedDraft.fits(head.config):
             return FusedDraft(tree, head, cache, *parts, copies=copies)
     return BestFirstDraft(tree, head, cache, *parts, copies=copies)
-
-
-def _branch(tree: TreeBuilder, node: int) -> list[int]:
-    """A node and those above it, the root excluded."""
-    found = []
-    while node > 0:
-        found.append(node)
-        node = tree.parents[node]
-    return found
 
 
 def read_head(path: Path) -> TrainedHead:

@@ -11,39 +11,31 @@ device records its graphs once and early. A batch has one size, because its tree
 
 from __future__ import annotations
 
-import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from branchwise.backends.base import TargetInfo
+from branchwise.control.choice import best
+from branchwise.control.costs import PassCostModel, cost_model_of
+from branchwise.control.trust import Kept, Trust
 from branchwise.core.batch import PadShape
 from branchwise.core.topology import Topology
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidates, Cursor, Judged, TreeBuilder
 from branchwise.draft.policies.template import RECYCLING, Ranks, places_in
 from branchwise.draft.policies.topk import TopK, grow_best_first
+from branchwise.verify import Verdict
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
 """Nodes below the root that a tree may have: few sizes, so that each is timed often. With the root they fill whole
 tiles of 16 rows, which is how matrix products are cut on most machines: one row more costs a new tile."""
-SLOPE = 1 / 96
-"""the assumed cost of one more row, in passes over one row, before any pass was timed"""
-DEVICE_SLOPE = 1 / 256
-"""the same on a device, where memory bandwidth limits a pass and not arithmetic"""
-SLOWLY = 0.05
-"""the least share of an error by which the estimate of a size is corrected"""
-FEW, OUTLIER = 3, math.log(1.5)
-"""so many passes of a size weigh as much as the first estimate; errors of sizes timed more often are clipped to this"""
-STALE = 200
-"""steps after which a plain step is timed again"""
-WORTH = 1.03
-"""the expected speed of a tree, in plain decoding, from which on it is drafted"""
 LEAST = 1 / 512
 """nodes with a less probable path never pay"""
 RANK_SIZES = (0, 7, 31)
@@ -55,87 +47,30 @@ FADING = 0.995
 EVERY = 8
 """steps after which the size of a tree of ranks is chosen again"""
 MOST_TREES = 256
-RECORDED = 4
-"""passes of a size on a device before they are timed: by then all that a step does is recorded"""
 
 
-class PassCostModel:
-    """The cost of a pass over so many rows, in passes over one row, estimated from passes that were timed.
+class Promises(NamedTuple):
+    """What was said of nodes, of those too that were not drafted: the text shows what they were worth."""
 
-    The speed of a machine varies. So a pass is compared with the pass before it alone: if the two differ more or less
-    than expected, the estimates of both sizes are corrected, each the less the better it is known.
-    """
+    tree: TreeBuilder
+    masses: list[float]
+    """of each node below the root, behind its parent"""
+    drafted: TreeBuilder
+    """the first of these nodes"""
 
-    def __init__(self, settling: int = 1, slope: float = SLOPE) -> None:
-        """The first passes of a size, `settling` of them, also pay for the choice and the recording of kernels."""
-        self._settling, self._slope = settling, slope
-        self._corrections = {1: 0.0}  # size -> logarithm of its cost over the first estimate
-        self._counts: dict[int, int] = {}
-        self._last: tuple[int, float] | None = None  # rows and logarithm of the seconds of the last pass
-        self._since_plain = STALE
-
-    def record(self, rows: int, seconds: float) -> None:
-        """A pass over so many rows took this long."""
-        count = self._counts.get(rows, 0)
-        self._counts[rows] = count + 1
-        self._since_plain = 0 if rows == 1 and count >= self._settling else self._since_plain + 1
-        if count < self._settling:
-            return
-        spent, last = math.log(max(seconds, 1e-9)), self._last
-        self._last = rows, spent
-        if last is None or last[0] == rows:
-            return
-        error = spent - last[1] - (self._cost(rows) - self._cost(last[0]))
-        if min(count, self._counts[last[0]]) > FEW:
-            error = min(max(error, -OUTLIER), OUTLIER)
-        for size, part in ((rows, error), (last[0], -error)):
-            if size > 1:
-                known = self._correction(size)
-                self._corrections[size] = known + max(1 / (self._counts[size] + FEW), SLOWLY) * part
-
-    @property
-    def knows_plain(self) -> bool:
-        """Whether a plain step was timed not long ago."""
-        return self._since_plain < STALE
-
-    def knows(self, rows: int) -> bool:
-        """Whether a few passes of this size were timed."""
-        return self._counts.get(rows, 0) >= self._settling + FEW
-
-    def costs(self, wanted: Sequence[int]) -> list[float]:
-        """The costs of passes over so many rows, rising: that more rows cost less is noise."""
-        blocks: list[tuple[float, float, int]] = []  # (mean cost, how well it is known, sizes)
-        for rows in wanted:
-            mean, weight, count = math.exp(self._cost(rows)), 1.0 + self._counts.get(rows, 0), 1
-            while blocks and blocks[-1][0] >= mean:  # neighbours in the wrong order are pooled
-                other, known, several = blocks.pop()
-                mean = (mean * weight + other * known) / (weight + known)
-                weight, count = weight + known, count + several
-            blocks.append((mean, weight, count))
-        return [mean for mean, _, count in blocks for _ in range(count)]
-
-    def _cost(self, rows: int) -> float:
-        return math.log((1 + rows * self._slope) / (1 + self._slope)) + self._correction(rows)
-
-    def _correction(self, rows: int) -> float:
-        """Of a size, interpolated between the known sizes around it; beyond the largest, that of the largest."""
-        known = self._corrections
-        if rows not in known:
-            return float(np.interp(rows, sorted(known), [known[size] for size in sorted(known)]))
-        return known[rows]
-
-
-_cost_models: WeakKeyDictionary[TargetInfo, dict[int, PassCostModel]] = WeakKeyDictionary()
-"""target -> size of a batch -> costs of its passes, shared by all drafters of the target"""
-
-
-def cost_model_of(target: TargetInfo | None, batch: int) -> PassCostModel:
-    if target is None:
-        return PassCostModel()
-    models, (size, _) = _cost_models.setdefault(target, {}), target.bucket(batch, 1)
-    if size not in models:
-        models[size] = PassCostModel() if target.device.type == "cpu" else PassCostModel(RECORDED, DEVICE_SLOPE)
-    return models[size]
+    def kept(self, verdict: Verdict) -> dict[str, list[Kept]]:
+        """What a verdict says of them, by source."""
+        order = list(self.drafted.places)  # nodes are scored level by level
+        path = [order[node] for node in verdict.path]
+        tokens = [*(self.tree.tokens[node] for node in path[1:]), verdict.token]
+        follows = dict(zip(path, tokens, strict=True))
+        found: dict[str, list[Kept]] = {}
+        for node, mass in enumerate(self.masses, start=1):
+            parent = self.tree.parents[node]
+            if parent in follows:
+                came = self.tree.tokens[node] == follows[parent]
+                found.setdefault(self.tree.sources.get(node, ""), []).append(Kept(mass, came))
+        return found
 
 
 class AdaptiveSize(TopK):
@@ -145,37 +80,57 @@ class AdaptiveSize(TopK):
         super().__init__(nodes, depth, width)
         self._costs = PassCostModel()
         self._laid_at = 0.0
+        self._trust: defaultdict[str, Trust] = defaultdict(Trust)
+        """by source"""
+        self._promised: list[Promises] = []
+        """of the trees of the current step"""
 
     def begin_batch(self, size: int, target: TargetInfo | None) -> None:
         self._costs = cost_model_of(target, size)
+        self._promised = []
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
         nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)
-        tree = TreeBuilder([root])
+        tree, masses, size = TreeBuilder([root]), list[float](), 0
         if nodes > 0 and self._costs.knows_plain:  # once in a while a plain step must be timed
             growing = grow_best_first(tree, cursor, candidates, depth=depth, width=self.width, least=LEAST)
-            tree = tree.leading(1 + self._size(growing, nodes))
+            masses, size = self._grown(tree, growing, nodes)
+        self._promised.append(Promises(tree, masses, drafted := tree.leading(1 + size)))
         self._laid_at = time.perf_counter()
-        return tree
+        return drafted
 
     def update(self, judged: Sequence[Judged]) -> None:
         rows = max(len(one.tree) for one in judged)
         rounded = next((1 + size for size in SIZES if 1 + size >= rows), rows)
         self._costs.record(rounded, time.perf_counter() - self._laid_at)
+        for one, promises in zip(judged, self._promised, strict=False):
+            for source, kept in promises.kept(one.verdict).items():
+                self._trust[source].record(kept)
 
-    def _size(self, growing: Iterator[float], nodes: int) -> int:
-        """How many nodes below the root give most tokens a second. Nodes come in falling order: if two sizes more were
-        no better, larger ones will not be, and no more are grown."""
+    def _grown(self, tree: TreeBuilder, growing: Iterator[float], nodes: int) -> tuple[list[float], int]:
+        """The masses of nodes that were grown, and how many of these give most tokens a second. Nodes come in falling
+        order, so larger sizes are not grown once none of them could be better."""
         sizes = [*(size for size in SIZES if size < nodes), nodes]
-        plain, *costs = self._costs.costs([1 + size for size in sizes])
-        tokens, grown, best, worse = 1.0, 0, (1 / plain, 0), 0
-        for size, cost in zip(sizes[1:], costs, strict=True):
-            reach = list(islice(growing, size - grown))
-            tokens, grown = tokens + sum(reach), grown + len(reach)
-            if not reach or worse > 1:
+        costs = self._costs.costs([1 + size for size in sizes], hoped=True)
+        reach, worth, masses = [1.0], [1.0], list[float]()  # of nodes; of the root too, but for its mass
+        promised, tokens = [1.0], [1.0]  # of sizes
+        for place in range(1, len(sizes)):
+            for one in islice(growing, sizes[place] - len(masses)):
+                node, parent = len(reach), tree.parents[len(reach)]
+                masses.append(one / reach[parent])
+                reach.append(one)
+                worth.append(worth[parent] * self._trust[tree.sources.get(node, "")].worth(masses[-1]))
+            if sizes[place - 1] >= len(masses):
+                break  # nothing is left to draft
+            promised.append(sum(reach))
+            tokens.append(sum(worth))
+            most, last = max(promised[-1], tokens[-1]), max(reach[-1], worth[-1])
+            fastest = max(gained / cost for gained, cost in zip(promised, costs, strict=False))
+            later = zip(sizes[place + 1 :], costs[place + 1 :], strict=True)
+            if all(most + last * (size - len(masses)) <= fastest * cost for size, cost in later):
                 break
-            best, worse = ((tokens / cost, grown), 0) if tokens / cost > best[0] else (best, worse + 1)
-        return best[1] if best[0] * plain > WORTH else 0
+        size = sizes[best(tokens, costs[: len(tokens)])]
+        return masses, min(size, len(masses))
 
 
 class AdaptiveRanks(Ranks):
@@ -242,10 +197,6 @@ class AdaptiveRanks(Ranks):
     def _size(self, model: PassCostModel) -> int:
         """How many nodes below the root give most tokens a second."""
         accepted = (PRIOR * self._assumed + self._hits) / (PRIOR + self._tries)
-        tokens = 1 + np.cumsum(accepted[self._order])  # by how many nodes there are below the root, from 1
-        plain, *costs = model.costs([self._rows(1 + size) for size in self._sizes])
-        gains = [tokens[size - 1] * plain / cost for size, cost in zip(self._sizes[1:], costs, strict=True)]
-        if not gains:
-            return 0
-        best = int(np.argmax(gains))
-        return self._sizes[1 + best] if gains[best] > WORTH else 0
+        gained = np.cumsum(accepted[self._order])  # by how many nodes there are below the root, from 1
+        tokens = [1.0, *(1 + float(gained[size - 1]) for size in self._sizes[1:])]
+        return self._sizes[best(tokens, model.costs([self._rows(1 + size) for size in self._sizes]))]

@@ -74,6 +74,17 @@ class Ahead:
         self._draft.drafted(trees)
         return trees
 
+    def rests(self) -> bool:
+        """A step begins; whether nothing is to be drafted in it."""
+        return self._draft.rests()
+
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        """Roots alone."""
+        self._expected = []
+        trees = [DraftTree.root(sequence.root) for sequence in sequences]
+        self._draft.drafted(trees)
+        return trees
+
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         if self._found is None or min(budget.depth for budget in budgets) < self._draft.depth:
             return None
@@ -94,7 +105,7 @@ class Ahead:
 
     def follow(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> bool:
         """The host has read the verdict; whether its rows are written already."""
-        self._draft.scored()
+        self._draft.scored(verdicts)
         if self._caught:
             for sequence, verdict in zip(sequences, verdicts, strict=True):
                 self._cache.lengths[sequence] += len(verdict.path)

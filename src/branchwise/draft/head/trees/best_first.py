@@ -74,14 +74,17 @@ class BestFirstDraft(DeviceDraft):
         """Whether no level is grown below this one, whose nodes (batch, nodes) are so probable."""
         return depth == self._grown
 
-    def _worth(self, values: Tensor) -> int:
-        """How many of the proposed nodes (batch, nodes) are kept."""
-        return self.nodes - 1
+    def _chosen(self, proposed: Nodes) -> Tensor:
+        """(batch, nodes): the numbers of the nodes that are kept, rising."""
+        return self._best_of(proposed[0], self.nodes - 1)
+
+    def _best_of(self, values: Tensor, count: int) -> Tensor:
+        return values.topk(count, dim=1).indices.sort(dim=1).values
 
     def _lay(self, roots: Tensor, proposed: Nodes, levels: Tensor) -> tuple[Tensor, ...]:
         """The best of all proposed nodes below their roots, each behind its parent; `levels` says how deep they are."""
         values, tokens, parents = proposed
-        chosen = values.topk(self._worth(values), dim=1).indices.sort(dim=1).values
+        chosen = self._chosen(proposed)
         batch, count = chosen.shape
         numbers = torch.arange(1, count + 1, device=roots.device).expand(batch, -1)
         # Of equally probable nodes a parent may be left out while its child is in: then the child is padding.

@@ -22,6 +22,7 @@ from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Attend, Head, Rows
+from branchwise.verify import Verdict
 
 
 class Likely(NamedTuple):
@@ -62,11 +63,15 @@ class DeviceDraft(ABC):
     def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
         """What `grow` found, cut to budgets; there may be fewer budgets than rows."""
 
+    def rests(self) -> bool:
+        """A step begins; whether nothing is to be drafted in it."""
+        return False
+
     def drafted(self, trees: Sequence[DraftTree]) -> None:
         """These trees are scored next."""
 
-    def scored(self) -> None:
-        """The verdict on them is known."""
+    def scored(self, verdicts: Sequence[Verdict]) -> None:
+        """The verdicts on them are known."""
 
     def go_on(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor

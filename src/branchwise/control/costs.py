@@ -1,0 +1,184 @@
+"""What passes cost, in passes over one row, learned from the passes of generation itself.
+
+The speed of a machine varies, from minute to minute and for all sizes alike, and no size is timed often. So two things
+are followed together: the pace of the machine, which changes quickly, and by how much each size is dearer than a line
+would have it, which hardly changes. A pass tells their sum, and a Kalman filter how much it says of either. That sizes
+close to each other cost about the same is in the covariance the filter begins with: that of a random walk over the
+logarithm of the number of rows. So one pass over 32 rows also says something of 24 and of 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchwise.backends.base import TargetInfo
+
+GRID = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""rows whose costs are followed; others lie between two of them"""
+SLOPE = 1 / 96
+"""the assumed cost of one more row, in passes over one row, before any pass was timed"""
+DEVICE_SLOPE = 1 / 256
+"""the same on a device, where memory bandwidth limits a pass and not arithmetic"""
+BEND = 0.6
+"""the variance of how far costs are off that line, for a number of rows that is e times as large"""
+NOISE, LEAST_NOISE, MOST_NOISE = 0.1**2, 0.03**2, 0.5**2
+"""of the logarithm of a time, at first, at least and at most; these and what follows are variances"""
+SLOWLY = 0.05
+"""the share of the last error in how much noise is expected"""
+DRIFT = 0.02**2
+"""by which the pace changes from pass to pass"""
+WEAR = 1e-4
+"""by which costs change, as a share of what was assumed at first"""
+ALARM = 0.1
+"""the same where passes keep taking much longer or shorter than expected, and what the pace may have changed by then"""
+FAR = 3.0
+"""standard deviations from which on a pass is an outlier, and two of them in a row an alarm"""
+DOUBT = 0.2
+"""the standard deviation of the cost of a size from which on a plain pass is wanted for comparison"""
+SURE, HOPE = 0.15, 2.0
+"""a standard deviation that is as good as none; costs are hoped to be lower by so many times what is beyond it"""
+STALE = 200
+"""steps after which a plain step is timed again in any case"""
+FEW = 3
+"""timed passes of a size that are enough to compare it with others"""
+RECORDED = 4
+"""passes of a size on a device before they are timed: by then all that a step does is recorded"""
+
+_LOGS = np.log(GRID)
+_WALK = np.minimum.outer(_LOGS, _LOGS)
+
+
+class PassCostModel:
+    """The cost of a pass over so many rows, in passes over one row, estimated from passes that were timed."""
+
+    def __init__(self, settling: int = 1, slope: float = SLOPE) -> None:
+        """The first passes of a size, `settling` of them, also pay for the choice and the recording of kernels."""
+        self._settling, self._slope = settling, slope
+        self._known = np.zeros(1 + len(GRID))
+        """the logarithms of the seconds of a plain pass, and of what sizes cost over the first guess"""
+        self._spread = np.zeros((1 + len(GRID),) * 2)
+        self._spread[1:, 1:] = BEND * _WALK
+        self._counts: dict[int, int] = {}
+        self._since_plain = STALE
+        self._drafted = 0
+        """rows of the last pass over more than one, if none over one came after it"""
+        self._noise = NOISE
+        self._outliers = 0
+        """in a row, all of them too long or all too short"""
+
+    def record(self, rows: int, seconds: float) -> None:
+        """A pass over so many rows took this long."""
+        count = self._counts.get(rows, 0)
+        self._counts[rows] = count + 1
+        self._since_plain = 0 if rows == 1 and count >= self._settling else self._since_plain + 1
+        if count < self._settling:
+            return
+        spent = math.log(max(seconds, 1e-9)) - self._guess(rows)
+        self._drafted = rows if rows > 1 else 0
+        seen = _seen(rows)
+        if not self._spread[0, 0]:  # the first pass of all says what its seconds mean
+            self._known[0], self._spread[0, 0] = spent, self._spread_of(seen) + self._noise
+            return
+        self._spread[0, 0] += DRIFT
+        self._spread[1:, 1:] += WEAR * BEND * _WALK
+        self._learn(seen, spent - float(seen @ self._known))
+
+    def _learn(self, seen: NDArray[np.float64], error: float) -> None:
+        expected = self._spread_of(seen) + self._noise
+        far = FAR * math.sqrt(expected)
+        noise = self._noise + SLOWLY * (min(abs(error), far) ** 2 - expected)
+        self._noise = min(MOST_NOISE, max(LEAST_NOISE, noise))
+        if abs(error) <= far:
+            self._outliers = 0
+        else:
+            same = self._outliers * error > 0
+            self._outliers = (self._outliers if same else 0) + (1 if error > 0 else -1)
+            if abs(self._outliers) == 1:  # an accident
+                error = math.copysign(far / FAR, error)
+            else:
+                self._spread[0, 0] += ALARM
+                self._spread[1:, 1:] += ALARM * _WALK
+        towards = self._spread @ seen
+        whole = float(seen @ towards) + self._noise
+        self._known += towards * (error / whole)
+        self._spread -= np.outer(towards, towards) / whole
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether a plain step was timed not long ago, and the sizes that are drafted can be compared with it."""
+        if self._since_plain >= STALE:
+            return False
+        return not self._drafted or self._spread_of(_seen(self._drafted, paced=False)) < DOUBT**2
+
+    @property
+    def plain_seconds(self) -> float:
+        """How long a pass over one row takes at the present pace."""
+        return math.exp(self._known[0])
+
+    def knows(self, rows: int) -> bool:
+        """Whether a few passes of this size were timed."""
+        return self._counts.get(rows, 0) >= self._settling + FEW
+
+    def costs(self, wanted: Sequence[int], *, hoped: bool = False) -> list[float]:
+        """The costs of passes over so many rows, rising: that more rows cost less is noise. `hoped`: as low as they may
+        well be, so that a size is tried of which little is known."""
+        seen = _all_seen(tuple(wanted))
+        found = seen @ self._known
+        if hoped:
+            doubts = np.sqrt(np.maximum(0.0, ((seen @ self._spread) * seen).sum(axis=1)))
+            found = found - HOPE * np.maximum(0.0, doubts - SURE)
+        blocks: list[tuple[float, float, int]] = []  # (mean cost, how well it is known, sizes)
+        for rows, over in zip(wanted, found.tolist(), strict=True):
+            mean = math.exp(max(0.0, self._guess(rows) + over))  # no pass costs less than one over a row
+            weight, count = 1.0 + self._counts.get(rows, 0), 1
+            while blocks and blocks[-1][0] >= mean:  # neighbours in the wrong order are pooled
+                other, known, several = blocks.pop()
+                mean = (mean * weight + other * known) / (weight + known)
+                weight, count = weight + known, count + several
+            blocks.append((mean, weight, count))
+        return [mean for mean, _, count in blocks for _ in range(count)]
+
+    def _guess(self, rows: int) -> float:
+        return math.log((1 + rows * self._slope) / (1 + self._slope))
+
+    def _spread_of(self, seen: NDArray[np.float64]) -> float:
+        return max(0.0, float(seen @ self._spread @ seen))
+
+
+@cache
+def _seen(rows: int, *, paced: bool = True) -> NDArray[np.float64]:
+    """What a pass over so many rows tells: the pace, and the costs of the sizes around it."""
+    seen = np.zeros(1 + len(GRID))
+    seen[0] = paced
+    place = min(int(np.searchsorted(GRID, rows)), len(GRID) - 1)
+    if GRID[place] <= rows:
+        seen[1 + place] = 1.0
+    else:
+        share = (math.log(rows) - _LOGS[place - 1]) / (_LOGS[place] - _LOGS[place - 1])
+        seen[place], seen[1 + place] = 1 - share, share
+    return seen
+
+
+@cache
+def _all_seen(wanted: tuple[int, ...]) -> NDArray[np.float64]:
+    """(sizes, …): what is known of the costs of these, without the pace."""
+    return np.stack([_seen(rows, paced=False) for rows in wanted])
+
+
+_cost_models: WeakKeyDictionary[TargetInfo, dict[int, PassCostModel]] = WeakKeyDictionary()
+"""target -> size of a batch -> costs of its passes, shared by all drafters of the target"""
+
+
+def cost_model_of(target: TargetInfo | None, batch: int) -> PassCostModel:
+    if target is None:
+        return PassCostModel()
+    models, (size, _) = _cost_models.setdefault(target, {}), target.bucket(batch, 1)
+    if size not in models:
+        models[size] = PassCostModel() if target.device.type == "cpu" else PassCostModel(RECORDED, DEVICE_SLOPE)
+    return models[size]

@@ -1,0 +1,224 @@
+"""How many nodes are drafted, against a machine and a text of which everything is known."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import pytest
+import torch
+
+from branchwise.control.choice import FIRST_WAIT, LONGEST_WAIT, TRIAL, WORTH, Rest, best
+from branchwise.control.costs import PassCostModel
+from branchwise.control.trust import Kept, Trust
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import Draw
+from branchwise.draft.base import Budget
+from branchwise.draft.builder import Candidate, Judged, TreeBuilder
+from branchwise.draft.policies.adaptive import SIZES, AdaptiveSize
+from branchwise.draft.policies.topk import grow_best_first
+from branchwise.verify import Verdict
+
+ROOM = Budget(128, 16)
+OTHER = 99
+"""a token that nobody promises"""
+Cost = Callable[[int], float]
+"""seconds of a pass over so many rows"""
+
+
+@dataclass
+class World:
+    """A text and a machine: what a source promises of its candidates, how often each is right, and what passes cost."""
+
+    promised: Sequence[float]
+    """of the candidates at any place, best first; their tokens are 0, 1, 2, ..."""
+    true: Sequence[float]
+    cost: Cost
+    noise: float = 0.05
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    now: float = 0.0
+
+    def candidates(self, cursor: object) -> list[Candidate]:
+        return [Candidate(token, mass, (), "") for token, mass in enumerate(self.promised)]
+
+    def step(self, policy: AdaptiveSize) -> tuple[int, int]:
+        """One step; how many nodes were drafted, and how many tokens came."""
+        tree = policy.lay(0, (), self.candidates, ROOM).finish(Draw.FIXED)
+        path = [0]
+        while True:
+            ranks = [*range(len(self.true)), None]
+            token = self.rng.choices(ranks, [*self.true, max(0.0, 1 - sum(self.true))])[0]
+            below = [n for n in range(1, len(tree)) if tree.parents[n] == path[-1] and int(tree.tokens[n]) == token]
+            if token is None or not below:
+                break
+            path.append(below[0])
+        verdict = Verdict(tuple(path), OTHER if token is None else token)
+        self.now += self.cost(len(tree)) * self.rng.lognormvariate(-(self.noise**2) / 2, self.noise)
+        policy.update([Judged(SequenceState([0]), tree, torch.zeros(len(tree), 1), verdict)])
+        return len(tree) - 1, len(path)
+
+    def fixed(self, size: int) -> float:
+        """Tokens a second of a tree of so many nodes, in the long run."""
+        tree = TreeBuilder([0])
+        grown = len(list(islice(grow_best_first(tree, (), self.candidates, depth=ROOM.depth, width=8), size)))
+        came = [1.0]
+        for node in range(1, 1 + grown):
+            came.append(came[tree.parents[node]] * self.true[tree.tokens[node]])
+        return sum(came) / self.cost(1 + grown)
+
+    @property
+    def hindsight(self) -> float:
+        """The best of all sizes that stay as they are."""
+        return max(self.fixed(size) for size in SIZES if size <= 63)
+
+
+@pytest.fixture(name="policy")
+def make_policy() -> AdaptiveSize:
+    policy = AdaptiveSize()
+    policy._costs = PassCostModel()
+    return policy
+
+
+def speed(world: World, policy: AdaptiveSize, steps: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Tokens a second over so many steps."""
+    monkeypatch.setattr(time, "perf_counter", lambda: world.now)
+    start, came = world.now, 0
+    for _ in range(steps):
+        policy._promised = []
+        came += world.step(policy)[1]
+    return came / (world.now - start)
+
+
+FLAT: Cost = lambda rows: 1 + rows / 200  # noqa: E731
+STEEP: Cost = lambda rows: 1 + rows / 6  # noqa: E731
+CLIFF: Cost = lambda rows: 1.0 if rows <= 8 else 2.5 + rows / 100  # noqa: E731
+SECOND_ROW: Cost = lambda rows: 1.0 if rows == 1 else 1.9 + rows / 40  # noqa: E731
+HONEST = {"sure": (0.8, 0.1), "torn": (0.4, 0.3, 0.1), "poor": (0.1, 0.05, 0.05)}
+
+
+@pytest.mark.parametrize("cost", [FLAT, STEEP, CLIFF, SECOND_ROW], ids=["flat", "steep", "cliff", "second row"])
+@pytest.mark.parametrize("masses", HONEST.values(), ids=HONEST)
+def test_an_honest_source_is_used_about_as_well_as_in_hindsight(
+    masses: Sequence[float], cost: Cost, policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(masses, masses, cost)
+    speed(world, policy, 100, monkeypatch)
+    assert speed(world, policy, 2000, monkeypatch) > 0.97 * world.hindsight
+
+
+@pytest.mark.parametrize("cost", [FLAT, STEEP, CLIFF, SECOND_ROW], ids=["flat", "steep", "cliff", "second row"])
+@pytest.mark.parametrize("true", [(0.0, 0.0), (0.05, 0.05), (0.3, 0.1)], ids=str)
+def test_a_source_that_promises_too_much_never_makes_a_text_slower(
+    true: Sequence[float], cost: Cost, policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World((0.9, 0.08), true, cost)
+    speed(world, policy, 20, monkeypatch)
+    assert speed(world, policy, 1000, monkeypatch) > 0.97 * max(1 / cost(1), 0.95 * world.hindsight)
+
+
+def test_a_source_that_promises_too_little_is_used_all_the_same(
+    policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World((0.6, 0.05), (0.8, 0.05), FLAT)
+    speed(world, policy, 200, monkeypatch)
+    assert speed(world, policy, 1000, monkeypatch) > 0.95 * world.hindsight
+
+
+def test_it_recovers_where_nothing_is_accepted_any_more(policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World((0.8, 0.1), (0.8, 0.1), SECOND_ROW)
+    assert speed(world, policy, 300, monkeypatch) > 1.3 / world.cost(1)
+    world.true = (0.0, 0.0)
+    speed(world, policy, 50, monkeypatch)
+    assert speed(world, policy, 500, monkeypatch) > 0.97 / world.cost(1)
+    world.true = (0.8, 0.1)
+    speed(world, policy, 50, monkeypatch)
+    assert speed(world, policy, 300, monkeypatch) > 0.9 * world.hindsight, "and where something is again"
+
+
+def test_it_recovers_where_passes_become_dear(policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do for a batch that grows, or in the middle of a text."""
+    world = World((0.5, 0.2), (0.5, 0.2), FLAT)
+    speed(world, policy, 300, monkeypatch)
+    world.cost = STEEP
+    speed(world, policy, 50, monkeypatch)
+    assert speed(world, policy, 600, monkeypatch) > 0.97 * world.hindsight
+
+
+def test_a_size_is_left_only_for_one_that_is_clearly_better() -> None:
+    assert best([1.0, 1.5, 1.9], [1.0, 1.2, 1.8]) == 1
+    assert best([1.0, 1.2], [1.0, 1.2 / WORTH + 0.001]) == 0
+    assert best([1.0], [1.0]) == 0
+    assert best([1.0, 2.0, 3.0], [2.0, 2.0, 2.5]) == 2
+
+
+def rested(gains: Callable[[int], float], steps: int) -> list[int]:
+    """The steps in which a source stood aside that gives so many tokens for each plain pass of time."""
+    rest, found = Rest(), []
+    for step in range(steps):
+        if rest.resting():
+            found.append(step)
+        else:
+            rest.record(gains(step), 1.0)
+    return found
+
+
+def test_a_source_that_pays_never_stands_aside_and_one_that_does_not_mostly_does() -> None:
+    assert rested(lambda step: 1.2, 500) == []
+    assert rested(lambda step: 3.0 if step % 4 == 0 else 0.5, 500) == [], "on average it pays"
+    aside = rested(lambda step: 0.9, 2000)
+    assert aside[:FIRST_WAIT] == [*range(TRIAL, TRIAL + FIRST_WAIT)]
+    assert len(aside) > 0.93 * 2000
+    back = rested(lambda step: 0.9 if step < 1000 else 1.5, 2000)
+    assert max(back) < 1000 + LONGEST_WAIT, "it is tried again, and kept"
+    lost = rested(lambda step: 1.5 if step < 1000 else 0.5, 1200)
+    assert min(lost) < 1000 + 2 * TRIAL
+
+
+def test_promises_are_worth_what_such_promises_were_worth() -> None:
+    trust = Trust()
+    for step in range(400):
+        trust.record([Kept(0.9, step % 3 > 0), Kept(0.3, step % 3 == 0), Kept(0.01, False)])
+    assert trust.worth(0.9) == pytest.approx(2 / 3, abs=0.05)
+    assert trust.worth(0.3) == pytest.approx(1 / 3, abs=0.05)
+    assert trust.worth(0.12) == 0.12, "of which nothing was ever seen"
+    assert trust.worth(0.01) < 0.005
+    for _ in range(600):
+        trust.record([Kept(0.9, True)])
+    assert trust.worth(0.9) > 0.97, "what was long ago fades"
+    assert trust.worth(0.01) > 0.005, "and what was not seen again is forgiven"
+    assert trust.worth(1.0) <= 1.0
+    assert trust.worth(0.0) == 0.0
+
+
+def test_verdicts_are_counted_for_the_nodes_that_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree is laid best first and scored level by level; and sources are trusted apart."""
+    known = {(): [("a", 0.9), ("b", 0.05)], ("a",): [("c", 0.9)], ("a", "c"): [("d", 0.9)]}
+    names = "rabcd"
+
+    def candidates(cursor: tuple[str, ...]) -> list[Candidate]:
+        below = known.get(cursor, [])
+        return [Candidate(names.index(n), m, (*cursor, n), "memory" if n == "b" else "head") for n, m in below]
+
+    policy = AdaptiveSize()
+    policy._costs = PassCostModel()
+    monkeypatch.setattr(PassCostModel, "knows_plain", True)
+    tree = policy.lay(0, (), candidates, ROOM).finish(Draw.FIXED)
+    assert [names[token] for token in tree.tokens.tolist()] == ["r", "a", "b", "c", "d"]
+    [promises] = policy._promised
+    for _ in range(50):
+        policy.update([Judged(SequenceState([0]), tree, torch.zeros(5, 1), Verdict((0, 2), 0))])
+    assert policy._trust["memory"].worth(0.05) > 0.9
+    assert policy._trust["head"].worth(0.9) < 0.1
+    assert promises.kept(Verdict((0, 1, 3), 0)) == {
+        "head": [Kept(0.9, True), Kept(pytest.approx(0.9), True), Kept(pytest.approx(0.9), False)],
+        "memory": [Kept(0.05, False)],
+    }
+    assert promises.kept(Verdict((0,), 0))["head"] == [Kept(0.9, False)], "nothing was learned of what lies deeper"
+    undrafted = promises._replace(drafted=TreeBuilder([0]))
+    assert undrafted.kept(Verdict((0,), names.index("b"))) == {
+        "head": [Kept(0.9, False)],
+        "memory": [Kept(0.05, True)],
+    }, "what was not drafted is compared with the text all the same"
