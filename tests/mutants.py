@@ -599,13 +599,14 @@ MUTANTS = [
         ("return min(1.0, promise * self.came / self.promised)", "return promise"),
         ("self.promised, self.came = self._lately_promised, self._lately_came", "pass"),
         ("known.forgive()", "pass"),
+        ("for node in path[1:]), last]", "for node in path[1:]), -1]"),
     ),
     *family(
         "controller",
         "draft/policies/adaptive.py",
-        ("            if parent in follows:", "            if follows.setdefault(parent, -1):"),
         ("path = [order[node] for node in verdict.path]", "path = list(verdict.path)"),
-        ("for node in path[1:]), verdict.token]", "for node in path[1:]), -1]"),
+        ("most, texts = max(growth.most", "most, texts = min(growth.most"),
+        ("growth.bound(more) for growth in growing", "growth.bound(0) for growth in growing"),
     ),
     *family(
         "controller",
@@ -614,6 +615,10 @@ MUTANTS = [
         ("self._spread[0, 0] += DRIFT", "pass"),
         ("found = found - HOPE * np.maximum(", "found = found - 0 * np.maximum("),
         ("return not self._drafted or", "return True or"),
+        ("return self._since_plain > 0 and math.log(speed) < doubt < UNTRIED", "return False"),
+        ("other._spread[0, 0] += OTHER_BATCH", "pass"),
+        ("(first if nearest is None else models[nearest])", "first"),
+        ("for rows in wanted]) - _seen(batch)", "for rows in wanted]) - _seen(1)"),
     ),
     *family(
         "drawn",

@@ -133,6 +133,7 @@ def wide(chance: float, tile: float) -> int:
     """How many nodes are laid where 63 tokens have this chance each, and every 16 rows cost so much of a pass."""
     policy = AdaptiveSize(width=64)
     policy._costs = cost_model_of({1 + size: 1 + tile * (size // 16) for size in SIZES if size < 64})
+    policy._costs.record(1, 1.0)  # a size that is hardly better takes turns with plain decoding
     table = {0: dict.fromkeys(range(1, 64), chance)}
     return len(policy.lay(0, 0, Given(table).candidates, Budget(128, 99))) - 1
 
@@ -148,6 +149,19 @@ def test_what_is_hardly_better_than_plain_decoding_is_not_drafted() -> None:
     assert wide(0.0021, tile=0.0) == 63
     assert wide(0.0021, tile=0.3) == 15, "which is 3.1 % better"
     assert sized({1: 1.0, 64: 1.0}, [0.029]) == 0
+
+
+def test_plain_decoding_takes_turns_with_a_size_that_may_be_slower() -> None:
+    """Until it is clear which of them is faster; a size of which hardly anything is known is tried first."""
+    costs = cost_model_of({1: 1.0, 2: 1.2}, turns=6)
+    assert costs.unclear(2, 1.01)
+    assert not costs.unclear(2, 2.0)
+    assert not costs.unclear(64, 1.01)
+    costs.record(1, 1.0)
+    assert not costs.unclear(2, 1.01), "a plain pass came last"
+    known = cost_model_of({1: 1.0, 2: 1.2})
+    known.record(2, 1.2)
+    assert not known.unclear(2, 1.06)
 
 
 def test_an_own_plain_step_is_clocked_before_anything_is_drafted() -> None:

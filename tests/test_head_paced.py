@@ -33,6 +33,10 @@ class Costs:
     def costs(self, rows: Sequence[int], *, hoped: bool) -> list[float]:
         return [1 + (self.first if count > 1 else 0) + self.row * (count - 1) for count in rows]
 
+    def unclear(self, rows: int, speed: float) -> bool:
+        assert speed >= 1, "no size is taken that seems slower than plain decoding"
+        return False
+
     def record(self, rows: int, seconds: float) -> None:
         assert seconds > 0
         self.recorded.append(rows)

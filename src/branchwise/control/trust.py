@@ -31,6 +31,13 @@ class Kept(NamedTuple):
     came: bool
 
 
+def what_came(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int], last: int) -> dict[int, bool]:
+    """The candidates of which a verdict says something, whether or not they were drafted: those whose parent it kept;
+    and whether they came. `path` are the kept ones from the root on, and the token behind them is `last`."""
+    follows = dict(zip(path, [*(tokens[node] for node in path[1:]), last], strict=True))
+    return {node: tokens[node] == follows[above] for node, above in enumerate(parents) if above in follows}
+
+
 class Bin:
     """Promises of about one size."""
 

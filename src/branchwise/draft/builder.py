@@ -206,6 +206,13 @@ class TreePolicy(ABC):
         """The tree that `grow` would return, over candidates from a cursor on."""
         raise NotImplementedError(f"{type(self).__name__} grows over distributions alone")
 
+    def lay_all(
+        self, roots: Sequence[int], cursors: Sequence[Cursor], candidates: Candidates, budgets: Sequence[Budget]
+    ) -> list[TreeBuilder]:
+        """The trees of a batch; a policy that decides over them together does so here."""
+        texts = zip(roots, cursors, budgets, strict=True)
+        return [self.lay(root, cursor, candidates, budget) for root, cursor, budget in texts]
+
     def begin_batch(self, size: int, target: TargetInfo | None) -> None:
         """The trees of so many sequences are about to be laid."""
 

@@ -83,10 +83,9 @@ class LookupDrafter(TreeDrafter):
         if not self.tree.lays:
             return super().draft(sequences, budgets)
         self.tree.begin_batch(len(sequences), self.target)
-        self._drafted = [
-            self.tree.lay(sequence.root, self._cursors[sequence], self.candidates, budget).finish(Draw.FIXED)
-            for sequence, budget in zip(sequences, budgets, strict=True)
-        ]
+        roots = [sequence.root for sequence in sequences]
+        trees = self.tree.lay_all(roots, [*self._cursors.values()], self.candidates, budgets)
+        self._drafted = [tree.finish(Draw.FIXED) for tree in trees]
         self.tree.drafted()
         return self._drafted
 

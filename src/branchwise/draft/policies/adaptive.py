@@ -6,7 +6,9 @@ that of plain decoding. (The threshold of OPT-Tree, arXiv 2406.17276, and the ti
 
 A tree of ranks is laid without a look at probabilities: on a device the host never reads them. What its nodes earn is
 how often each node of the shape was accepted so far. Its sizes are few, and each is tried at the beginning, so that a
-device records its graphs once and early. A batch has one size, because its trees are padded to the largest.
+device records its graphs once and early.
+
+A batch has one size, because its trees are padded to the largest: a node of one text costs as much as one of each.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from branchwise.backends.base import TargetInfo
 from branchwise.control.choice import best
 from branchwise.control.costs import PassCostModel, cost_model_of
-from branchwise.control.trust import Kept, Trust
+from branchwise.control.trust import Kept, Trust, what_came
 from branchwise.core.batch import PadShape
 from branchwise.core.topology import Topology
 from branchwise.draft.base import Budget
@@ -49,27 +50,46 @@ EVERY = 8
 MOST_TREES = 256
 
 
-class Promises(NamedTuple):
-    """What was said of nodes, of those too that were not drafted: the text shows what they were worth."""
+class Growth:
+    """A tree that grows best node first, and what is said of its nodes, of those too that will not be drafted: the text
+    shows what they were worth."""
 
-    tree: TreeBuilder
-    masses: list[float]
-    """of each node below the root, behind its parent"""
-    drafted: TreeBuilder
-    """the first of these nodes"""
+    def __init__(self, tree: TreeBuilder, nodes: Iterator[float], most: int, trust: Mapping[str, Trust]) -> None:
+        """`nodes` are added to the tree as they are taken: how probable their paths are, falling."""
+        self.tree, self.most = tree, most
+        self._nodes, self._trust = nodes, trust
+        self.masses: list[float] = []
+        """of each node below the root, behind its parent"""
+        self.reach, self.worth = [1.0], [1.0]
+        """how probable the path of each node is, as is said and by what such promises were worth; the root's too"""
+        self.drafted = tree
+        """the first of these nodes"""
+
+    def grow(self, size: int) -> None:
+        """Up to so many nodes below the root."""
+        for reach in islice(self._nodes, max(0, min(size, self.most) - len(self.masses))):
+            node, parent = len(self.reach), self.tree.parents[len(self.reach)]
+            self.masses.append(reach / self.reach[parent])
+            self.reach.append(reach)
+            trust = self._trust[self.tree.sources.get(node, "")]
+            self.worth.append(self.worth[parent] * trust.worth(self.masses[-1]))
+
+    def bound(self, size: int) -> float:
+        """Tokens that so many nodes give at most."""
+        further = max(self.reach[-1], self.worth[-1]) * max(0, size - len(self.masses))
+        return max(sum(self.reach), sum(self.worth)) + further
+
+    def cut(self, size: int) -> TreeBuilder:
+        self.drafted = self.tree.leading(1 + min(size, len(self.masses)))
+        return self.drafted
 
     def kept(self, verdict: Verdict) -> dict[str, list[Kept]]:
-        """What a verdict says of them, by source."""
+        """What a verdict says of the nodes, by source."""
         order = list(self.drafted.places)  # nodes are scored level by level
         path = [order[node] for node in verdict.path]
-        tokens = [*(self.tree.tokens[node] for node in path[1:]), verdict.token]
-        follows = dict(zip(path, tokens, strict=True))
         found: dict[str, list[Kept]] = {}
-        for node, mass in enumerate(self.masses, start=1):
-            parent = self.tree.parents[node]
-            if parent in follows:
-                came = self.tree.tokens[node] == follows[parent]
-                found.setdefault(self.tree.sources.get(node, ""), []).append(Kept(mass, came))
+        for node, came in what_came(self.tree.tokens, self.tree.parents, path, verdict.token).items():
+            found.setdefault(self.tree.sources.get(node, ""), []).append(Kept(self.masses[node - 1], came))
         return found
 
 
@@ -82,55 +102,61 @@ class AdaptiveSize(TopK):
         self._laid_at = 0.0
         self._trust: defaultdict[str, Trust] = defaultdict(Trust)
         """by source"""
-        self._promised: list[Promises] = []
-        """of the trees of the current step"""
+        self._grown: list[Growth] = []
+        """the trees of the current step"""
 
     def begin_batch(self, size: int, target: TargetInfo | None) -> None:
         self._costs = cost_model_of(target, size)
-        self._promised = []
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
-        nodes, depth = min(self.nodes, budget.nodes - 1), min(self.depth, budget.depth)
-        tree, masses, size = TreeBuilder([root]), list[float](), 0
-        if nodes > 0 and self._costs.knows_plain:  # once in a while a plain step must be timed
-            growing = grow_best_first(tree, cursor, candidates, depth=depth, width=self.width, least=LEAST)
-            masses, size = self._grown(tree, growing, nodes)
-        self._promised.append(Promises(tree, masses, drafted := tree.leading(1 + size)))
+        [tree] = self.lay_all([root], [cursor], candidates, [budget])
+        return tree
+
+    def lay_all(
+        self, roots: Sequence[int], cursors: Sequence[Cursor], candidates: Candidates, budgets: Sequence[Budget]
+    ) -> list[TreeBuilder]:
+        self._grown = []
+        for root, cursor, budget in zip(roots, cursors, budgets, strict=True):
+            tree, depth = TreeBuilder([root]), min(self.depth, budget.depth)
+            nodes = grow_best_first(tree, cursor, candidates, depth=depth, width=self.width, least=LEAST)
+            self._grown.append(Growth(tree, nodes, min(self.nodes, budget.nodes - 1), self._trust))
+        size = self._size(self._grown) if self._costs.knows_plain else 0  # once in a while a plain step must be timed
+        trees = [growth.cut(size) for growth in self._grown]
         self._laid_at = time.perf_counter()
-        return drafted
+        return trees
 
     def update(self, judged: Sequence[Judged]) -> None:
         rows = max(len(one.tree) for one in judged)
         rounded = next((1 + size for size in SIZES if 1 + size >= rows), rows)
         self._costs.record(rounded, time.perf_counter() - self._laid_at)
-        for one, promises in zip(judged, self._promised, strict=False):
-            for source, kept in promises.kept(one.verdict).items():
+        for one, growth in zip(judged, self._grown, strict=False):
+            for source, kept in growth.kept(one.verdict).items():
                 self._trust[source].record(kept)
 
-    def _grown(self, tree: TreeBuilder, growing: Iterator[float], nodes: int) -> tuple[list[float], int]:
-        """The masses of nodes that were grown, and how many of these give most tokens a second. Nodes come in falling
-        order, so larger sizes are not grown once none of them could be better."""
-        sizes = [*(size for size in SIZES if size < nodes), nodes]
+    def _size(self, growing: Sequence[Growth]) -> int:
+        """Up to how many nodes each text gives most tokens a second. Nodes come in falling order, so larger sizes are
+        not grown once none of them could be better."""
+        most, texts = max(growth.most for growth in growing), len(growing)
+        sizes = [*(size for size in SIZES if size < most), most]
         costs = self._costs.costs([1 + size for size in sizes], hoped=True)
-        reach, worth, masses = [1.0], [1.0], list[float]()  # of nodes; of the root too, but for its mass
-        promised, tokens = [1.0], [1.0]  # of sizes
-        for place in range(1, len(sizes)):
-            for one in islice(growing, sizes[place] - len(masses)):
-                node, parent = len(reach), tree.parents[len(reach)]
-                masses.append(one / reach[parent])
-                reach.append(one)
-                worth.append(worth[parent] * self._trust[tree.sources.get(node, "")].worth(masses[-1]))
-            if sizes[place - 1] >= len(masses):
+        promised, tokens = [1.0], [1.0]  # of a text, by size
+        grown = 0
+        for place, size in enumerate(sizes[1:], start=1):
+            for growth in growing:
+                growth.grow(size)
+            before, grown = grown, sum(len(growth.masses) for growth in growing)
+            if grown == before:
                 break  # nothing is left to draft
-            promised.append(sum(reach))
-            tokens.append(sum(worth))
-            most, last = max(promised[-1], tokens[-1]), max(reach[-1], worth[-1])
+            promised.append(sum(sum(growth.reach) for growth in growing) / texts)
+            tokens.append(sum(sum(growth.worth) for growth in growing) / texts)
             fastest = max(gained / cost for gained, cost in zip(promised, costs, strict=False))
             later = zip(sizes[place + 1 :], costs[place + 1 :], strict=True)
-            if all(most + last * (size - len(masses)) <= fastest * cost for size, cost in later):
+            if all(sum(growth.bound(more) for growth in growing) / texts <= fastest * cost for more, cost in later):
                 break
-        size = sizes[best(tokens, costs[: len(tokens)])]
-        return masses, min(size, len(masses))
+        found = best(tokens, costs[: len(tokens)])
+        if self._costs.unclear(1 + sizes[found], tokens[found] / costs[found]):
+            return 0
+        return sizes[found]
 
 
 class AdaptiveRanks(Ranks):

@@ -18,9 +18,8 @@ from torch import Tensor
 from branchwise.backends.base import TargetInfo
 from branchwise.control.choice import Rest, best
 from branchwise.control.costs import PassCostModel, cost_model_of
-from branchwise.control.trust import Kept, Trust
+from branchwise.control.trust import Kept, Trust, what_came
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.copies import NOTHING, Nodes
 from branchwise.draft.policies.topk import TopK
@@ -43,12 +42,8 @@ class Said(NamedTuple):
     def kept(self, verdict: Verdict) -> dict[int, bool]:
         """The nodes of which a verdict says something, whether or not they were drafted; and what it says."""
         path = [-1, *(self.chosen[node - 1] for node in verdict.path[1:])]
-        follows = dict(zip(path, [*(self.tokens[node] for node in path[1:]), verdict.token], strict=True))
-        return {
-            node: self.tokens[node] == follows[parent]
-            for node, parent in enumerate(self.parents)
-            if parent in follows and self.masses[node]
-        }
+        found = what_came(self.tokens, self.parents, path, verdict.token)
+        return {node: came for node, came in found.items() if self.masses[node]}
 
 
 class PacedDraft(BestFirstDraft):
@@ -107,9 +102,10 @@ class PacedDraft(BestFirstDraft):
         most = min(self.nodes - 1, values.shape[1])
         reached = worth.gather(1, values.topk(most, dim=1).indices).mean(dim=0).cumsum(dim=0).tolist()
         tokens = [1.0, *(1 + more for more in reached)]
-        costs = self._costs.costs(range(1, most + 2), hoped=True)
         spent = self._made * self._level_cost
-        return best(tokens, [cost + spent for cost in costs])
+        costs = [spent + cost for cost in self._costs.costs(range(1, most + 2), hoped=True)]
+        size = best(tokens, costs)
+        return 0 if self._costs.unclear(1 + size, tokens[size] / costs[size] * costs[0]) else size
 
     def rests(self) -> bool:
         self._begun, self._resting = time.perf_counter(), self._rest.resting()
@@ -118,7 +114,7 @@ class PacedDraft(BestFirstDraft):
         return self._resting
 
     def drafted(self, trees: Sequence[DraftTree]) -> None:
-        self._costs = cost_model_of(self._target, fitting(len(trees), BATCHES))  # of as many as `grow` is called with
+        self._costs = cost_model_of(self._target, len(trees))
         self._laid = max(map(len, trees)), time.perf_counter()
         self._asked = self._said
 
