@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import mean
 
 import pytest
 import torch
@@ -113,11 +114,15 @@ HONEST = {"sure": (0.8, 0.1), "torn": (0.4, 0.3, 0.1), "poor": (0.1, 0.05, 0.05)
 @pytest.mark.parametrize("cost", [FLAT, STEEP, CLIFF, SECOND_ROW], ids=["flat", "steep", "cliff", "second row"])
 @pytest.mark.parametrize("masses", HONEST.values(), ids=HONEST)
 def test_an_honest_source_is_used_about_as_well_as_in_hindsight(
-    masses: Sequence[float], cost: Cost, policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
+    masses: Sequence[float], cost: Cost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(masses, masses, cost)
-    speed(world, policy, 100, monkeypatch)
-    assert speed(world, policy, 2000, monkeypatch) > 0.97 * world.hindsight
+    shares = []
+    for seed in range(3):
+        world, policy = World(masses, masses, cost, rng=random.Random(seed)), AdaptiveSize()
+        speed(world, policy, 20, monkeypatch)
+        shares.append(speed(world, policy, 800, monkeypatch) / world.hindsight)
+    assert mean(shares) > 0.97
+    assert min(shares) > 0.93
 
 
 @pytest.mark.parametrize("cost", [FLAT, STEEP, CLIFF, SECOND_ROW], ids=["flat", "steep", "cliff", "second row"])

@@ -48,7 +48,7 @@ DOUBT = 0.2
 """the standard deviation of the cost of a size from which on a plain pass is wanted for comparison"""
 UNTRIED = 0.25
 """that of a size which was hardly ever timed, at least"""
-SURE, HOPE = 0.15, 2.0
+SURE, HOPE = 0.1, 1.5
 """a standard deviation that is as good as none; costs are hoped to be lower by so many times what is beyond it"""
 MOST_HOPE = math.log(3)
 """by which they are hoped to be lower at most: in a large batch one trial of a large size may take many passes"""
