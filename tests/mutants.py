@@ -590,8 +590,9 @@ MUTANTS = [
         "control/choice.py",
         ("return found if speeds[found] > WORTH * speeds[0] else 0", "return found"),
         ("speeds = [gained / cost for", "speeds = [gained for"),
-        ("if self._gained >= self._spent:", "if True:"),
-        ("min(2 * self._wait, LONGEST_WAIT)", "self._wait"),
+        (" or lost <= 0:", ":"),
+        (" and lost < LOSS)", ")"),
+        ("(lost + self._invested) / SHARE", "lost / SHARE"),
     ),
     *family(
         "controller",
@@ -734,7 +735,7 @@ MUTANTS = [
     *family(
         "head",
         "draft/head/drafter.py",
-        ("text.unread = text.unread[: before - lengths[sequence]]", "pass"),
+        ("text.unread.cut(before - lengths[sequence])", "pass"),
         ("return lengths[sequence] + len(text.unread) == before > 0", "return before > 0"),
         ("self.head.frequencies = self.trained.head.frequencies.float().to(target.device)", "pass"),
     ),

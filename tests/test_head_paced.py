@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
+from torch import Tensor
 
+import branchwise.draft.head.drafter as drafter_module
 from branchwise.backends.toy import ToyTarget
-from branchwise.control.choice import FIRST_WAIT
+from branchwise.control.choice import SHORTEST_WAIT, TRIAL
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import NoDrafter
+from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.head.following import Unread
+from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.usual import Usual
 from branchwise.draft.policies.topk import TopK
@@ -107,6 +113,7 @@ def test_a_tree_that_was_asked_for_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 def test_a_head_that_does_not_pay_stands_aside_and_reads_later_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(0.0)
     costs.plain_seconds = 1e-9
+    monkeypatch.setattr("branchwise.control.choice.SHARE", 1e15)
     passes: list[int] = []
     own = HeadDrafter._catch_up
 
@@ -117,5 +124,53 @@ def test_a_head_that_does_not_pay_stands_aside_and_reads_later_what_it_missed(mo
     monkeypatch.setattr(HeadDrafter, "_catch_up", watched)
     made = sizes(monkeypatch, costs, ((1, 2, 3),), tokens=120)
     assert made.count(1) > 60, "nothing is drafted in most steps"
-    assert max(passes) >= FIRST_WAIT, "rows of many steps are read at once"
+    assert max(passes) >= SHORTEST_WAIT, "rows of many steps are read at once"
     assert len(passes) < 60
+
+
+def test_a_prompt_is_not_read_by_a_head_that_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    own = drafter_module.read_prompt
+
+    def watched(head: Head, cache: HeadCache, embeddings: Tensor, sequence: SequenceState, features: Tensor) -> int:
+        read.append(len(features))
+        return own(head, cache, embeddings, sequence, features)
+
+    monkeypatch.setattr(drafter_module, "read_prompt", watched)
+    sizes(monkeypatch, Costs(0.0), ((1, 2, 3), (4, 5, 6, 7)), tokens=6)
+    assert sorted(read) == [2, 3], "all but the root, when something is drafted first"
+    read.clear()
+    monkeypatch.setattr(PacedDraft, "rests", lambda draft, batch: True)
+    sizes(monkeypatch, Costs(0.0), ((1, 2, 3), (4, 5, 6, 7)), tokens=6)
+    assert read == []
+
+
+def test_a_head_stands_aside_for_batches_of_the_size_where_it_does_not_pay() -> None:
+    target = ToyTarget(11)
+    drafter = HeadDrafter(random_head(target.info))
+    drafter.bind(target.info)
+    draft = drafter._ahead._draft if drafter._ahead is not None else None
+    assert isinstance(draft, PacedDraft)
+    assert not draft.rests(8)
+    for _ in range(TRIAL):
+        draft._rest.record(1.0, 2.0)
+    assert draft.rests(7), "about the same size"
+    assert not draft.rests(1)
+
+
+def test_states_are_read_in_their_order_and_forgotten_from_the_end() -> None:
+    states = torch.arange(10.0)[:, None, None]
+    unread = Unread(states[:4])
+    unread.add(states[4:5])
+    unread.add(states[5:8])
+    assert len(unread) == 8
+    assert unread.first(3).flatten().tolist() == [0, 1, 2]
+    unread.drop(2)
+    assert (len(unread), unread.first(99).flatten().tolist()) == (6, [2, 3, 4, 5, 6, 7])
+    unread.cut(7)
+    assert len(unread) == 6
+    unread.cut(4)
+    unread.add(states[8:])
+    assert unread.first(99).flatten().tolist() == [2, 3, 4, 5, 8, 9]
+    unread.drop(6)
+    assert len(unread) == len(unread.first(9)) == 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +29,9 @@ from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.head.following import Following, Unread
 from branchwise.draft.head.network import Head, Look
-from branchwise.draft.head.prompt import read_prompt, reads_at_once
+from branchwise.draft.head.prompt import MOST, read_prompt, reads_at_once
 from branchwise.draft.head.speculators import load_speculators
 from branchwise.draft.head.trees.ahead import Ahead
 from branchwise.draft.head.trees.best_first import BestFirstDraft
@@ -50,24 +50,6 @@ CHUNK = 512
 """rows of a prompt that one pass writes"""
 NONE = -torch.inf
 NOTHING = Budget(nodes=1, depth=0)
-
-
-@dataclass(eq=False)
-class Following:
-    """What the head knows of a text."""
-
-    unread: Tensor
-    """(rows, width): features of tokens whose rows are not in the cache yet"""
-    extra: int
-    """how many tokens of the prompt are not in the table and can be proposed in this text too"""
-    root: int = 0
-    """the place of the row whose prediction is after the root"""
-    carried: dict[int, Tensor] = field(default_factory=dict)
-    """node of the growing tree -> what its row carried on, (width,)"""
-    cells: dict[int, int] = field(default_factory=dict)
-    """node -> its cell in the cache"""
-    ahead: Tensor | None = None
-    """(depths, width): what a parallel head predicted for the levels below the root"""
 
 
 class HeadDrafter(TreeDrafter):
@@ -169,10 +151,18 @@ class HeadDrafter(TreeDrafter):
         count = len(sequence.tokens) - 1
         skipped = max(0, count - self._reach) if self.head.config.window else 0
         self._cache.open(sequence, extra, self._output[extra] * self.head.output_norm.weight, skipped)
-        unread = self._features([prefill.hidden[tap][skipped:] for tap in self._taps], count - skipped)
-        if reads_at_once(self.head.config):
-            unread = unread[read_prompt(self.head, self._cache, self._embeddings, sequence, unread) :]
-        self._texts[sequence] = Following(unread, len(extra))
+        unread = self._states([prefill.hidden[tap][skipped:] for tap in self._taps], count - skipped)
+        self._texts[sequence] = Following(Unread(unread), len(extra))
+        if self._table.device.type != "cpu":  # on a host a head may stand aside, and never read it
+            self._read_prompts([sequence])
+
+    def _read_prompts(self, sequences: Sequence[SequenceState]) -> None:
+        """Read the prompts of which nothing is read, where that takes one pass each."""
+        for sequence in sequences if reads_at_once(self.head.config) else ():
+            unread = self._texts[sequence].unread
+            if not self._cache.lengths[sequence] and len(unread):
+                features = self._features(unread.first(MOST))
+                unread.drop(read_prompt(self.head, self._cache, self._embeddings, sequence, features))
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         budgets = [
@@ -181,9 +171,11 @@ class HeadDrafter(TreeDrafter):
         if self._ahead is None or self.kept_probs is not None:  # whoever keeps distributions wants them on the host
             return super().draft(sequences, budgets)
         with torch.inference_mode():
-            if self._ahead.rests():  # rows that it does not read now it reads together later
+            if self._ahead.rests(len(sequences)):  # rows that it does not read now it reads together later
                 self._drafted = self._ahead.rest(sequences)
                 return self._drafted
+            self._read_prompts(sequences)
+            self._ahead.begin()
             if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
                 self._roots(behind)
             self._drafted = self._ahead.draft(sequences, budgets)
@@ -195,7 +187,7 @@ class HeadDrafter(TreeDrafter):
         from are missing for good."""
         text, lengths, before = self._texts[sequence], self._cache.lengths, len(sequence.tokens) - 1
         lengths[sequence] = min(lengths[sequence], before)
-        text.unread = text.unread[: before - lengths[sequence]]
+        text.unread.cut(before - lengths[sequence])
         return lengths[sequence] + len(text.unread) == before > 0
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
@@ -217,13 +209,16 @@ class HeadDrafter(TreeDrafter):
             return
         for row, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
             text, path = self._texts[sequence], list(verdict.path)
-            kept = self._features([scored.hidden[tap][row, path] for tap in self._taps], len(path))
-            text.unread = torch.cat([text.unread, kept])
+            text.unread.add(self._states([scored.hidden[tap][row, path] for tap in self._taps], len(path)))
 
-    def _features(self, hidden: Sequence[Tensor], rows: int) -> Tensor:
+    def _states(self, hidden: Sequence[Tensor], rows: int) -> Tensor:
+        """(rows, taps, width) of the tapped layers, (rows, width) each; (rows, 0, 0) in a head that taps none."""
+        return torch.stack(list(hidden), dim=1) if hidden else self._rows.new_zeros(rows, 0, 0)
+
+    def _features(self, states: Tensor) -> Tensor:
         """(rows, width), or (rows, 0) in a head that reads no hidden states."""
-        features = self.head.features([state.to(self.head.dtype) for state in hidden])
-        return self._rows.new_zeros(rows, 0) if features is None else features
+        features = self.head.features([state.to(self.head.dtype) for state in states.unbind(1)])
+        return self._rows.new_zeros(len(states), 0) if features is None else features
 
     @torch.inference_mode()
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
@@ -242,6 +237,7 @@ class HeadDrafter(TreeDrafter):
     def _roots(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
         """Catch up with the texts; what is predicted after their roots, (1, width) each."""
         self.passes += 1
+        self._read_prompts(sequences)
         while behind := [sequence for sequence in sequences if len(self._texts[sequence].unread) > self._chunk]:
             self._catch_up(behind)
         if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
@@ -258,7 +254,7 @@ class HeadDrafter(TreeDrafter):
         """One pass over the next unread rows of these texts."""
         self._cache.let_go(sequences, self._chunk)
         texts, lengths = [self._texts[sequence] for sequence in sequences], self._cache.lengths
-        taken = [text.unread[: self._chunk] for text in texts]
+        taken = [self._features(text.unread.first(self._chunk)) for text in texts]
         last = [len(part) == len(text.unread) for part, text in zip(taken, texts, strict=True)]
         masks = self.head.config.masks if all(last) else 0
         counts = [len(part) for part in taken]
@@ -288,7 +284,7 @@ class HeadDrafter(TreeDrafter):
             if reads_at_once(self.head.config):
                 self._cache.note(sequence, count)
             lengths[sequence] += count
-            text.unread = text.unread[count:]
+            text.unread.drop(count)
             text.ahead = predict[row, count : count + masks] if masks else None
             slot = self._cache.slot[sequence]
             self._cache.predicted[slot], self._cache.carried[slot] = predict[row, count - 1], carry[row, count - 1]

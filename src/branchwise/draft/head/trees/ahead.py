@@ -74,9 +74,12 @@ class Ahead:
         self._draft.drafted(trees)
         return trees
 
-    def rests(self) -> bool:
-        """A step begins; whether nothing is to be drafted in it."""
-        return self._draft.rests()
+    def rests(self, batch: int) -> bool:
+        """A step of so many texts begins; whether nothing is to be drafted in it."""
+        return self._draft.rests(batch)
+
+    def begin(self) -> None:
+        self._draft.begin()
 
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
         """Roots alone."""

@@ -63,9 +63,12 @@ class DeviceDraft(ABC):
     def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
         """What `grow` found, cut to budgets; there may be fewer budgets than rows."""
 
-    def rests(self) -> bool:
-        """A step begins; whether nothing is to be drafted in it."""
+    def rests(self, batch: int) -> bool:
+        """A step of so many texts begins; whether nothing is to be drafted in it."""
         return False
+
+    def begin(self) -> None:
+        """Prompts are read, and what belongs to this step alone begins."""
 
     def drafted(self, trees: Sequence[DraftTree]) -> None:
         """These trees are scored next."""

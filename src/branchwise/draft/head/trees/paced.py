@@ -9,6 +9,7 @@ is drafted.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from branchwise.control.choice import Rest, best
 from branchwise.control.costs import PassCostModel, cost_model_of
 from branchwise.control.trust import Kept, Trust, what_came
 from branchwise.core.tree import DraftTree
+from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.copies import NOTHING, Nodes
 from branchwise.draft.policies.topk import TopK
@@ -57,6 +59,8 @@ class PacedDraft(BestFirstDraft):
         self._laid: tuple[int, float] | None = None
         """rows of a pass that is being made, and when it began"""
         self._level_cost = level_cost
+        self._rests: defaultdict[int, Rest] = defaultdict(Rest)
+        """by the size of a batch: what pays for one text may be dear for many"""
         self._rest, self._resting = Rest(), False
         self._begun = 0.0
         """when the step began"""
@@ -107,11 +111,17 @@ class PacedDraft(BestFirstDraft):
         size = best(tokens, costs)
         return 0 if self._costs.unclear(1 + size, tokens[size] / costs[size] * costs[0]) else size
 
-    def rests(self) -> bool:
+    def rests(self, batch: int) -> bool:
+        self._rest = self._rests[fitting(batch, BATCHES)]
         self._begun, self._resting = time.perf_counter(), self._rest.resting()
         if self._resting:
             self._said = []
         return self._resting
+
+    def begin(self) -> None:
+        asked, self._begun = self._begun, time.perf_counter()
+        if self._costs.knows_plain:
+            self._rest.invest((self._begun - asked) / self._costs.plain_seconds)
 
     def drafted(self, trees: Sequence[DraftTree]) -> None:
         self._costs = cost_model_of(self._target, len(trees))
