@@ -16,6 +16,7 @@ from branchwise.core.text import TextStream
 from branchwise.draft.base import Drafter
 from branchwise.draft.state import check_state, load_state, save_state
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
+from branchwise.engine.explain import Explanation, explain
 from branchwise.engine.stats import Stats
 from branchwise.engine.warmup import keep_compiled_kernels, warm_up
 from branchwise.errors import UsageError
@@ -173,6 +174,8 @@ class LLM:
     engine: Engine
     state: str | PathLike[str] | None = None
     """the file in which the drafter keeps what it learns"""
+    last: Completion | None = None
+    """what was written last"""
 
     def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
@@ -219,6 +222,15 @@ class LLM:
                 reported += len(pieces)
                 completion = self._completion(generation) if over else None
                 yield Chunk("".join(piece.text for piece in pieces), pieces, completion)
+
+    def explain(self, completion: Completion | None = None, plain: Completion | None = None) -> Explanation:
+        """Where the time of an answer went, by default of the last one; what nodes cost and earned, and what would
+        help. `plain` is the same answer by plain decoding, if it was made for comparison."""
+        completion = completion or self.last
+        if completion is None:
+            raise UsageError("Nothing was written yet that could be explained; generate something first.")
+        info, drafter = self.engine.target.info, self.engine.drafter
+        return explain(completion.stats, info, drafter.name, None if plain is None else plain.stats)
 
     def save_state(self, path: str | PathLike[str] | None = None) -> None:
         """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.
@@ -300,7 +312,7 @@ class LLM:
         ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
         text = self.decode(tokens[:-1] if ended else tokens) if generation.text is None else generation.text.text
         logprobs = [piece.logprob for piece in generation.pieces if piece.logprob is not None]
-        return Completion(
+        self.last = Completion(
             text=text,
             token_ids=tokens,
             logprobs=logprobs if generation.request.logprobs else None,
@@ -311,6 +323,7 @@ class LLM:
             pieces=generation.pieces,
             error=generation.error,
         )
+        return self.last
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:

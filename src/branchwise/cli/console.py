@@ -86,12 +86,14 @@ def show_pieces(shown: Console, pieces: list[Piece], show_draft: bool) -> None:
     shown.file.flush()
 
 
-def summarise(completion: Completion, show_draft: bool) -> None:
-    """Print a line of numbers on standard error if a person reads it."""
+def summarise(llm: LLM, completion: Completion, show_draft: bool) -> None:
+    """Print a line of numbers on standard error if a person reads it, and one more where speculation did not pay."""
     refuse_incomplete(completion)
     if not sys.stderr.isatty():
         return
     from rich.console import Console
+
+    from branchwise.control.choice import WORTH
 
     stats = completion.stats
     legend = "green: drafted and accepted · " if show_draft else ""
@@ -100,6 +102,9 @@ def summarise(completion: Completion, show_draft: bool) -> None:
         f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.tokens_per_second:.1f} tokens/s",
         style="dim",
     )
+    found = llm.explain(completion)
+    if found.speedup is not None and found.speedup < 1 / WORTH and any(size.nodes for size in found.sizes):
+        print_notice(" ".join([found.headline, *found.advice[:1], "branchwise explain says more."]))
 
 
 def refuse_incomplete(completion: Completion) -> None:

@@ -41,8 +41,8 @@ def generate(
 
     branchwise generate "Write a haiku about rivers." --show-draft
     """
-    text = _read_prompt(prompt, file, raw)
-    options = _checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw)
+    text = read_prompt(prompt, file, raw)
+    options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw)
     llm = loading.load(method=drafting.choose(), state=state, max_batch=1)
     with _saving_state(llm):
         if as_json:
@@ -50,7 +50,7 @@ def generate(
             print(json.dumps(_as_dict(completion)))
             refuse_incomplete(completion)
         else:
-            summarise(write_answer(console(), llm, text, options, show_draft), show_draft)
+            summarise(llm, write_answer(console(), llm, text, options, show_draft), show_draft)
 
 
 @grouped
@@ -71,7 +71,7 @@ def chat(
 
     branchwise chat --system "Answer in one sentence." --show-draft
     """
-    options = _checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed)
+    options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed)
     chosen = drafting.choose()
     llm = loading.load(method=chosen, state=state, max_batch=1)
     if not llm.tokenizer.chat_template:
@@ -86,7 +86,7 @@ def chat(
         _talk(shown, llm, start, options, show_draft)
 
 
-def _checked_options(sampling: Sampling, **given: Any) -> Options:
+def checked_options(sampling: Sampling, **given: Any) -> Options:
     """Options for `LLM.generate`, checked before a model is loaded."""
     from branchwise.core.sampling import SamplingParams
     from branchwise.engine import Request
@@ -114,7 +114,7 @@ def _checked_text(text: str) -> str:
     return text
 
 
-def _read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
+def read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
     if file is not None:
         if prompt is not None:
             raise UsageError("Give the prompt as an argument or with --file, not both.")
@@ -166,7 +166,7 @@ def _talk(shown: Console, llm: LLM, start: list[dict[str, str]], options: Option
             before = len(messages)
             try:
                 messages.append({"role": "user", "content": _checked_text(line)})
-                summarise(write_answer(shown, llm, messages, options, show_draft, printed), show_draft)
+                summarise(llm, write_answer(shown, llm, messages, options, show_draft, printed), show_draft)
             except UsageError as error:
                 messages = messages[:before]
                 print_notice(f"{error} /reset starts over.")

@@ -6,6 +6,7 @@ Threads may share an engine. `submit` and `cancel` return at once, whatever step
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -157,7 +158,7 @@ class Engine:
         if generation.prefill_clock is not None:  # the verdict came after it, so it is over
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
-        generation.stats.record(tree, emitted, seconds, sources[:emitted])
+        generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name)
 
     def _append(self, generation: Generation, token: int, source: str, logprob: float | None) -> FinishReason | None:
         """Add one token; returns why the text ends with it, if it does."""
@@ -195,5 +196,7 @@ class Engine:
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         generation.flush()
+        if generation.began is not None:
+            generation.stats.wall_seconds = time.perf_counter() - generation.began
         generation.finish_reason = reason  # set last: another thread that sees it finds all of the text
         self.scheduler.leave(generation)

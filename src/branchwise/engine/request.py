@@ -81,6 +81,8 @@ class Generation:
     stats: Stats = field(default_factory=Stats)
     prefill_clock: Stopwatch | None = None
     """runs until the prefill is known to be over"""
+    began: float | None = None
+    """when its prompt was begun, by the clock of the host"""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """what happened and what helps, if it ended with an error"""

@@ -9,6 +9,7 @@ one chunk a step, and never by all of it.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 
 import torch
@@ -107,7 +108,7 @@ class Scheduler:
                 self.drafter.finish(generation.sequence)
 
     def _enter(self, generation: Generation) -> list[Generation]:
-        generation.prefill_clock = Stopwatch(self.target.info.device)
+        generation.prefill_clock, generation.began = Stopwatch(self.target.info.device), time.perf_counter()
         try:
             if generation.like is None:
                 self.target.reserve(generation.sequence)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from branchwise.core.tree import DraftTree
 
 PHASES = ("draft", "score", "verify", "commit")
+
+
+class StepTime(NamedTuple):
+    """One step of a text. Times of a device are known late: there they may be those of the step before."""
+
+    nodes: int
+    """drafted below the root"""
+    tokens: int
+    """emitted"""
+    seconds: float
 
 
 @dataclass
@@ -30,9 +40,17 @@ class Stats:
     prefill_seconds: float = 0.0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     """whose drafted tokens were emitted"""
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    each: list[StepTime] = field(default_factory=list)
+    """step by step"""
+    wall_seconds: float = 0.0
+    """from the first prompt token to the end of the text, everything between steps included"""
 
-    def record(self, tree: DraftTree, emitted: int, seconds: dict[str, float], sources: Sequence[str]) -> None:
-        """Count one step that emitted so many tokens; `sources` are who drafted the accepted ones among them."""
+    def record(
+        self, tree: DraftTree, emitted: int, seconds: dict[str, float], sources: Sequence[str], drafter: str = ""
+    ) -> None:
+        """Count one step that emitted so many tokens; `sources` are who drafted the accepted ones among them, and
+        `drafter` who drafted nodes of which the tree does not say it."""
         accepted, depth = len(sources), tree.depth
         self.steps += 1
         self.drafted_tokens += len(tree) - 1
@@ -44,8 +62,11 @@ class Stats:
                 counts[level] += 1
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
+        self.each.append(StepTime(len(tree) - 1, emitted, sum(seconds.values())))
         for source in sources:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
+        for source in tree.sources[1:] or [drafter] * (len(tree) - 1):
+            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + 1
 
     @property
     def mean_acceptance_length(self) -> float:

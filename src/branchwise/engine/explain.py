@@ -1,0 +1,207 @@
+"""Why a request was as fast as it was: where its time went, what nodes cost and earned, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from branchwise.backends.base import TargetInfo
+from branchwise.control.choice import WORTH
+from branchwise.control.costs import cost_model_of
+from branchwise.engine.stats import PHASES, Stats
+
+FEW = 3
+"""plain steps of a text that say what a plain step takes"""
+MOSTLY = 0.5
+"""the share of a request that its prompt takes, from which on no drafter helps much"""
+DEAR_DRAFT = 0.25
+"""plain steps that drafting may take in a step before it is worth a word"""
+DEAR_PASS = 1.5
+"""plain passes that the pass over a tree may cost before it is worth a word"""
+FEW_KEPT = 1.3
+"""tokens a step below which too little of what is drafted is kept"""
+
+
+class Size(NamedTuple):
+    """All steps with as many nodes."""
+
+    nodes: int
+    """drafted below the root"""
+    steps: int
+    tokens: float
+    """emitted by a step"""
+    seconds: float
+    """of a step"""
+
+
+class Source(NamedTuple):
+    name: str
+    drafted: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Prints as a short text; `as_dict` has the same for programs."""
+
+    method: str
+    tokens: int
+    steps: int
+    seconds: dict[str, float]
+    """of the whole request, by what they were spent on; they add up to its wall clock"""
+    sizes: tuple[Size, ...]
+    sources: tuple[Source, ...]
+    """most kept tokens first"""
+    plain: float | None
+    """seconds that a step of plain decoding takes here, if that is known"""
+    advice: tuple[str, ...]
+    """what would help, what helps most first"""
+
+    @property
+    def wall(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def stepping(self) -> float:
+        """Seconds without the prompt."""
+        return self.wall - self.seconds["prefill"]
+
+    @property
+    def speedup(self) -> float | None:
+        """The speed of the answer in plain decoding of it, its prompt left out."""
+        if self.plain is None or not self.tokens or not self.stepping:
+            return None
+        return self.tokens * self.plain / self.stepping
+
+    @property
+    def headline(self) -> str:
+        found = self.speedup
+        if not any(size.nodes for size in self.sizes):
+            return "Nothing was drafted: the answer is plain decoding."
+        if found is None:
+            return "Whether speculation paid is not known: nobody timed plain decoding here."
+        if found > WORTH:
+            return f"Speculation paid: {found:.2f} times plain decoding."
+        if found >= 1 / WORTH:
+            return f"Speculation made no difference: {found:.2f} times plain decoding."
+        return f"Speculation did not pay: {found:.2f} times plain decoding."
+
+    def __str__(self) -> str:
+        lines = [self.headline, ""]
+        lines.append(f"{self.tokens} tokens in {self.steps} steps, {1e3 * self.wall:.0f} ms in all:")
+        lines += [
+            f"  {name:8}{1e3 * spent:9.1f} ms  {spent / self.wall:5.1%}  {MEANING[name]}"
+            for name, spent in self.seconds.items()
+            if spent
+        ]
+        if self.sizes:
+            lines += ["", "By nodes that were drafted:", "  nodes  steps  ms a step  tokens a step  tokens/s"]
+            lines += [
+                f"  {size.nodes:5}  {size.steps:5}  {1e3 * size.seconds:9.1f}  {size.tokens:13.2f}  "
+                + (f"{size.tokens / size.seconds:8.1f}" if size.seconds else "       -")
+                for size in self.sizes
+            ]
+        if self.sources:
+            lines += ["", "By who drafted them:"]
+            lines += [
+                f"  {source.name:16}{source.kept} of {source.drafted} nodes kept, {source.kept / source.drafted:.1%}"
+                for source in self.sources
+            ]
+        if self.advice:
+            lines += ["", "What would help:", *(f"  - {sentence}" for sentence in self.advice)]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "headline": self.headline,
+            "speedup": self.speedup,
+            "method": self.method,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "sizes": [size._asdict() for size in self.sizes],
+            "sources": [source._asdict() for source in self.sources],
+            "plain_step_seconds": self.plain,
+            "advice": list(self.advice),
+        }
+
+
+MEANING = {
+    "prefill": "writing the prompt into the cache",
+    "draft": "drafting",
+    "score": "passes of the model",
+    "verify": "deciding what is kept",
+    "commit": "keeping it, and learning from it",
+    "other": "between steps: text, requests, the interpreter",
+}
+
+
+def explain(stats: Stats, target: TargetInfo, method: str, plain: Stats | None = None) -> Explanation:
+    """Explain a request. `plain` are the statistics of the same request without a drafter, if it was made; otherwise a
+    plain step takes as long as those among its own steps, or as those that were timed on this target before."""
+    seconds = {"prefill": stats.prefill_seconds, **{phase: stats.seconds.get(phase, 0.0) for phase in PHASES}}
+    seconds["other"] = max(0.0, stats.wall_seconds - sum(seconds.values()))
+    sources = [
+        Source(name, drafted, stats.accepted_by_source.get(name, 0))
+        for name, drafted in stats.drafted_by_source.items()
+    ]
+    found = Explanation(
+        method,
+        stats.emitted_tokens,
+        stats.steps,
+        seconds,
+        _sizes(stats),
+        tuple(sorted(sources, key=lambda source: -source.kept)),
+        _plain_step(stats, target, plain),
+        (),
+    )
+    return Explanation(**{**vars(found), "advice": tuple(_advice(found, target))})
+
+
+def _sizes(stats: Stats) -> tuple[Size, ...]:
+    groups: dict[int, list[tuple[int, float]]] = {}
+    for nodes, tokens, seconds in stats.each:
+        groups.setdefault(nodes, []).append((tokens, seconds))
+    return tuple(
+        Size(nodes, len(steps), sum(tokens for tokens, _ in steps) / len(steps), sum(s for _, s in steps) / len(steps))
+        for nodes, steps in sorted(groups.items())
+    )
+
+
+def _plain_step(stats: Stats, target: TargetInfo, plain: Stats | None) -> float | None:
+    if plain is not None and plain.emitted_tokens:
+        return (plain.wall_seconds - plain.prefill_seconds) / plain.emitted_tokens
+    own = [step.seconds for step in stats.each if not step.nodes and step.seconds]
+    if len(own) >= FEW:
+        return median(own)
+    costs = cost_model_of(target, 1)
+    return costs.plain_seconds if costs.knows_plain else None
+
+
+def _advice(found: Explanation, target: TargetInfo) -> list[str]:
+    """What would help most comes first: a line is worth the seconds that it is about."""
+    spent, steps, plain = found.seconds, max(found.steps, 1), found.plain
+    worth: list[tuple[float, str]] = []
+    if spent["prefill"] > MOSTLY * found.wall:
+        share = f"{spent['prefill'] / found.wall:.0%}"
+        worth.append((spent["prefill"], f"{share} of the time went into the prompt, which no drafter makes shorter."))
+    if target.device.type == "cuda" and not target.execution.compile:
+        worth.append((spent["score"], "Layers run uncompiled: load with --compile."))
+    if plain is not None and any(size.nodes for size in found.sizes):
+        drafting, scoring = spent["draft"] / steps / plain, spent["score"] / steps / plain
+        if drafting > DEAR_DRAFT:
+            line = f"Drafting takes {drafting:.2f} plain steps of every step: a cheaper drafter, or fewer levels."
+            worth.append((spent["draft"], line))
+        if scoring > DEAR_PASS:
+            line = (
+                f"A pass over these trees costs {scoring:.2f} plain steps: fewer nodes; branchwise tune shows how many."
+            )
+            worth.append((spent["score"] - steps * plain, line))
+        if found.tokens < FEW_KEPT * steps and (found.speedup or 0) < 1:
+            line = (
+                f"A step gives {found.tokens / steps:.2f} tokens, so hardly anything that is drafted is kept: other "
+                "drafters may know these texts better (branchwise bench --methods compares them)."
+            )
+            worth.append((found.stepping, line))
+    return [line for _, line in sorted(worth, key=lambda one: -one[0])]
