@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 import torch
 
 from branchwise.backends import TARGETS
+from branchwise.control.memory import remember_costs
 from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.core.text import TextStream
 from branchwise.draft.base import Drafter
@@ -156,6 +157,7 @@ def load(
     # Found by name: importing transformers takes seconds, and a misspelt name above should not cost them.
     backend = TARGETS.find("transformers")
     target = backend(weights, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
+    remember_costs(target.info)
     engine = Engine(target, drafter, verifier)
     if state is not None:
         load_state(drafter, state, target.info)

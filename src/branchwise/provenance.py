@@ -42,9 +42,8 @@ def without_folder(word: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    import branchwise
-
-    found = {"branchwise": branchwise.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    own = sys.modules[PACKAGE.name].__version__  # imported already, since this is a part of it
+    found = {"branchwise": own, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformers", "xllamacpp"):
         try:
             found[package] = metadata.version(package)

@@ -12,8 +12,9 @@ Rows are those of all texts together. A batch that was not seen before begins wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -41,7 +42,9 @@ WEAR = 1e-4
 ALARM = 0.1
 """the same where passes keep taking much longer or shorter than expected, and what the pace may have changed by then"""
 OTHER_BATCH = 1.0
-"""of the pace in a batch of another size, where nothing was timed yet"""
+"""of the pace in a batch of another size, or in another process, where nothing was timed yet"""
+OTHER_DAY = 0.01
+"""of costs in another process"""
 FAR = 3.0
 """standard deviations from which on a pass is an outlier, and two of them in a row an alarm"""
 DOUBT = 0.2
@@ -90,6 +93,27 @@ class PassCostModel:
             other._spread[0, 0] += OTHER_BATCH
             other._spread[1:, 1:] += ALARM * _WALK
         return other
+
+    def state(self) -> dict[str, object]:
+        """What is known, for a file."""
+        return {"known": self._known.tolist(), "spread": self._spread.tolist(), "noise": self._noise}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another process knew: costs are about the same, the pace may be any."""
+        known, spread = (np.array(state[name], dtype=np.float64) for name in ("known", "spread"))
+        fits = known.shape == self._known.shape and spread.shape == self._spread.shape
+        if not (fits and np.isfinite(known).all() and np.isfinite(spread).all()):
+            raise ValueError("these are no costs of passes")
+        self._known, self._spread = known, spread
+        self._noise = min(MOST_NOISE, max(LEAST_NOISE, float(state["noise"])))
+        self._spread[0, 0] += OTHER_BATCH
+        self._spread[1:, 1:] += OTHER_DAY * _WALK
+
+    def tell(self, rows: int, seconds: float) -> None:
+        """A pass over so many rows of each text takes this long, as was measured with care."""
+        for _ in range(self._settling + FEW - self._counts.get(rows, 0)):
+            self.record(rows, seconds)
+        self.record(rows, seconds)
 
     def record(self, rows: int, seconds: float) -> None:
         """A pass over so many rows of each text took this long."""
@@ -202,11 +226,16 @@ _cost_models: WeakKeyDictionary[TargetInfo, dict[int, PassCostModel]] = WeakKeyD
 """target -> size of a batch -> costs of its passes, shared by all drafters of the target"""
 
 
+def cost_models(target: TargetInfo) -> dict[int, PassCostModel]:
+    """By the size of a batch."""
+    return _cost_models.setdefault(target, {})
+
+
 def cost_model_of(target: TargetInfo | None, batch: int) -> PassCostModel:
     """Batches of about the same size share what is learned of them."""
     if target is None:
         return PassCostModel(batch=batch)
-    models, size = _cost_models.setdefault(target, {}), fitting(batch, BATCHES)
+    models, size = cost_models(target), fitting(batch, BATCHES)
     if size not in models:
         nearest = min(models, key=lambda other: abs(math.log(other / size)), default=None)
         first = PassCostModel() if target.device.type == "cpu" else PassCostModel(RECORDED, DEVICE_SLOPE)

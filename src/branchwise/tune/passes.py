@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from branchwise.backends.base import Target
+from branchwise.control.costs import cost_model_of
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -68,6 +69,7 @@ def measure(
         raise UsageError(f"repeat must be at least {FEWEST_TURNS}, not {repeat}.")
     key = key_of(target, model, batch, context, sizes, repeat)
     if not fresh and (known := recall(key)) is not None:
+        _tell(target, known)
         return known
     with opened(target, batch, context) as sequences:
         rig = TimingRig(target, sequences, repeat, clock, progress)
@@ -78,7 +80,15 @@ def measure(
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     costs = Costs(curve.points(), cliffs, key, now)
     keep(costs)
+    _tell(target, costs)
     return costs
+
+
+def _tell(target: Target, costs: Costs) -> None:
+    """Let drafters of this target know, which choose how many nodes pay."""
+    model = cost_model_of(target.info, costs.key.batch)
+    for point in costs.points:
+        model.tell(point.nodes, point.seconds)
 
 
 def _fitting(target: Target, batch: int, context: int, nodes: Sequence[int] | None) -> tuple[int, ...]:
