@@ -814,7 +814,12 @@ TESTS = {
     "longest": ["tests/test_longest.py", "tests/test_fork.py"],
     "tree": ["tests/test_tree.py", BASE],
     "ranks": ["tests/test_recycle.py", "tests/test_adaptive_ranks.py"],
-    "controller": ["tests/test_cost_memory.py", "tests/test_explain.py", "tests/test_adaptive_size.py", "tests/test_controller.py"],
+    "controller": [
+        "tests/test_cost_memory.py",
+        "tests/test_explain.py",
+        "tests/test_adaptive_size.py",
+        "tests/test_controller.py",
+    ],
     "drawn": ["tests/test_device_paths.py"],
     "sheet": ["tests/test_graphs.py"],
     "begun": ["tests/test_inflight.py"],

@@ -136,8 +136,26 @@ def test_a_plain_step_takes_what_was_timed_here() -> None:
     assert "not known" in explain(few, info, "memory").headline
     for _ in range(9):
         cost_model_of(info, 1).record(1, 0.5)
+        cost_model_of(info, 8).record(1, 0.9)
     assert explain(few, info, "memory").plain == pytest.approx(0.5, rel=0.1)
+    few.each = [step._replace(batch=7) for step in few.each]
+    assert explain(few, info, "memory").plain == pytest.approx(0.9, rel=0.1), "that of as many texts"
+    few.each[0] = few.each[0]._replace(batch=1)
+    assert explain(few, info, "memory").plain is None, "the batch changed"
     assert explain(few, info, "memory", PLAIN).plain == 1.0
+
+
+def test_who_reads_slowly_does_not_make_speculation_slower() -> None:
+    """Without a plain run to compare with, only steps are compared with steps."""
+    stats = given([(0, 1, 1.0)] * 3 + [(3, 2, 1.25)] * 30)
+    fast = explain(stats, INFO, "memory").speedup
+    stats.wall_seconds += 60.0
+    found = explain(stats, INFO, "memory")
+    assert found.speedup == fast == pytest.approx(63 / 40.5)
+    assert found.seconds["other"] == pytest.approx(60.0)
+    broken = given([(0, 1, 1.0)])
+    broken.wall_seconds = 0.0
+    assert explain(stats, INFO, "memory", broken).speedup == fast, "a run that was cut off says nothing"
 
 
 def advice(steps: Sequence[tuple[int, int, float]], info: TargetInfo = INFO, **more: float) -> str:

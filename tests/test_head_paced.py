@@ -86,6 +86,21 @@ def test_texts_of_a_batch_have_trees_of_one_size(monkeypatch: pytest.MonkeyPatch
     assert set(sizes(monkeypatch, Costs(0.01), ((1, 2), (3, 4, 5), (6, 7)))) <= set(range(1, 8))
 
 
+def test_padding_of_a_batch_does_not_count_as_texts_that_nothing_is_known_of() -> None:
+    target = ToyTarget(11)
+    drafter = HeadDrafter(random_head(target.info))
+    drafter.bind(target.info)
+    draft = drafter._ahead._draft if drafter._ahead is not None else None
+    assert isinstance(draft, PacedDraft)
+    draft._costs = Costs(0.3, first=0.3)  # type: ignore[assignment]
+    draft._texts = 5
+    values = torch.zeros(8, 1)
+    worth = torch.tensor([[0.8]] * 5 + [[0.0]] * 3)
+    assert draft._size(values, worth) == 1
+    draft._texts = 8
+    assert draft._size(values, worth) == 0
+
+
 def test_no_level_is_grown_below_what_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[int] = []
     own = PacedDraft._size
@@ -174,3 +189,4 @@ def test_states_are_read_in_their_order_and_forgotten_from_the_end() -> None:
     assert unread.first(99).flatten().tolist() == [2, 3, 4, 5, 8, 9]
     unread.drop(6)
     assert len(unread) == len(unread.first(9)) == 0
+    assert unread.first(9).untyped_storage().nbytes() == 0, "what was read takes no memory any more"

@@ -314,7 +314,7 @@ class LLM:
         ended = generation.finish_reason is FinishReason.STOP  # the stop token itself is no text
         text = self.decode(tokens[:-1] if ended else tokens) if generation.text is None else generation.text.text
         logprobs = [piece.logprob for piece in generation.pieces if piece.logprob is not None]
-        self.last = Completion(
+        found = Completion(
             text=text,
             token_ids=tokens,
             logprobs=logprobs if generation.request.logprobs else None,
@@ -325,7 +325,8 @@ class LLM:
             pieces=generation.pieces,
             error=generation.error,
         )
-        return self.last
+        self.last = found
+        return found
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:

@@ -16,6 +16,9 @@ from branchwise.plots import LIGHT, check_plot, pyplot, save
 if TYPE_CHECKING:
     from branchwise.engine.explain import Explanation
 
+WARMING = "Hello."
+"""another prompt than that which is explained: drafters learn from what they see"""
+
 
 @grouped
 def explain(
@@ -42,10 +45,16 @@ def explain(
     options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, raw=raw)
     if plot is not None:
         check_plot(plot)
+    from branchwise.engine.warmup import warm_up
+
     llm = loading.load(method=drafting.choose(), max_batch=1)
+    alone = llm.with_drafter("none")
+    warm_up(alone.engine)
+    for one in (llm, alone):  # what only the first text of a process pays is neither's
+        one.generate(WARMING, max_new_tokens=8)
     drafted = llm.generate(text, **options)
     options["seed"] = drafted.seed
-    plain = llm.with_drafter("none").generate(text, **options)
+    plain = alone.generate(text, **options)
     for completion in (drafted, plain):
         refuse_incomplete(completion)
     found = llm.explain(drafted, plain)

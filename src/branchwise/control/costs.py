@@ -45,6 +45,8 @@ OTHER_BATCH = 1.0
 """of the pace in a batch of another size, or in another process, where nothing was timed yet"""
 OTHER_DAY = 0.01
 """of costs in another process"""
+ABSURD = 50.0
+"""no logarithm of a cost and no variance of one is so large"""
 FAR = 3.0
 """standard deviations from which on a pass is an outlier, and two of them in a row an alarm"""
 DOUBT = 0.2
@@ -101,11 +103,11 @@ class PassCostModel:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begin with what another process knew: costs are about the same, the pace may be any."""
         known, spread = (np.array(state[name], dtype=np.float64) for name in ("known", "spread"))
+        noise = min(MOST_NOISE, max(LEAST_NOISE, float(state["noise"])))
         fits = known.shape == self._known.shape and spread.shape == self._spread.shape
-        if not (fits and np.isfinite(known).all() and np.isfinite(spread).all()):
+        if not (fits and (np.abs(known) < ABSURD).all() and (np.abs(spread) < ABSURD).all() and spread[0, 0] > 0):
             raise ValueError("these are no costs of passes")
-        self._known, self._spread = known, spread
-        self._noise = min(MOST_NOISE, max(LEAST_NOISE, float(state["noise"])))
+        self._known, self._spread, self._noise = known, spread, noise
         self._spread[0, 0] += OTHER_BATCH
         self._spread[1:, 1:] += OTHER_DAY * _WALK
 
@@ -229,6 +231,12 @@ _cost_models: WeakKeyDictionary[TargetInfo, dict[int, PassCostModel]] = WeakKeyD
 def cost_models(target: TargetInfo) -> dict[int, PassCostModel]:
     """By the size of a batch."""
     return _cost_models.setdefault(target, {})
+
+
+def plain_seconds_of(target: TargetInfo, batch: int) -> float | None:
+    """How long a plain pass over so many texts takes at the present pace, if one was timed not long ago."""
+    model = cost_models(target).get(fitting(batch, BATCHES))
+    return model.plain_seconds if model is not None and model.knows_plain else None
 
 
 def cost_model_of(target: TargetInfo | None, batch: int) -> PassCostModel:

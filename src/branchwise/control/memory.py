@@ -30,7 +30,7 @@ def remember_costs(target: TargetInfo) -> None:
     """Begin with what was kept of such a target, and keep what is learned of this one when it goes."""
     path = path_of(target)
     for batch, state in _read(path).items():
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(KeyError, TypeError, ValueError, ArithmeticError):
             cost_model_of(target, int(batch)).restore(state)
     finalize(target, _write, path, cost_models(target))
 
@@ -62,7 +62,7 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
 
 def _write(path: Path, models: dict[int, PassCostModel]) -> None:
     """Other batches that the file knows stay in it. If it cannot be written, the next process learns anew."""
-    learned = {str(batch): model.state() for batch, model in models.items() if model.knows(1)}
+    learned = {str(batch): model.state() for batch, model in list(models.items()) if model.knows(1)}
     if not learned:
         return
     with suppress(ModelError, OSError), workspace() as work:

@@ -6,7 +6,6 @@ Threads may share an engine. `submit` and `cancel` return at once, whatever step
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -129,7 +128,7 @@ class Engine:
                 continue
             seconds = self._step.clock.settle()
             for generation, outcome in zip(generations, outcomes, strict=True):
-                self._emit(generation, outcome, seconds)
+                self._emit(generation, outcome, seconds, len(generations))
             for generation in generations:
                 generation.report()
             return generations
@@ -140,7 +139,7 @@ class Engine:
         if self.verifier.name != "match":
             sequence.rng_seed = self.drafter.derive_seed(sequence)
 
-    def _emit(self, generation: Generation, outcome: Outcome, seconds: dict[str, float]) -> None:
+    def _emit(self, generation: Generation, outcome: Outcome, seconds: dict[str, float], batch: int) -> None:
         """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
         if generation.finished:  # cancelled during the step
             return
@@ -158,7 +157,7 @@ class Engine:
         if generation.prefill_clock is not None:  # the verdict came after it, so it is over
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
-        generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name)
+        generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name, batch)
 
     def _append(self, generation: Generation, token: int, source: str, logprob: float | None) -> FinishReason | None:
         """Add one token; returns why the text ends with it, if it does."""
@@ -196,7 +195,6 @@ class Engine:
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         generation.flush()
-        if generation.began is not None:
-            generation.stats.wall_seconds = time.perf_counter() - generation.began
+        generation.stop_clock()
         generation.finish_reason = reason  # set last: another thread that sees it finds all of the text
         self.scheduler.leave(generation)

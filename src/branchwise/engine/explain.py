@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
 from branchwise.backends.base import TargetInfo
 from branchwise.control.choice import WORTH
-from branchwise.control.costs import cost_model_of
+from branchwise.control.costs import plain_seconds_of
 from branchwise.engine.stats import PHASES, Stats
 
 FEW = 3
@@ -55,6 +55,8 @@ class Explanation:
     """most kept tokens first"""
     plain: float | None
     """seconds that a step of plain decoding takes here, if that is known"""
+    speedup: float | None
+    """the speed of the answer in plain decoding of it, its prompt left out"""
     advice: tuple[str, ...]
     """what would help, what helps most first"""
 
@@ -66,13 +68,6 @@ class Explanation:
     def stepping(self) -> float:
         """Seconds without the prompt."""
         return self.wall - self.seconds["prefill"]
-
-    @property
-    def speedup(self) -> float | None:
-        """The speed of the answer in plain decoding of it, its prompt left out."""
-        if self.plain is None or not self.tokens or not self.stepping:
-            return None
-        return self.tokens * self.plain / self.stepping
 
     @property
     def headline(self) -> str:
@@ -141,6 +136,12 @@ def explain(stats: Stats, target: TargetInfo, method: str, plain: Stats | None =
     """Explain a request. `plain` are the statistics of the same request without a drafter, if it was made; otherwise a
     plain step takes as long as those among its own steps, or as those that were timed on this target before."""
     seconds = {"prefill": stats.prefill_seconds, **{phase: stats.seconds.get(phase, 0.0) for phase in PHASES}}
+    # Wall clocks are compared with each other, and steps with steps: what a reader of a stream does between two steps
+    # would slow down plain decoding as well.
+    spent, a_plain_step = sum(stats.seconds.values()), _plain_step(stats, target)
+    if plain is not None and plain.emitted_tokens and plain.wall_seconds > plain.prefill_seconds:
+        spent = stats.wall_seconds - stats.prefill_seconds
+        a_plain_step = (plain.wall_seconds - plain.prefill_seconds) / plain.emitted_tokens
     seconds["other"] = max(0.0, stats.wall_seconds - sum(seconds.values()))
     sources = [
         Source(name, drafted, stats.accepted_by_source.get(name, 0))
@@ -153,15 +154,16 @@ def explain(stats: Stats, target: TargetInfo, method: str, plain: Stats | None =
         seconds,
         _sizes(stats),
         tuple(sorted(sources, key=lambda source: -source.kept)),
-        _plain_step(stats, target, plain),
+        a_plain_step,
+        None if a_plain_step is None or spent <= 0 else stats.emitted_tokens * a_plain_step / spent,
         (),
     )
-    return Explanation(**{**vars(found), "advice": tuple(_advice(found, target))})
+    return replace(found, advice=tuple(_advice(found, target)))
 
 
 def _sizes(stats: Stats) -> tuple[Size, ...]:
     groups: dict[int, list[tuple[int, float]]] = {}
-    for nodes, tokens, seconds in stats.each:
+    for nodes, tokens, seconds, _ in stats.each:
         groups.setdefault(nodes, []).append((tokens, seconds))
     return tuple(
         Size(nodes, len(steps), sum(tokens for tokens, _ in steps) / len(steps), sum(s for _, s in steps) / len(steps))
@@ -169,14 +171,13 @@ def _sizes(stats: Stats) -> tuple[Size, ...]:
     )
 
 
-def _plain_step(stats: Stats, target: TargetInfo, plain: Stats | None) -> float | None:
-    if plain is not None and plain.emitted_tokens:
-        return (plain.wall_seconds - plain.prefill_seconds) / plain.emitted_tokens
+def _plain_step(stats: Stats, target: TargetInfo) -> float | None:
+    """What a step of plain decoding takes in a batch like this one; not known where its size changed."""
+    batches = {step.batch for step in stats.each}
+    if len(batches) != 1:
+        return None
     own = [step.seconds for step in stats.each if not step.nodes and step.seconds]
-    if len(own) >= FEW:
-        return median(own)
-    costs = cost_model_of(target, 1)
-    return costs.plain_seconds if costs.knows_plain else None
+    return median(own) if len(own) >= FEW else plain_seconds_of(target, *batches)
 
 
 def _advice(found: Explanation, target: TargetInfo) -> list[str]:

@@ -66,8 +66,10 @@ class PipelinedStep(Step):
         found.fetch()  # the copy to the host starts; what is enqueued from here on does not delay it
         self.interrupted = True
         self.target.commit_on_device(scored, found)
+        self.clock.lap("commit")
         with self.sparing_memory():
             self.drafter.update_on_device(scored, found)
+        self.clock.lap("draft")
         self._inflight = None if joining else self._launch(generations, batch.depth, found)
         for generation in generations:
             generation.detokenize()  # tokens of the step before, while the device works
@@ -94,9 +96,9 @@ class PipelinedStep(Step):
         least = self._budgets(generations, depth + 1)
         if min(budget.depth for budget in least) < 0 or any(generation.ends_soon for generation in generations):
             return None
-        self.clock.lap("commit")
         try:
             trees = self.drafter.draft_next(least)
+            self.clock.lap("draft")
             if trees is None:
                 return None
             sequences = [generation.sequence for generation in generations]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -95,6 +96,11 @@ class Generation:
     @property
     def token_ids(self) -> list[int]:
         return self.sequence.output
+
+    def stop_clock(self) -> None:
+        """Nothing of it will run any more."""
+        if self.began is not None:
+            self.stats.wall_seconds = time.perf_counter() - self.began
 
     def check(self) -> None:
         """Raise the error that it ended with, if it did."""

@@ -94,6 +94,7 @@ class Scheduler:
         while self._cancelled:
             generation = self._cancelled.popleft()
             generation.flush()
+            generation.stop_clock()
             self.leave(generation)
 
     def leave(self, generation: Generation) -> None:

@@ -22,6 +22,8 @@ class StepTime(NamedTuple):
     tokens: int
     """emitted"""
     seconds: float
+    batch: int = 1
+    """texts that took part"""
 
 
 @dataclass
@@ -47,10 +49,16 @@ class Stats:
     """from the first prompt token to the end of the text, everything between steps included"""
 
     def record(
-        self, tree: DraftTree, emitted: int, seconds: dict[str, float], sources: Sequence[str], drafter: str = ""
+        self,
+        tree: DraftTree,
+        emitted: int,
+        seconds: dict[str, float],
+        sources: Sequence[str],
+        drafter: str = "",
+        batch: int = 1,
     ) -> None:
-        """Count one step that emitted so many tokens; `sources` are who drafted the accepted ones among them, and
-        `drafter` who drafted nodes of which the tree does not say it."""
+        """Count one step of a batch of texts, which emitted so many tokens of this one; `sources` are who drafted the
+        accepted ones among them, and `drafter` who drafted nodes of which the tree does not say it."""
         accepted, depth = len(sources), tree.depth
         self.steps += 1
         self.drafted_tokens += len(tree) - 1
@@ -62,7 +70,7 @@ class Stats:
                 counts[level] += 1
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
-        self.each.append(StepTime(len(tree) - 1, emitted, sum(seconds.values())))
+        self.each.append(StepTime(len(tree) - 1, emitted, sum(seconds.values()), batch))
         for source in sources:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
         for source in tree.sources[1:] or [drafter] * (len(tree) - 1):

@@ -32,8 +32,8 @@ class Unread:
         return self._parts[0][:rows]
 
     def drop(self, rows: int) -> None:
-        """So many were read."""
-        self._keep(self.first(self._rows)[rows:])
+        """So many were read. What is left is usually nothing, and must not hold the memory of a prompt."""
+        self._keep(self.first(self._rows)[rows:].clone())
 
     def cut(self, rows: int) -> None:
         """Forget what is behind the first of them."""

@@ -54,6 +54,8 @@ class PacedDraft(BestFirstDraft):
         super().__init__(tree, *parts, copies=copies)
         self._target = target
         self._costs = PassCostModel()
+        self._texts = 0
+        """of a batch, whose rows come before those of padding"""
         self._made = 0
         """levels of the trees that grow"""
         self._laid: tuple[int, float] | None = None
@@ -71,7 +73,7 @@ class PacedDraft(BestFirstDraft):
         """of those that are scored"""
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
-        self._costs = cost_model_of(self._target, len(roots))
+        self._texts = int((slots != self.cache.padding).sum())
         return super().grow(slots, lengths, roots)
 
     def _ends(self, depth: int, values: Tensor) -> bool:
@@ -104,7 +106,7 @@ class PacedDraft(BestFirstDraft):
         if not self._costs.knows_plain:
             return 0  # once in a while a plain step must be timed
         most = min(self.nodes - 1, values.shape[1])
-        reached = worth.gather(1, values.topk(most, dim=1).indices).mean(dim=0).cumsum(dim=0).tolist()
+        reached = worth.gather(1, values.topk(most, dim=1).indices)[: self._texts].mean(dim=0).cumsum(dim=0).tolist()
         tokens = [1.0, *(1 + more for more in reached)]
         spent = self._made * self._level_cost
         costs = [spent + cost for cost in self._costs.costs(range(1, most + 2), hoped=True)]
@@ -112,7 +114,7 @@ class PacedDraft(BestFirstDraft):
         return 0 if self._costs.unclear(1 + size, tokens[size] / costs[size] * costs[0]) else size
 
     def rests(self, batch: int) -> bool:
-        self._rest = self._rests[fitting(batch, BATCHES)]
+        self._costs, self._rest = cost_model_of(self._target, batch), self._rests[fitting(batch, BATCHES)]
         self._begun, self._resting = time.perf_counter(), self._rest.resting()
         if self._resting:
             self._said = []
@@ -124,7 +126,6 @@ class PacedDraft(BestFirstDraft):
             self._rest.invest((self._begun - asked) / self._costs.plain_seconds)
 
     def drafted(self, trees: Sequence[DraftTree]) -> None:
-        self._costs = cost_model_of(self._target, len(trees))
         self._laid = max(map(len, trees)), time.perf_counter()
         self._asked = self._said
 
