@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
+from branchwise.control.choice import Rest
+from branchwise.control.costs import PassCostModel
 from branchwise.draft.builder import TreePolicy
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.file import TrainedHead
@@ -18,6 +21,14 @@ from branchwise.train.head.run import FORMS
 SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_width": 4, "mlp": 16}
 SURE = 0.9
 """how probable a head that knows the truth says it is"""
+
+
+def let_drafting_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes over any number of rows cost the same: for models so small that on a real machine nothing would pay."""
+    monkeypatch.setattr(PassCostModel, "knows_plain", True)
+    monkeypatch.setattr(PassCostModel, "costs", lambda model, wanted, hoped=False: [1.0 for _ in wanted])
+    monkeypatch.setattr(PassCostModel, "unclear", lambda model, rows, speed: False)
+    monkeypatch.setattr(Rest, "resting", lambda rest: False)
 
 
 def random_head(info: TargetInfo, form: str = "carry", table: int | None = None, seed: int = 1) -> TrainedHead:

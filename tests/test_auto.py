@@ -18,7 +18,7 @@ from branchwise.draft.head.shipped import shipped_head
 from branchwise.draft.head.usual import HOST
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS
-from tests.heads import random_head
+from tests.heads import let_drafting_pay, random_head
 
 DATA = Path(shipped.__file__).with_name("data")
 
@@ -45,7 +45,10 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyTarget:
 
 
 @pytest.mark.parametrize("tree", [None, "topk:3,depth=2,width=2"])
-def test_a_target_with_a_head_is_drafted_for_by_it(head: ToyTarget, tree: str | None) -> None:
+def test_a_target_with_a_head_is_drafted_for_by_it(
+    head: ToyTarget, tree: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_drafting_pay(monkeypatch)
     drafter = build_drafter("auto", tree)
     assert isinstance(drafter, AutoDrafter)
     texts = written(head, drafter)

@@ -38,7 +38,7 @@ from branchwise.llm import LLM
 from branchwise.testing import ToyTarget
 from branchwise.train.head.run import FORMS
 from branchwise.verify import VERIFIERS, check_pairing
-from tests.heads import random_head
+from tests.heads import let_drafting_pay, random_head
 from tests.test_audit_model import PROMPTS, tiny_model, tokenizer
 
 VOCABULARY, DEPTH = 3, 2
@@ -229,8 +229,11 @@ def llm() -> LLM:
 
 
 @pytest.mark.parametrize(("tree", "verify"), [(None, "match"), ("paths:2x2", "cascade")])
-def test_the_audit_of_a_model_takes_a_head(tree: str | None, verify: str, llm: LLM, tmp_path: Path) -> None:
+def test_the_audit_of_a_model_takes_a_head(
+    tree: str | None, verify: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bfloat16 too, where the copy of the model has the weights that the head was trained for."""
+    let_drafting_pay(monkeypatch)
     random_head(llm.engine.target.info, table=12).save(tmp_path / "head")
     plan = Plan(samples=300, length=2, seed=5, greedy_tokens=8, limit=0.25)
     found = ModelAuditor(llm, PROMPTS, plan).audit(f"head:{tmp_path / 'head'}", tree, verify)
