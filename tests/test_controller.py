@@ -249,7 +249,7 @@ def test_a_source_that_pays_never_stands_aside_and_one_that_does_not_mostly_does
     assert aside[:SHORTEST_WAIT] == [*range(TRIAL, TRIAL + SHORTEST_WAIT)]
     lost = 0.1 * (2000 - len(aside))
     assert lost < 1.2 * SHARE * 2000
-    assert min(rested(lambda step: 0.5, 100)) < 2 * LOSS + 2, "a trial that loses much is over at once"
+    assert min(rested(lambda step: 1 - LOSS / 2.5, 100)) == 3 < TRIAL, "a trial that loses much is over at once"
     back = rested(lambda step: 0.9 if step < 1000 else 1.5, 2000)
     assert max(back) < 1000 + LOSS / SHARE, "it is tried again, and kept"
     gone = rested(lambda step: 1.5 if step < 1000 else 0.5, 1200)

@@ -8,9 +8,9 @@ WORTH = 1.03
 """the expected speed of a tree, in plain decoding, from which on it is drafted"""
 TRIAL = 12
 """steps after which a source that takes time itself is judged"""
-LOSS = 2.0
+LOSS = 4.0
 """passes that a trial may lose; then it is over at once"""
-SHARE = 0.02
+SHARE = 0.05
 """of all steps, that trials may cost: a source stands aside for so long after one that was lost"""
 SHORTEST_WAIT = 16
 FADING = 0.95
