@@ -65,6 +65,16 @@ def sizes(
     return costs.recorded
 
 
+def paced() -> PacedDraft:
+    """What grows the trees of a head on a host."""
+    target = ToyTarget(11)
+    drafter = HeadDrafter(random_head(target.info))
+    drafter.bind(target.info)
+    assert drafter._ahead is not None
+    assert isinstance(drafter._ahead._draft, PacedDraft)
+    return drafter._ahead._draft
+
+
 def test_where_rows_cost_nothing_the_tree_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("branchwise.draft.head.trees.paced.UNLIKELY", 0.0)
     assert max(sizes(monkeypatch, Costs(0.0))) == 7
@@ -87,11 +97,7 @@ def test_texts_of_a_batch_have_trees_of_one_size(monkeypatch: pytest.MonkeyPatch
 
 
 def test_padding_of_a_batch_does_not_count_as_texts_that_nothing_is_known_of() -> None:
-    target = ToyTarget(11)
-    drafter = HeadDrafter(random_head(target.info))
-    drafter.bind(target.info)
-    draft = drafter._ahead._draft if drafter._ahead is not None else None
-    assert isinstance(draft, PacedDraft)
+    draft = paced()
     draft._costs = Costs(0.3, first=0.3)  # type: ignore[assignment]
     draft._texts = 5
     values = torch.zeros(8, 1)
@@ -161,11 +167,7 @@ def test_a_prompt_is_not_read_by_a_head_that_stands_aside(monkeypatch: pytest.Mo
 
 
 def test_a_head_stands_aside_for_batches_of_the_size_where_it_does_not_pay() -> None:
-    target = ToyTarget(11)
-    drafter = HeadDrafter(random_head(target.info))
-    drafter.bind(target.info)
-    draft = drafter._ahead._draft if drafter._ahead is not None else None
-    assert isinstance(draft, PacedDraft)
+    draft = paced()
     assert not draft.rests(8)
     for _ in range(TRIAL):
         draft._rest.record(1.0, 2.0)
