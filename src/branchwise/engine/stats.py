@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -73,8 +74,10 @@ class Stats:
         self.each.append(StepTime(len(tree) - 1, emitted, sum(seconds.values()), batch))
         for source in sources:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
-        for source in tree.sources[1:] or [drafter] * (len(tree) - 1):
-            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + 1
+        if len(tree) > 1:
+            drafted = Counter(tree.sources[1:]) if tree.sources else {drafter: len(tree) - 1}
+            for source, nodes in drafted.items():
+                self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + nodes
 
     @property
     def mean_acceptance_length(self) -> float:
