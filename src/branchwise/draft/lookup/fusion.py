@@ -341,8 +341,9 @@ class DefaultDrafter(Fusion):
         if self._alone is None:
             super().bind(target)
             return
-        for one in (self, *self.members):
-            LookupDrafter.bind(one, target)  # members keep what they know and take no part
+        LookupDrafter.bind(self, target)
+        for member in self.members:
+            member.bind(target)  # they take no part, and keep what they know, which can be saved and restored
         self._alone.bind(target)
         self.cost = self._alone.cost
 
@@ -351,6 +352,9 @@ class DefaultDrafter(Fusion):
 
     def finish(self, sequence: SequenceState) -> None:
         self._speaker.finish(sequence)
+
+    def forget(self) -> None:
+        self._speaker.forget()
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         trees = self._speaker.draft(sequences, budgets)
