@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from branchwise.backends.transformers.attention import Window
+from branchwise.cuda.counts import count
 from branchwise.cuda.inputs import PassInputs
 from branchwise.errors import first_line
 
@@ -175,6 +176,8 @@ class Fusion:
         self._groups = groups
         self._layers = [] if any(map(_patched, layers)) else layers
         self._programs: dict[Any, Callable[..., Any] | None] = {}
+        self._agreed: set[int] = set()
+        """layers whose own results and those of a program agree"""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -228,10 +231,14 @@ class Fusion:
         self, key: Any, index: int, run: Any, inputs: Any, pass_inputs: PassInputs
     ) -> Callable[..., Any] | None:
         """The program of a layer; None if it computes something else than the layer. The first layer of a kind is
-        traced and compiled; the others are tried with its program."""
+        traced and compiled; the others are tried with its program. In passes of another size the first one is tried
+        alone: what other layers have to themselves, their weights, is an input."""
+        if index in self._agreed and self._programs.get(key) is not None:
+            return self._programs[key]
         try:
             if key not in self._programs:
                 self._programs[key] = compiled(self._traced(run, inputs, index))
+                count("compiled", f"layer {index}")
             program = self._programs[key]
             assert program is not None
 
@@ -242,6 +249,7 @@ class Fusion:
 
             reason = beyond_rounding(run, fused, inputs)
             if reason is None:
+                self._agreed.add(index)
                 return program
         except Exception as error:
             reason = first_line(error)

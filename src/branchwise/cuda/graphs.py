@@ -24,6 +24,7 @@ from torch import Tensor
 from branchwise.backends.base import Scored
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
+from branchwise.cuda.counts import count, watch_triton
 from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.errors import first_line
 from branchwise.progress import showing
@@ -68,6 +69,7 @@ class Pool:
                 graph = torch.cuda.CUDAGraph()
                 with capture(graph, pool=self._keeper.pool()):
                     found = run()
+                count("recorded", getattr(run, "__qualname__", run))
             except BaseException:
                 self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
                 torch.cuda.set_stream(here)  # where it broke off at its end, torch stays on the stream it recorded
@@ -123,6 +125,24 @@ def have_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+_at_first_sight = False
+
+
+@contextmanager
+def recording_at_first_sight() -> Iterator[None]:
+    """Meanwhile functions are recorded when they are first called: what a warm-up meets once may come again."""
+    global _at_first_sight
+    before, _at_first_sight = _at_first_sight, True
+    try:
+        yield
+    finally:
+        _at_first_sight = before
+
+
+def at_first_sight() -> bool:
+    return _at_first_sight
+
+
 class GraphedFunction(Generic[T]):
     """A function of tensors on a device, recorded for the places it reads from, and replayed from then on. The caller
     writes new values to the same places; what it returns is overwritten by the next call with them. On the host, and
@@ -160,6 +180,7 @@ class GraphedFunction(Generic[T]):
         key = tuple((place.data_ptr(), place.shape, place.stride(), place.dtype) for place in places)
         with on(self._device):
             if key not in self._recorded and not self._record(key, places):
+                count("eager", f"{self._function.__name__} {[tuple(place.shape) for place in places]}")
                 return self._run(*places)
             self._recorded.move_to_end(key)
             graph, found = self._recorded[key]
@@ -168,7 +189,7 @@ class GraphedFunction(Generic[T]):
 
     def _record(self, key: Any, places: Sequence[Tensor]) -> bool:
         """Record it if values came to these places before; False where that cannot be, or has no room now."""
-        if key not in self._seen:
+        if key not in self._seen and not at_first_sight():
             if len(self._seen) > MOST_SEEN:
                 self._seen.clear()
             self._seen.add(key)
@@ -241,6 +262,8 @@ class Graphs:
         self._pool = Pool(device)
         self._ready: OrderedDict[Size, Recorded] = OrderedDict()
         self.captures = capture and device.type == "cuda"  # otherwise every pass is launched kernel by kernel
+        if self.captures:
+            watch_triton()
 
     def forget(self) -> None:
         """Drop what is recorded; sizes are recorded again when they are wanted."""
@@ -266,6 +289,7 @@ class Graphs:
             if recorded.graph is None and self.captures:
                 self._record(recorded, run)
             if recorded.graph is None or recorded.found is None:
+                count("eager", recorded.inputs.size)
                 return run(recorded.inputs)
             recorded.graph.replay()
             return recorded.found

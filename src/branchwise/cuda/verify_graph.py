@@ -3,6 +3,9 @@
 A verifier on a device is a few hundred small kernels, and launching them costs more than running them. It never looks
 at a drawn value, so its operations can be recorded once for a shape (`make_fx`), fused by the compiler, captured into a
 graph and replayed on new values. The rule itself stays where it is, in the verifier's own file.
+
+`match` needs no more than the token that each text draws behind each node, which one kernel finds for all of them
+(`draw.py`), whatever their sampling parameters: so one graph for a size serves all texts, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from torch import Tensor
 
 from branchwise.core.batch import LOOKED_UP, TABLES, TreeBatch, TreeLayout
 from branchwise.core.rng import Chance, SeededChance
+from branchwise.core.rows import gather_rows
 from branchwise.core.target_probs import TargetProbs, WarpedProbs
 from branchwise.core.tree import Draw
-from branchwise.cuda.graphs import Pool, on
+from branchwise.cuda.choices import Choices
+from branchwise.cuda.counts import count
+from branchwise.cuda.graphs import Pool, at_first_sight, have_kernels, on
 from branchwise.cuda.inputs import PinnedBuffer
+from branchwise.cuda.laid import lie_still
 from branchwise.errors import first_line
 from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.auto import Auto, choose
@@ -40,12 +47,15 @@ class CapturedVerifier(Verifier):
     """A verifier that is captured for every shape, when that comes for the time number `seen`, and replayed from then
     on. Its verdicts lie in the graph's own memory: read them before the next call."""
 
-    def __init__(self, verifier: Verifier, *, compile: bool = True, seen: int = 1) -> None:
+    def __init__(self, verifier: Verifier, *, compile: bool = True, seen: int = 1, texts: int = 64) -> None:
+        """`texts` are as many as will ever be judged together."""
         self.verifier = verifier
         self.name = verifier.name
         self.accepts: frozenset[Draw] = verifier.accepts
         self._compile = compile
         self._seen = seen
+        self._texts = texts
+        self._choices: Choices | None = None
         self._times: Counter[Any] = Counter()
         self._pool: Pool | None = None
         self._graphs: OrderedDict[Any, Recording] = OrderedDict()
@@ -57,41 +67,57 @@ class CapturedVerifier(Verifier):
         verifier = rule_for(choose(batch) if isinstance(self.verifier, Auto) else self.verifier, batch, probs)
         drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
         if not probs.capturable or (drawn and batch.q is None):
+            count("eager", f"{verifier.name} with a text that looks back")
             return self.verifier(batch, probs, chance)
+        choices = self._brought(probs) if isinstance(verifier, Match) else None
         reads = verifier.reads
         resident = self._resident(batch, reads)
         places = tuple((table.data_ptr(), table.stride(), table.dtype) for table in resident.values())
-        key = verifier.name, places, *key_of(batch, probs, reads)
+        key = verifier.name, places, *key_of(batch, probs, reads, by_kernel=choices is not None)
         recording = self._graphs.get(key)
         if recording is None:
             self._times[key] += 1
-            if not probs.greedy and self._times[key] < self._seen:
+            rare = self._times[key] < self._seen and not at_first_sight()
+            if choices is None and not probs.greedy and rare:
+                count("eager", f"{verifier.name} over {len(batch)} x {batch.nodes} nodes")
                 return self.verifier(batch, probs, chance)
             if len(self._times) > MOST_SHAPES:
                 self._times.clear()
-            probs.bring()
+            if choices is None:
+                probs.bring()
             rows = batch.pad_shape.inner or batch.nodes  # whatever will come
             q = batch.q.new_zeros(len(batch), rows, batch.q.shape[2]) if drawn else None  # type: ignore[union-attr]
             # Logits are not copied: those of a recorded pass come to the same place every time.
             self._pool = self._pool or Pool(probs.logits.device)
             brought = [name for name in reads if name not in resident]
             numbers = Numbers(batch, chance, brought, probs.logits.device)
-            numbers.unread = not brought and probs.greedy and isinstance(verifier, Match)  # which draws nothing then
+            numbers.needless = not brought and isinstance(verifier, Match)  # which draws nothing in greedy texts
             inputs = GraphInputs(numbers.on_device, probs.logits, q, tuple(resident.values()))
             warped = probs.without_texts()
-            program = as_program(verifier, batch, warped, reads, tuple(resident))
-            compiled = self._compile and not probs.greedy
-            self._graphs[key] = recording = Recording(self._pool, program, warped, numbers, inputs, compiled)
+            program = as_program(verifier, batch, warped, reads, tuple(resident), choices)
+            compiled = self._compile and not probs.greedy and choices is None
+            adjusted = warped if choices is None else None
+            self._graphs[key] = recording = Recording(self._pool, program, adjusted, numbers, inputs, compiled)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         found = recording(batch, probs, chance, batch.q if drawn else None)
         return Verdicts.written(found, with_tokens=batch.host_tokens is None)
 
+    def _brought(self, probs: WarpedProbs) -> Choices | None:
+        """The sampling parameters where a kernel reads them; None where there are no kernels."""
+        device, sampling = probs.logits.device, probs._warp.sampling
+        if not have_kernels(device) or len(sampling) > self._texts:
+            return None
+        if self._choices is None:
+            self._choices = Choices(self._texts, probs.logits.shape[-1], device)
+        self._choices.bring(sampling)
+        return self._choices
+
     def _resident(self, batch: TreeBatch, reads: Sequence[str]) -> dict[str, Tensor]:
         """Tables of a tree that was drafted on the device, if they lie where others lay before: a graph reads them
         there. Trees of several texts are stacked anew for every step."""
-        if len(batch) > 1:
+        if not lie_still(batch):
             return {}
         tables = {name: batch.host(name) for name in reads}
         there = {name: table for name, table in tables.items() if table.device.type != "cpu"}
@@ -110,9 +136,11 @@ def as_program(
     probs: WarpedProbs,
     reads: Sequence[str] = TABLES,
     resident: Sequence[str] = (),
+    choices: Choices | None = None,
 ) -> Program:
     """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts. Of the
-    tables that it reads, `resident` ones are given as they are, and others are among the numbers."""
+    tables that it reads, `resident` ones are given as they are, and others are among the numbers. With `choices` all
+    that it asks of the distributions is a token behind every node."""
     brought = [name for name in reads if name not in resident]
     shapes, with_tokens = [tree_batch.host(name).shape for name in brought], tree_batch.host_tokens is None
     bare = shape_of(tree_batch)
@@ -126,10 +154,33 @@ def as_program(
         if "ancestor_bits" in tables:
             tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
-        found = verifier(same, probs.over(logits, same), SeededChance(seeds, roots))
+        chance = SeededChance(seeds, roots)
+        drawn = probs.over(logits, same) if choices is None else Drawn(logits, same, chance, choices)
+        found = verifier(same, drawn, chance)
         return (found.with_tokens(same.tokens) if with_tokens else found).rows
 
     return program
+
+
+class Drawn:
+    """Distributions of which all that is known is the token that was drawn from each: certain ones, for a rule that
+    takes what greedy decoding would."""
+
+    greedy = True
+    lazy = together = False
+
+    def __init__(self, logits: Tensor, batch: TreeBatch, chance: SeededChance, choices: Choices) -> None:
+        self._logits, self._batch, self._chance, self._choices = logits, batch, chance, choices
+
+    def best(self, nodes: Tensor) -> Tensor:
+        from branchwise.cuda.draw import draw_tokens  # needs Triton
+
+        chance, choices = self._chance, self._choices
+        places = self._logits, self._batch.depths, chance.seeds, chance.roots
+        return gather_rows(draw_tokens(*places, choices.parameters, choices.bias), nodes)
+
+    def at(self, nodes: Tensor) -> Tensor:
+        raise NotImplementedError("the distributions themselves are nowhere")
 
 
 def shape_of(batch: TreeBatch) -> TreeBatch:
@@ -143,9 +194,12 @@ def shape_of(batch: TreeBatch) -> TreeBatch:
     return bare
 
 
-def key_of(batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES) -> tuple[Any, ...]:
-    """What two batches must agree in for one graph to serve both."""
-    about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, probs.structure, batch.host_tokens is None
+def key_of(
+    batch: TreeBatch, probs: WarpedProbs, reads: Sequence[str] = TABLES, *, by_kernel: bool = False
+) -> tuple[Any, ...]:
+    """What two batches must agree in for one graph to serve both; sampling parameters that a kernel reads are not."""
+    structure = None if by_kernel else probs.structure
+    about = reads, batch.nodes, probs.logits.shape, probs.logits.dtype, structure, batch.host_tokens is None
     shapes = tuple(batch.host(name).shape for name in reads if name in LOOKED_UP)
     if not shapes:
         return about
@@ -173,8 +227,8 @@ class Numbers:
     """The numbers of a program, written on the host and copied to their place on the device before every replay. The
     layout of the nodes is written only when it changes; tokens that were drafted on a device never leave it."""
 
-    unread = False
-    """whether the program reads none of them"""
+    needless = False
+    """whether the program reads none of them for greedy texts"""
 
     def __init__(self, batch: TreeBatch, chance: SeededChance, reads: Sequence[str], device: torch.device) -> None:
         self._reads = reads
@@ -210,9 +264,15 @@ class Recording:
     """One captured graph with the tensors that it reads."""
 
     def __init__(
-        self, pool: Pool, program: Program, probs: WarpedProbs, numbers: Numbers, inputs: GraphInputs, compile: bool
+        self,
+        pool: Pool,
+        program: Program,
+        probs: WarpedProbs | None,
+        numbers: Numbers,
+        inputs: GraphInputs,
+        compile: bool,
     ) -> None:
-        """`probs` are those of the program, whose sampling parameters are values that every replay reads anew."""
+        """`probs` are those of the program, if their sampling parameters are values that every replay reads anew."""
         self._probs = probs
         self.inputs = inputs
         self._numbers = numbers
@@ -223,12 +283,13 @@ class Recording:
 
     def __call__(self, batch: TreeBatch, probs: WarpedProbs, chance: SeededChance, q: Tensor | None) -> Tensor:
         logits = probs.logits
-        self._probs.assign(probs)
+        if self._probs is not None:
+            self._probs.assign(probs)
         bring(logits, self.inputs.logits)  # long copies first: what follows is launched while they run
         if q is not None and self.inputs.q is not None:
             rows = min(q.shape[1], self.inputs.q.shape[1])  # nobody reads the rows of leaves
             bring(q[:, :rows], self.inputs.q[:, :rows])
-        if not self._numbers.unread:
+        if not (self._numbers.needless and probs.greedy):
             self._numbers.bring(batch, chance)
         with on(logits.device):
             self._graph.replay()
@@ -246,6 +307,7 @@ def compiled_or_not(run: torch.fx.GraphModule, inputs: GraphInputs) -> Any:
     """The compiled program; where the compiler fails, the program as it is, which is slower and no less right.
     Compiled, indices into tables are not checked: no verifier reads beyond them, and uncompiled all are checked."""
     fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
+    count("compiled", "a verdict")
     try:
         fused(*inputs.flat)
     except Exception as error:

@@ -13,6 +13,7 @@ import torch
 from branchwise.backends.base import PipelinedTarget, Target
 from branchwise.core.sequence import SequenceState
 from branchwise.core.text import TextStream
+from branchwise.cuda.counts import counted, since
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine.pipelined import PipelinedStep
 from branchwise.engine.request import FinishReason, Generation, Piece, Request
@@ -120,6 +121,7 @@ class Engine:
                     self._assign_seed(generation.sequence)
                 self._step.interrupted = False
             self._step.clock.start()
+            before = counted()
             try:
                 outcomes = self._step(generations, joining=scheduler.joining)
             except torch.OutOfMemoryError:
@@ -127,8 +129,9 @@ class Engine:
                 self._run_out(generations[-1])
                 continue
             seconds = self._step.clock.settle()
+            prepared = since(before)
             for generation, outcome in zip(generations, outcomes, strict=True):
-                self._emit(generation, outcome, seconds, len(generations))
+                self._emit(generation, outcome, seconds, len(generations), prepared)
             for generation in generations:
                 generation.report()
             return generations
@@ -139,7 +142,9 @@ class Engine:
         if self.verifier.name != "match":
             sequence.rng_seed = self.drafter.derive_seed(sequence)
 
-    def _emit(self, generation: Generation, outcome: Outcome, seconds: dict[str, float], batch: int) -> None:
+    def _emit(
+        self, generation: Generation, outcome: Outcome, seconds: dict[str, float], batch: int, prepared: frozenset[str]
+    ) -> None:
         """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
         if generation.finished:  # cancelled during the step
             return
@@ -157,7 +162,7 @@ class Engine:
         if generation.prefill_clock is not None:  # the verdict came after it, so it is over
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
-        generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name, batch)
+        generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name, batch, prepared)
 
     def _append(self, generation: Generation, token: int, source: str, logprob: float | None) -> FinishReason | None:
         """Add one token; returns why the text ends with it, if it does."""

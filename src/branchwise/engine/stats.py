@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ class Stats:
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     each: list[StepTime] = field(default_factory=list)
     """step by step"""
+    prepared: dict[str, int] = field(default_factory=dict)
+    """steps in which something was compiled, recorded, or ran eagerly that is recorded otherwise (`cuda.counts`)"""
     wall_seconds: float = 0.0
     """from the first prompt token to the end of the text, everything between steps included"""
 
@@ -57,9 +59,11 @@ class Stats:
         sources: Sequence[str],
         drafter: str = "",
         batch: int = 1,
+        prepared: Collection[str] = (),
     ) -> None:
         """Count one step of a batch of texts, which emitted so many tokens of this one; `sources` are who drafted the
-        accepted ones among them, and `drafter` who drafted nodes of which the tree does not say it."""
+        accepted ones among them, `drafter` who drafted nodes of which the tree does not say it, and `prepared` what
+        had to be made ready in it."""
         accepted, depth = len(sources), tree.depth
         self.steps += 1
         self.drafted_tokens += len(tree) - 1
@@ -71,6 +75,8 @@ class Stats:
                 counts[level] += 1
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
+        for kind in prepared:
+            self.prepared[kind] = self.prepared.get(kind, 0) + 1
         self.each.append(StepTime(len(tree) - 1, emitted, sum(seconds.values()), batch))
         for source in sources:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
@@ -106,6 +112,7 @@ class Stats:
             "tokens_per_second": self.tokens_per_second,
             "seconds": dict(self.seconds),
             "prefill_seconds": self.prefill_seconds,
+            "prepared": dict(self.prepared),
         }
 
 

@@ -13,16 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from branchwise.core import rng, rows
+from branchwise.core import rows
+from branchwise.cuda.noise import GAMMA, arrivals, mix
 from branchwise.draft import sampler
 
 BLOCK = tl.constexpr(rows.BLOCK)
-GAMMA = tl.constexpr(rng.GAMMA)
-FIRST_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[0]))
-SECOND_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[1]))
 STREAM = tl.constexpr(sampler.PICKS)
 """where the draws of `SeededSampler` begin"""
-STEP = tl.constexpr(2.0**-52)
 NOBODY = tl.constexpr(1 << 40)
 """more than any token"""
 
@@ -68,7 +65,7 @@ def _draw(
     real = path < count
     about = texts + text * 4
     probs = tl.zeros([block_paths], tl.int64) + tl.load(about)
-    seed, spot = _mix(tl.load(about + 1)), tl.load(about + 2) * GAMMA
+    seed, spot = mix(tl.load(about + 1)), tl.load(about + 2) * GAMMA
     sure = tl.load(about + 3) > 0
     rank, node, size = path, tl.zeros([block_paths], tl.int64), tl.full([block_paths], 1, tl.int64)
     known = _held(masses, probs, place, width)
@@ -83,7 +80,7 @@ def _draw(
         tl.store(behind, likely, mask=(weights > 0) & (real & known)[:, None])
 
         apart = level >= common
-        key = _mix(_mix(seed + STREAM + level * count + tl.where(apart, path, 0)) + spot)
+        key = mix(mix(seed + STREAM + level * count + tl.where(apart, path, 0)) + spot)
         drawn = _race(table, masses, probs, total, tokens, likely, key, width)
         many = tl.sum((weights > 0).to(tl.int64), 1)
         turn = tl.where(apart & (rank < many), rank, 0)
@@ -120,24 +117,14 @@ def _race(table, masses, probs, total, tokens, likely, key, width: tl.constexpr)
         weight = tl.load(masses + probs * width + other).to(tl.float32).to(tl.float64)
         chance_of = (weight / total).to(tl.float32).to(tl.float64)
         sums += tl.where(blocks == (token // BLOCK)[:, None], chance_of[:, None], 0.0)
-    winner = _first(blocks, tl.where(chances > 0, sums, 0.0), _mix(key))
+    winner = _first(blocks, tl.where(chances > 0, sums, 0.0), mix(key))
     return _first(tokens, tl.where(blocks == winner[:, None], chances, 0.0), key)
 
 
 @triton.jit
 def _first(names, chances, key):
     """(paths,): of runners (paths, width) the name of the first to arrive."""
-    bits = (_mix(key[:, None] + names * GAMMA) >> 12) & 0xFFFFFFFFFFFFF
-    wait = -tl.log((bits.to(tl.float64) + 0.5) * STEP)
-    times = tl.where(chances > 0, wait / tl.where(chances > 0, chances, 1.0), float("inf"))
+    times = arrivals(key[:, None], names, chances)
     soonest = tl.min(times, 1)
     # An empty distribution has no winner: the result is token 0, and is not used.
     return tl.min(tl.where((times == soonest[:, None]) & (chances > 0), names, NOBODY), 1) % NOBODY
-
-
-@triton.jit
-def _mix(x):
-    """`rng.mix`."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
