@@ -34,18 +34,19 @@ from branchwise.backends.base import (
 )
 from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
+from branchwise.backends.transformers.prefill import RecordedPrefill
 from branchwise.backends.transformers.probe import context_limit, fitting_context
 from branchwise.backends.transformers.runner import ModelRunner, bytes_read, embedding_rows
 from branchwise.backends.transformers.weights import weights_fingerprint
-from branchwise.core.batch import TreeBatch, TreeLayout, lay_out
+from branchwise.core.batch import TreeBatch, TreeLayout
 from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
-from branchwise.core.topology import chain_topology
 from branchwise.core.tree import DeviceShape
 from branchwise.cuda.advance import InputMover
 from branchwise.cuda.fuse import Fusion, Group, groups_of
 from branchwise.cuda.graphs import Graphs, InflightPass, have_kernels
-from branchwise.cuda.inputs import PassInputs, size_for
+from branchwise.cuda.inputs import BATCHES, PassInputs, fitting, size_for
+from branchwise.cuda.laid import lie_still
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
 from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import nearest
@@ -56,6 +57,8 @@ log = logging.getLogger(__name__)
 LONG_PROMPT = 2048
 """longer prompts are prefilled eagerly, in larger chunks: their kernels run longer than it takes to launch them"""
 PREFILL_NODES = 64  # a pass over fewer nodes is too small to prefill with
+PREFILL_CHUNK, PREFILL_CHUNK_ON_DEVICE = 512, 2048
+"""tokens of prompts that one pass writes at most, on a host and in our kernels"""
 SHORTEST_CONTEXT = 8  # what the comparison at load needs
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDictionary()
@@ -74,7 +77,7 @@ class TransformersTarget(PipelinedTarget):
         slots: int = 8,
         context: int | None = None,
         max_nodes: int = 128,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         kernels: bool | None = None,
         graphs: bool = True,
@@ -85,7 +88,6 @@ class TransformersTarget(PipelinedTarget):
         does on a host. `compile` compiles layers before they are recorded."""
         self.model = model
         self.runner = ModelRunner(model)
-        self.prefill_chunk = prefill_chunk
         name, device, dtype = self.runner.name, model.device, model.dtype
         if model.training:
             raise UsageError(f"{name} is in training mode, where dropout blurs its output; call model.eval() first.")
@@ -100,6 +102,7 @@ class TransformersTarget(PipelinedTarget):
         row_bytes = layout.bytes_per_row(dtype) * slots
         length = fitting_context(context or limit, row_bytes, max_nodes, device, asked=context is not None)
         execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
+        self.prefill_chunk = prefill_chunk or (PREFILL_CHUNK_ON_DEVICE if execution.kernels else PREFILL_CHUNK)
         self.info = TargetInfo(
             name,
             self.runner.vocabulary,
@@ -205,7 +208,7 @@ class TransformersTarget(PipelinedTarget):
     def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]:
         self._passes += 1
         if self._prefills_recorded(chunks):
-            return [self._prefill_recorded(chunk) for chunk in chunks]
+            return RecordedPrefill(self.store, self.info.max_nodes, self._write, self.runner.nothing_written)(chunks)
         return self.runner.prefill(self.store, chunks)
 
     def _prefills_recorded(self, chunks: Sequence[Chunk]) -> bool:
@@ -215,21 +218,8 @@ class TransformersTarget(PipelinedTarget):
         ends = [self.store.length(chunk.sequence) + len(chunk.tokens) for chunk in chunks]
         return max(*ends, *(len(chunk.sequence.tokens) for chunk in chunks)) <= LONG_PROMPT
 
-    def _prefill_recorded(self, chunk: Chunk) -> Prefill:
-        """One chunk as chains in the pass of the largest trees: no graph is recorded anew for another length."""
-        if not chunk.tokens:
-            return self.runner.nothing_written()
-        parts, size = [], self.info.max_nodes
-        for sequence, tokens, keep in chunk.pieces(size):
-            end = len(tokens)
-            layout = lay_out((chain_topology(end),), size)
-            padded = np.zeros((1, size), dtype=np.int64)
-            padded[0, :end] = tokens
-            _, found = self._replay([sequence], padded, layout.depths, layout.ancestor_bits, layout=layout)
-            self.store.advance(sequence, end)
-            hidden = {layer: states[0, :end].clone() for layer, states in found.hidden.items()}
-            parts.append(Prefill(found.logits[0, end - keep : end].clone(), hidden))
-        return Prefill.joined(parts)
+    def _write(self, sequences: Sequence[SequenceState], tokens: NDArray[np.int64], layout: TreeLayout) -> Scored:
+        return self._replay(sequences, tokens, layout.depths, layout.ancestor_bits, layout=layout)[1]
 
     # Trees
 
@@ -258,6 +248,7 @@ class TransformersTarget(PipelinedTarget):
             layout=layout,
             laid=batch.laid,
             after=after,
+            still=lie_still(batch),
         )
         size, nodes = layout.depths.shape
         tokens, ancestor_bits = inputs.tokens[:size, :nodes], inputs.ancestor_bits[:size, :nodes]
@@ -299,7 +290,12 @@ class TransformersTarget(PipelinedTarget):
             return verifier
         kind = type(verifier), repr(vars(verifier))
         if kind not in self._captured:  # engines that come and go use what the first of them recorded
-            self._captured[kind] = CapturedVerifier(verifier, compile=self.info.execution.compile, seen=CAPTURE_AFTER)
+            self._captured[kind] = CapturedVerifier(
+                verifier,
+                compile=self.info.execution.compile,
+                seen=CAPTURE_AFTER,
+                texts=fitting(self.info.slots, BATCHES),
+            )
         return self._captured[kind]
 
     def commit_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
@@ -333,9 +329,11 @@ class TransformersTarget(PipelinedTarget):
         layout: TreeLayout | None = None,
         laid: DeviceShape | None = None,
         after: Verdicts | None = None,
+        still: bool = False,
     ) -> tuple[PassInputs, Scored]:
         """A pass by kernels over nodes (batch, nodes), and its inputs. There may be fewer sequences than trees; nothing
-        is kept of the trees beyond them. Roots may be those `after` verdicts that are not committed yet."""
+        is kept of the trees beyond them. Roots may be those `after` verdicts that are not committed yet. Trees that
+        were `laid` on the device may lie `still`, at the same place at every step."""
         assert self._graphs is not None
         self._passes += 1  # graphs share memory: whatever an enqueued pass found is overwritten
         batch, nodes = depths.shape
@@ -349,9 +347,9 @@ class TransformersTarget(PipelinedTarget):
         # Behind a pass over the same inputs all that is new of a laid tree is on the device already.
         filled, self._filled = self._filled, None
         pass_over = inputs, tuple(sequences), tuple(slots)
-        if after is None or laid is None or batch > 1 or filled != pass_over:
+        if after is None or laid is None or not still or filled != pass_over:
             inputs.fill(slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout)
-        self._move(inputs, batch, tokens if isinstance(tokens, Tensor) else None, laid, after)
+        self._move(inputs, batch, tokens if isinstance(tokens, Tensor) else None, laid, after, still=still)
         self._filled = pass_over
         return inputs, self._graphs.run(recorded, self._run_packed).cut(batch, nodes)
 

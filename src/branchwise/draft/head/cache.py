@@ -64,10 +64,11 @@ class HeadCache:
         never written."""
         slot = self.slot[sequence] = self._free.pop()
         self.lengths[sequence] = self.first[sequence] = first
-        self.predicted[slot], self.carried[slot] = 0, 0  # a text of one token has no row before its first verdict
-        self.extra_tokens[slot] = -1
-        self.extra_tokens[slot, : len(extra)] = extra
-        self.extra_rows[slot, : len(extra)] = rows
+        if len(sequence.tokens) == 1:  # there is no row before its first verdict
+            self.predicted[slot], self.carried[slot] = 0, 0
+        self.extra_tokens[slot] = functional.pad(extra, (0, MOST_EXTRA - len(extra)), value=-1)
+        if len(extra):
+            self.extra_rows[slot, : len(extra)] = rows
 
     def close(self, sequence: SequenceState) -> None:
         if sequence in self.slot:

@@ -1,10 +1,12 @@
-"""What a head reads of a prompt: the first rows of a text, in one pass.
+"""What a head reads of prompts: the first rows of texts, in one pass.
 
 Each sees those before it and nothing else, so attention needs neither mask nor cache. Whatever goes to the device does
 so behind the target's pass over the prompt, which the host does not wait for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from branchwise.draft.head.network import Head, HeadConfig
 
 MOST = 4096
 """rows of a prompt that are read so"""
+MOST_TOGETHER = 16
+"""prompts of a pass"""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """without cuDNN, which plans anew for every length"""
 
@@ -26,25 +30,38 @@ def reads_at_once(config: HeadConfig) -> bool:
     return not (config.masks or config.window or config.cross)
 
 
-def read_prompt(head: Head, cache: HeadCache, embeddings: Tensor, sequence: SequenceState, features: Tensor) -> int:
-    """Write the first rows of a text, which read these features (rows, width); returns how many were written."""
-    count = min(len(features), MOST)
-    if count == 0:
-        return 0
-    cache.hold(count)
-    slot, device = cache.slot[sequence], features.device
-    cache.note(sequence, count)
-    after = cache.tokens[slot, :count]
+def together(sequences: Sequence[SequenceState], device: torch.device) -> list[Sequence[SequenceState]]:
+    """Prompts that are read in one pass: on a device, where a pass is bound by its launches, as many as may be."""
+    size = 1 if device.type == "cpu" else MOST_TOGETHER
+    return [sequences[first : first + size] for first in range(0, len(sequences), size)]
+
+
+def read_prompts(
+    head: Head, cache: HeadCache, embeddings: Tensor, sequences: Sequence[SequenceState], features: Sequence[Tensor]
+) -> list[int]:
+    """Write the first rows of texts, which read these features (rows, width); returns how many were written of each.
+
+    What pads the shorter ones comes behind their rows: these do not see it, and it is overwritten by what comes next.
+    """
+    counts = [min(len(part), MOST) for part in features]
+    longest, device = max(counts), features[0].device
+    cache.hold(longest)
+    for sequence, count in zip(sequences, counts, strict=True):
+        cache.note(sequence, count)
+    slots = torch.tensor([cache.slot[sequence] for sequence in sequences], device=device)
+    read = torch.nn.utils.rnn.pad_sequence([part[:MOST] for part in features], batch_first=True)
+    after = cache.tokens[slots, :longest]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        for kept, new in zip(cache.store[:, layer, slot], (key, value), strict=True):
-            kept[:, :count] = new[0]
+        for kept, new in zip(cache.store[:, layer], (key, value), strict=True):
+            kept[slots, :, :longest] = new
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
+    positions = torch.arange(longest, device=device).expand(len(sequences), -1)
     with sdpa_kernel(KERNELS):
-        predict, carry = head(
-            features[None, :count], embeddings[after][None], torch.arange(count, device=device)[None], attend
-        )
-    cache.predicted[slot], cache.carried[slot] = predict[0, -1], carry[0, -1]
-    cache.lengths[sequence] = count
-    return count
+        predict, carry = head(read, embeddings[after], positions, attend)
+    rows, last = torch.arange(len(sequences), device=device), torch.tensor(counts, device=device) - 1
+    cache.predicted[slots], cache.carried[slots] = predict[rows, last], carry[rows, last]
+    for sequence, count in zip(sequences, counts, strict=True):
+        cache.lengths[sequence] = count
+    return counts

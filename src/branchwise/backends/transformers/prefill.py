@@ -1,0 +1,70 @@
+"""Prompts as chains in the pass of the largest trees, several at once.
+
+No graph is recorded anew for another length, or for another number of prompts: a pass over a few thousand rows of a
+small model takes hardly longer than one over a hundred, so passes are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchwise.backends.base import Chunk, Prefill, Scored
+from branchwise.backends.transformers.kv_cache import KVCache
+from branchwise.core.batch import TreeLayout, lay_out
+from branchwise.core.sequence import SequenceState
+from branchwise.core.topology import chain_topology
+from branchwise.cuda.inputs import fitting
+
+BATCHES = (1, 4, 16)
+"""prompts that are written in one pass"""
+
+Write = Callable[[Sequence[SequenceState], NDArray[np.int64], TreeLayout], Scored]
+"""a recorded pass over chains of tokens (batch, nodes); there may be fewer sequences than chains"""
+
+
+@dataclass(frozen=True)
+class RecordedPrefill:
+    store: KVCache
+    nodes: int
+    """tokens of one prompt that a pass writes"""
+    write: Write
+    nothing: Callable[[], Prefill]
+    """what is found for no tokens"""
+
+    def __call__(self, chunks: Sequence[Chunk]) -> list[Prefill]:
+        pieces = [list(chunk.pieces(self.nodes)) for chunk in chunks]
+        parts: list[list[Prefill]] = [[] for _ in chunks]
+        for turn in range(max(map(len, pieces))):
+            here = [row for row, some in enumerate(pieces) if turn < len(some)]
+            for first in range(0, len(here), BATCHES[-1]):
+                rows = here[first : first + BATCHES[-1]]
+                found = self._together([pieces[row][turn] for row in rows])
+                for row, part in zip(rows, found, strict=True):
+                    parts[row].append(part)
+        return [Prefill.joined(some) for some in parts]
+
+    def _together(self, chunks: Sequence[Chunk]) -> list[Prefill]:
+        """One pass over chunks of at most so many tokens as there are nodes."""
+        ends = [len(chunk.tokens) for chunk in chunks]
+        if not any(ends):
+            return [self.nothing() for _ in chunks]
+        batch = fitting(len(chunks), BATCHES)
+        lengths = [max(end, 1) for end in ends] + [1] * (batch - len(ends))
+        padded = np.zeros((batch, self.nodes), dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            padded[row, : ends[row]] = chunk.tokens
+        layout = lay_out(tuple(map(chain_topology, lengths)), self.nodes)
+        found = self.write([chunk.sequence for chunk in chunks], padded, layout)
+        # The next pass overwrites what this one found. Of all prompts at once: launches take longer than copies.
+        hidden = {layer: states.clone() for layer, states in found.hidden.items()}
+        parts = []
+        for row, ((sequence, _, keep), end) in enumerate(zip(chunks, ends, strict=True)):
+            self.store.advance(sequence, end)
+            logits = found.logits[row, end - keep : end]
+            own = {layer: states[row, :end] for layer, states in hidden.items()}
+            parts.append(Prefill(logits.clone() if keep else logits, own))
+        return parts
