@@ -197,4 +197,5 @@ def compile_step(width: int, frequencies: Tensor, **sizes: Any) -> None:
     draft = FusedDraft(TopK(63, 2, 8), head, cache, words, words, torch.arange(16_384), copies=15)
     one, hidden = torch.ones(1, dtype=torch.int32), [torch.zeros(1, 64, width, dtype=kind) for _ in range(4)]
     paths: Tensor = torch.zeros(1, 16, dtype=torch.long)
-    draft.go_on(one, one, torch.zeros(1, 64, dtype=torch.int32), paths, one.long(), *hidden)
+    ends = draft.catch_up(one, one, torch.zeros(1, 64, dtype=torch.int32), paths, one.long(), *hidden)
+    draft.grow(one, ends, one.long())

@@ -151,13 +151,15 @@ def test_a_head_that_does_not_pay_stands_aside_and_reads_later_what_it_missed(mo
 
 def test_a_prompt_is_not_read_by_a_head_that_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    own = drafter_module.read_prompt
+    own = drafter_module.read_prompts
 
-    def watched(head: Head, cache: HeadCache, embeddings: Tensor, sequence: SequenceState, features: Tensor) -> int:
-        read.append(len(features))
-        return own(head, cache, embeddings, sequence, features)
+    def watched(
+        head: Head, cache: HeadCache, embeddings: Tensor, sequences: list[SequenceState], features: list[Tensor]
+    ) -> list[int]:
+        read.extend(map(len, features))
+        return own(head, cache, embeddings, sequences, features)
 
-    monkeypatch.setattr(drafter_module, "read_prompt", watched)
+    monkeypatch.setattr(drafter_module, "read_prompts", watched)
     sizes(monkeypatch, Costs(0.0), ((1, 2, 3), (4, 5, 6, 7)), tokens=6)
     assert sorted(read) == [2, 3], "all but the root, when something is drafted first"
     read.clear()

@@ -21,10 +21,17 @@ class InputMover:
         self._bring_and_advance = GraphedFunction(bring_and_advance, device, still=brought_restored, capture=capture)
 
     def __call__(
-        self, inputs: PassInputs, batch: int, drafted: Tensor | None, laid: DeviceShape | None, after: Verdicts | None
+        self,
+        inputs: PassInputs,
+        batch: int,
+        drafted: Tensor | None,
+        laid: DeviceShape | None,
+        after: Verdicts | None,
+        *,
+        still: bool,
     ) -> None:
         """Bring tokens (batch, nodes) and shapes that were `drafted` and `laid` on the device, and move everything
-        behind the verdicts that come before."""
+        behind the verdicts that come before. `still`: they lie at the same place at every step."""
         tokens, positions, lengths, *shapes = inputs.places(batch)
         starts, known = inputs.starts[:batch], inputs.drafted[:batch]
         if drafted is None:
@@ -32,7 +39,7 @@ class InputMover:
                 self._advance(tokens, positions, lengths, starts, after.paths, after.tokens)
             return
         nodes = [drafted] if laid is None else [drafted, laid.depths, laid.ancestor_bits]
-        if laid is not None and after is not None and batch == 1:  # these lie at the same place at every step
+        if laid is not None and after is not None and still:
             places = tokens, positions, lengths, starts, known, *shapes
             self._bring_and_advance(*places, after.paths, after.tokens, *nodes)
             return

@@ -70,6 +70,10 @@ class Drafter(ABC):
     def finish(self, sequence: SequenceState) -> None:
         """A sequence has ended."""
 
+    def forget(self) -> None:
+        """The texts so far were for warming up: what they said of later texts counts for nothing. What a learning
+        drafter knows is restored besides."""
+
     def derive_seed(self, sequence: SequenceState) -> int:
         """The seed that the draws of a text come from. Texts of one seed share their draws: a drafter that draws from
         what it learned from one of them would know something of the draws that judge it, so it must give every text a

@@ -8,6 +8,7 @@ tokens and detokenizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 
@@ -16,6 +17,7 @@ from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.laid import LaidBatch, LaidTrees
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine.request import Generation
 from branchwise.engine.step import Outcome, Step
@@ -29,7 +31,7 @@ class PipelinedStep(Step):
         super().__init__(target, drafter, verifier, most)
         self._verify = target.capture(verifier)
         self._inflight: Inflight | None = None
-        self._batched: tuple[tuple[DraftTree, ...], TreeBatch] | None = None
+        self._batched: tuple[Sequence[DraftTree], TreeBatch] | None = None
         """the trees that were made a batch last"""
 
     def batch(
@@ -38,11 +40,13 @@ class PipelinedStep(Step):
         """Trees that only the device knows are the same batch after a verdict as before it; others have new roots."""
         if self._batched is not None:
             before, batch = self._batched
-            alike = len(before) == len(trees) and all(one is other for one, other in zip(before, trees, strict=True))
+            alike = before is trees or (len(before) == len(trees) and all(map(is_, before, trees)))
             if alike and batch.host_tokens is None:
                 return batch
         batch = super().batch(trees, sequences, budgets)
-        self._batched = tuple(trees), batch
+        if isinstance(trees, LaidTrees) and trees.tokens.shape == (len(batch), batch.nodes):
+            batch = LaidBatch(trees, batch.device)
+        self._batched = trees, batch
         return batch
 
     def __call__(self, generations: Sequence[Generation], *, joining: bool = False) -> list[Outcome]:

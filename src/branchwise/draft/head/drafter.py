@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,17 +25,16 @@ from branchwise.backends.packed import PackedLayers, matrix
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.following import Following, Unread
-from branchwise.draft.head.network import Head, Look
-from branchwise.draft.head.prompt import MOST, read_prompt, reads_at_once
+from branchwise.draft.head.network import Look
+from branchwise.draft.head.prompt import MOST, read_prompts, reads_at_once, together
 from branchwise.draft.head.speculators import load_speculators
 from branchwise.draft.head.trees.ahead import Ahead
-from branchwise.draft.head.trees.best_first import BestFirstDraft
+from branchwise.draft.head.trees.best_first import best_first
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.head.usual import DEVICE, usual_on
@@ -48,6 +48,8 @@ from branchwise.verify import Verdict, Verdicts
 
 CHUNK = 512
 """rows of a prompt that one pass writes"""
+READY = 4096
+"""cells of a text for which there is room from the first text on"""
 NONE = -torch.inf
 NOTHING = Budget(nodes=1, depth=0)
 
@@ -111,20 +113,22 @@ class HeadDrafter(TreeDrafter):
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
         PackedLayers(self.head).install()
         table, copies = self.wanted, self._copies
+        usual = usual_on(target.device)
         if not self._tree_given:
-            usual = usual_on(target.device)
             self.tree, copies = usual.tree, usual.copies if copies is None else copies
             table = usual.table if table is None and self.trained.ranked else table
         self._table = self.trained.table[:table].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = _own(self.trained.rows, shared)
         self._product = matrix(self._rows)
-        self._listed = torch.zeros(target.vocabulary, dtype=torch.bool)
+        self._listed = np.zeros(target.vocabulary, dtype=np.bool_)
         self._listed[self._table.cpu()] = True
         if self._rows is not shared:  # the target's rows for other tokens would not fit beside them
-            self._output, self._listed = self._rows, torch.ones_like(self._listed)
+            self._output, self._listed = self._rows, np.ones_like(self._listed)
         self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
         self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
+        if target.device.type != "cpu":  # what is recorded there reads the cache where it lies
+            self._cache.hold(min(target.context, READY))
         self._texts.clear()
         self._readings.clear()
         self._ahead = None
@@ -138,31 +142,35 @@ class HeadDrafter(TreeDrafter):
         if reads_at_once(config):
             parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows
             if isinstance(self.tree, Ranks):
-                self._ahead = Ahead(RankedDraft(self.tree, *parts), target)
+                self._ahead = Ahead(target, RankedDraft(self.tree, *parts))
             elif type(self.tree) is TopK and not self.tree.gain:
                 paced = not self._tree_given and target.device.type == "cpu"
                 make = partial(PacedDraft, target, self.cost or 0.0) if paced else best_first
-                self._ahead = Ahead(make(self.tree, *parts, copies=copies or 0), target)
+                whole = make(self.tree, *parts, copies=copies or 0)
+                smaller = () if self._tree_given else usual.smaller
+                sizes = [whole.shaped(tree, min(copies or 0, tree.nodes // 2)) for tree in smaller]
+                self._ahead = Ahead(target, *sizes, whole)
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
-        prompt = torch.tensor(list(dict.fromkeys(reversed(sequence.tokens))))  # the last tokens first
-        extra = prompt[~self._listed[prompt]][:MOST_EXTRA].to(self._table.device, non_blocking=True)
+        prompt = dict.fromkeys(reversed(sequence.tokens))  # the last tokens first
+        unlisted = [token for token in prompt if not self._listed[token]][:MOST_EXTRA]
+        extra = torch.tensor(unlisted, dtype=torch.long).to(self._table.device, non_blocking=True)
         count = len(sequence.tokens) - 1
         skipped = max(0, count - self._reach) if self.head.config.window else 0
         self._cache.open(sequence, extra, self._output[extra] * self.head.output_norm.weight, skipped)
         unread = self._states([prefill.hidden[tap][skipped:] for tap in self._taps], count - skipped)
         self._texts[sequence] = Following(Unread(unread), len(extra))
-        if self._table.device.type != "cpu":  # on a host a head may stand aside, and never read it
-            self._read_prompts([sequence])
 
     def _read_prompts(self, sequences: Sequence[SequenceState]) -> None:
-        """Read the prompts of which nothing is read, where that takes one pass each."""
-        for sequence in sequences if reads_at_once(self.head.config) else ():
-            unread = self._texts[sequence].unread
-            if not self._cache.lengths[sequence] and len(unread):
-                features = self._features(unread.first(MOST))
-                unread.drop(read_prompt(self.head, self._cache, self._embeddings, sequence, features))
+        """Read the prompts of which nothing is read, where that takes one pass."""
+        texts, fits = self._texts, reads_at_once(self.head.config)
+        fresh = [one for one in sequences if fits and not self._cache.lengths[one] and len(texts[one].unread)]
+        for group in together(fresh, self._table.device):
+            features = [self._features(texts[sequence].unread.first(MOST)) for sequence in group]
+            counts = read_prompts(self.head, self._cache, self._embeddings, group, features)
+            for sequence, count in zip(group, counts, strict=True):
+                texts[sequence].unread.drop(count)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         budgets = [
@@ -178,6 +186,9 @@ class HeadDrafter(TreeDrafter):
             self._ahead.begin()
             if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
                 self._roots(behind)
+            if self._ahead.stands_aside(sequences) or all(budget is NOTHING for budget in budgets):
+                self._drafted = self._ahead.rest(sequences)
+                return self._drafted
             self._drafted = self._ahead.draft(sequences, budgets)
         return self._drafted
 
@@ -197,6 +208,10 @@ class HeadDrafter(TreeDrafter):
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
         if self._ahead is not None:
             self._ahead.update(scored, verdicts, [scored.hidden[tap] for tap in self._taps])
+
+    def forget(self) -> None:
+        if self._ahead is not None:
+            self._ahead.forget()
 
     def finish(self, sequence: SequenceState) -> None:
         self._cache.close(sequence)
@@ -364,16 +379,6 @@ class HeadDrafter(TreeDrafter):
         if way not in self._readings:
             self._readings[way] = Reading(own, self._vocabulary, trimmed=False)
         return self._readings[way]
-
-
-def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies: int) -> BestFirstDraft:
-    """How the best trees are laid on the device of a cache."""
-    if have_kernels(cache.store.device):
-        from branchwise.draft.head.trees.fused import FusedDraft
-
-        if FusedDraft.fits(head.config):
-            return FusedDraft(tree, head, cache, *parts, copies=copies)
-    return BestFirstDraft(tree, head, cache, *parts, copies=copies)
 
 
 def read_head(path: Path) -> TrainedHead:

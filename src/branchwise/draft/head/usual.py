@@ -1,7 +1,8 @@
 """What a head drafts where nobody says which tree: what pays on the device that it runs on.
 
 On a host every row makes a pass longer, and so does every level of a draft: a narrow tree, of which as many nodes are
-kept as pay (`paced.py`). On a GPU a wide tree costs little, and copies of what stood before cost next to nothing.
+kept as pay (`paced.py`). On a GPU a wide tree costs little for one text, and copies of what stood before cost next to
+nothing; for many texts together smaller trees pay (`control.ladder`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ class Usual(NamedTuple):
     table: int
     """tokens that may be proposed besides those of the prompt: half of a level's time goes to their rows"""
     copies: int
+    smaller: tuple[TopK, ...] = ()
+    """trees that may pay better than that one, the smallest first"""
 
+
+SMALLER = TopK(7, depth=3, width=4), TopK(15, depth=4, width=6), TopK(31, depth=5, width=8)
 
 HOST = Usual(TopK(8, depth=5, width=2), table=8192, copies=0)
-DEVICE = Usual(TopK(63, depth=6, width=8), table=16_384, copies=15)
+DEVICE = Usual(TopK(63, depth=6, width=8), table=16_384, copies=15, smaller=SMALLER)
 
 
 def usual_on(device: torch.device) -> Usual:

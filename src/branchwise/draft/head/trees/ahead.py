@@ -1,13 +1,20 @@
-"""Drafting on a device ahead of the host: the trees that follow a verdict are laid before the host has read it."""
+"""Drafting on a device ahead of the host: the trees that follow a verdict are laid before the host has read it.
+
+There may be drafts of several sizes, of which a ladder chooses one for every step (`control.ladder`). It looks at steps
+that are over, and chooses before the verdict of the present one is known.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from branchwise.backends.base import Scored, TargetInfo
+from branchwise.control.ladder import Ladder
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import GraphedFunction
@@ -16,17 +23,28 @@ from branchwise.draft.base import Budget
 from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.verify import Verdict, Verdicts
 
+PATIENCE = 16
+"""steps in a row in which nothing is drafted and the head still reads along; beyond them it lets its texts go"""
+
+
+class Ends(NamedTuple):
+    """Where trees grow: how many rows each text has, and its root, (batch,) both."""
+
+    lengths: Tensor
+    roots: Tensor
+
 
 class Ahead:
     """Drafts of a head that follow each other on the device of its target."""
 
-    def __init__(self, draft: DeviceDraft, target: TargetInfo) -> None:
-        self._draft, self._cache, self._target = draft, draft.cache, target
+    def __init__(self, target: TargetInfo, *drafts: DeviceDraft) -> None:
+        """Of several drafts the smallest comes first; they share one head and its cache."""
+        self._drafts, self._draft = drafts, drafts[-1]
+        self._ladder = Ladder([draft.nodes - 1 for draft in drafts]) if len(drafts) > 1 else None
+        self._cache, self._target = drafts[0].cache, target
         self._buffers: dict[int, PinnedBuffer] = {}  # by the number of texts: slots, rows and roots
         self._uploaded: dict[int, list[int]] = {}
         """what they hold"""
-        self._laid: dict[int, tuple[Tensor, ...]] = {}
-        """by the number of texts: their trees, as the draft lays them"""
         self._sequences: tuple[SequenceState, ...] = ()
         """texts of the pass that was made last"""
         self._found: tuple[Tensor, ...] | None = None
@@ -35,60 +53,108 @@ class Ahead:
         self._next: list[DraftTree] | None = None
         self._caught = False
         """whether the rows of the last verdict are written"""
+        self._depth = 0
+        """levels of the trees that are scored"""
+        self._rung = self._scored_rung = len(drafts)
+        """of the next trees, and of those that are scored"""
+        self._rested = 0
+        """steps in a row in which nothing was drafted"""
+        self._last: tuple[tuple[int, int], float] | None = None
+        """texts and rung of the step before, and when it was over"""
         self._record()
 
     def _record(self) -> None:
         capture, device = self._target.execution.graphs, self._target.device
         self._cells = self._cache.scratch
-        self._grow = GraphedFunction(self._in_place(self._draft.grow), device, capture=capture)
-        self._go_on = GraphedFunction(self._in_place(self._draft.go_on), device, capture=capture)
+        self._ends: dict[int, Ends] = {}
+        """by the number of texts: a place for where their trees grow"""
+        self._catch_up = GraphedFunction(self._caught_up, device, capture=capture)
+        self._grow = [GraphedFunction(self._in_place(draft.grow), device, capture=capture) for draft in self._drafts]
+
+    def _caught_up(
+        self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
+    ) -> Ends:
+        rows = self._drafts[0].catch_up(slots, lengths, tokens, paths, following, *hidden)
+        return self._at_their_place(len(slots), rows, following)
+
+    def _at_their_place(self, texts: int, lengths: Tensor, roots: Tensor) -> Ends:
+        """Where trees grow, always at the same place: drafts are recorded for it, whichever verdict came before."""
+        if self._target.device.type == "cpu":
+            return Ends(lengths, roots)
+        if texts not in self._ends:
+            kinds = torch.int32, torch.int64
+            self._ends[texts] = Ends(*(torch.zeros(texts, dtype=kind, device=lengths.device) for kind in kinds))
+        self._ends[texts].lengths.copy_(lengths)
+        self._ends[texts].roots.copy_(roots)
+        return self._ends[texts]
 
     def _in_place(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         """A function that lays trees always at the same place. What reads them is recorded for a place, and what a
         verdict writes is in turn where the next trees come from."""
-
         if self._target.device.type == "cpu":
             return function  # where nothing is recorded, and trees may be as large as they like
+        places: dict[int, tuple[Tensor, ...]] = {}  # by the number of texts
 
-        def laid(slots: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
-            found = function(slots, *places)
-            if len(slots) not in self._laid:
-                self._laid[len(slots)] = tuple(map(torch.empty_like, found))
-            for place, part in zip(self._laid[len(slots)], found, strict=True):
+        def laid(slots: Tensor, *ends: Tensor) -> tuple[Tensor, ...]:
+            found = function(slots, *ends)
+            if len(slots) not in places:
+                places[len(slots)] = tuple(map(torch.empty_like, found))
+            for place, part in zip(places[len(slots)], found, strict=True):
                 place.copy_(part)
-            return self._laid[len(slots)]
+            return places[len(slots)]
 
         return laid
 
-    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        """The next trees; texts have no unread rows."""
-        wanted = [(sequence, sequence.root) for sequence in sequences]
-        expected = wanted == self._expected
-        trees, self._next = self._next if expected else None, None
-        if trees is None:
-            found, self._found = self._found if expected else None, None
-            trees = self._draft.trees(self._grown(sequences) if found is None else found, budgets)
-        self._sequences = tuple(sequences)
-        longest = max(self._cache.lengths[sequence] for sequence in sequences)
-        self._hold(longest + 1 + self._draft.depth + 2 * self._draft.cells)  # of this step and of the one after it
-        self._draft.drafted(trees)
-        return trees
-
     def rests(self, batch: int) -> bool:
-        """A step of so many texts begins; whether nothing is to be drafted in it."""
+        """A step of so many texts begins; whether nothing is to be drafted in it, and nothing to be read for it."""
         return self._draft.rests(batch)
+
+    def stands_aside(self, sequences: Sequence[SequenceState]) -> bool:
+        """Whether nothing is to be drafted for these texts, all of whose rows are read, because that does not pay."""
+        if self._ladder is not None and not self._foresaw(sequences):
+            self._climb(len(sequences))
+        return self._rung == 0
+
+    def _foresaw(self, sequences: Sequence[SequenceState]) -> bool:
+        return self._expected == [(sequence, sequence.root) for sequence in sequences]
+
+    def _climb(self, texts: int) -> None:
+        """Choose the size of the next drafts."""
+        if self._ladder is not None:
+            self._rung = self._ladder.rung(texts)
+            if self._rung:
+                self._draft = self._drafts[self._rung - 1]
 
     def begin(self) -> None:
         self._draft.begin()
 
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
         """Roots alone."""
-        self._expected = []
+        self._expected, self._depth, self._scored_rung = [], 0, 0
+        self._rested += 1
+        self._sequences = tuple(sequences)
         trees = [DraftTree.root(sequence.root) for sequence in sequences]
         self._draft.drafted(trees)
         return trees
 
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        """The next trees; texts have no unread rows."""
+        expected = self._foresaw(sequences)
+        trees, self._next = self._next if expected else None, None
+        if trees is None:
+            found, self._found = self._found if expected else None, None
+            trees = self._draft.trees(self._grown(sequences) if found is None else found, budgets)
+        self._sequences = tuple(sequences)
+        longest = max(self._cache.lengths[sequence] for sequence in sequences)
+        deepest, cells = (max(getattr(draft, name) for draft in self._drafts) for name in ("depth", "cells"))
+        self._hold(longest + 1 + deepest + 2 * cells)  # of this step and of the one after it
+        self._draft.drafted(trees)
+        self._depth, self._scored_rung, self._rested = self._draft.depth, self._rung, 0
+        return trees
+
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        if self._rung == 0:
+            return [DraftTree.root(0)] * len(budgets)
         if self._found is None or min(budget.depth for budget in budgets) < self._draft.depth:
             return None
         self._next, self._found = self._draft.trees(self._found, budgets), None
@@ -99,21 +165,38 @@ class Ahead:
         self._found = self._next = None
         self._expected, self._caught = [], False
         nodes = scored.nodes
-        if nodes is None:
-            return  # a pass that was not recorded: its rows are read by the host's way
+        if nodes is None or self._rested > PATIENCE:
+            return  # a pass that was not recorded: its rows are read by the host's way; or nobody will read them
         slots = self._upload(len(nodes.slots), [[self._cache.slot[sequence]] for sequence in self._sequences])[:, 0]
-        paths = verdicts.paths[:, : self._draft.depth + 1]  # a recorded verdict has columns for longer ones
-        self._found = self._go_on(slots, nodes.lengths, nodes.tokens, paths, verdicts.tokens, *hidden)
+        paths = verdicts.paths[:, : self._depth + 1]  # a recorded verdict has columns for longer ones
+        ends = self._catch_up(slots, nodes.lengths, nodes.tokens, paths, verdicts.tokens, *hidden)
         self._caught = True
+        self._climb(len(self._sequences))
+        if self._rung:
+            self._found = self._grow[self._drafts.index(self._draft)](slots, *ends)
 
     def follow(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> bool:
-        """The host has read the verdict; whether its rows are written already."""
+        """The host has read the verdict; whether its rows are written already, or will never be."""
         self._draft.scored(verdicts)
+        if self._ladder is not None:
+            self._time(self._ladder, sum(len(verdict.path) for verdict in verdicts) / len(verdicts), len(sequences))
         if self._caught:
             for sequence, verdict in zip(sequences, verdicts, strict=True):
                 self._cache.lengths[sequence] += len(verdict.path)
             self._expected = [(sequence, verdict.token) for sequence, verdict in zip(sequences, verdicts, strict=True)]
-        return self._caught
+        return self._caught or self._rested > PATIENCE
+
+    def _time(self, ladder: Ladder, tokens: float, texts: int) -> None:
+        """A step is over. How long it took is known if the one before was its like: the device works ahead."""
+        now, step = time.perf_counter(), (texts, self._scored_rung)
+        alike = self._last is not None and self._last[0] == step
+        ladder.record(*step, tokens, now - self._last[1] if alike and self._last is not None else None)
+        self._last = step, now
+
+    def forget(self) -> None:
+        """What drafts gained."""
+        if self._ladder is not None:
+            self._ladder.forget()
 
     def _grown(self, sequences: Sequence[SequenceState]) -> tuple[Tensor, ...]:
         """Whole trees below the roots of these texts."""
@@ -121,7 +204,8 @@ class Ahead:
         size = fitting(len(sequences), BATCHES)
         rows = [[cache.slot[sequence], cache.lengths[sequence], sequence.root] for sequence in sequences]
         self._hold(max(row[1] for row in rows) + self._draft.cells + 1)
-        return self._grow(*self._upload(size, rows).unbind(1))
+        slots, lengths, roots = self._upload(size, rows).unbind(1)
+        return self._grow[self._drafts.index(self._draft)](slots, *self._at_their_place(size, lengths, roots))
 
     def _upload(self, size: int, rows: list[list[int]]) -> Tensor:
         """(size, 3): slots, rows and roots of so many texts, padded."""

@@ -6,6 +6,7 @@ kept, those of a copy among them (`copies`). Their shape is known where they lie
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,16 +15,32 @@ from torch import Tensor
 
 from branchwise.core.rows import pack_bits, words_for
 from branchwise.core.tree import DeviceShape, DraftTree, LaidTree
+from branchwise.cuda.graphs import have_kernels
+from branchwise.cuda.laid import LaidTrees
 from branchwise.draft.base import Budget
+from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.copies import Nodes, copied, with_copy
 from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.draft.policies.topk import TopK
+
+MOST_STANDING = 256
+"""batches of trees that are kept"""
 
 
 class BestFirstDraft(DeviceDraft):
     def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
         """`copies` is how many tokens may be copied from where the end of a text stood before."""
         super().__init__(*parts)
+        self._shape(tree, copies)
+
+    def shaped(self, tree: TopK, copies: int) -> BestFirstDraft:
+        """The same head, whose weights are shared, with trees of another shape."""
+        other = copy.copy(self)
+        other._shape(tree, copies)
+        return other
+
+    def _shape(self, tree: TopK, copies: int) -> None:
         width = min(tree.width, len(self._table))
         sizes = [width, *[width * width] * (tree.depth - 1)]  # nodes that each level proposes
         self.depth, self._width = max(tree.depth, copies), width
@@ -36,6 +53,8 @@ class BestFirstDraft(DeviceDraft):
             torch.tensor(sizes, device=device)
         )
         """(nodes that the head proposes,): how deep each one is"""
+        self._standing: dict[tuple[int, int], LaidTrees] = {}
+        """by their place and their number: trees that nothing is cut from"""
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
         """Tokens, parents and depths (batch, nodes), and ancestors as bits (batch, nodes, words)."""
@@ -108,6 +127,21 @@ class BestFirstDraft(DeviceDraft):
         )
 
     def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
+        tokens, parents, depths, bits = found
+        whole = tokens.device.type != "cpu" and all(
+            budget.depth >= self.depth and budget.nodes >= tokens.shape[1] for budget in budgets
+        )
+        if not whole:
+            return self._cut(found, budgets)
+        key = tokens.data_ptr(), len(budgets)
+        if key not in self._standing:  # they lie at the same place at every step, so they are the same trees
+            if len(self._standing) > MOST_STANDING:
+                self._standing.clear()
+            shape = DeviceShape(parents, depths, bits)
+            self._standing[key] = LaidTrees(self._cut(found, budgets), tokens, shape)
+        return self._standing[key]
+
+    def _cut(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [self._within(budget, *rows) for budget, *rows in zip(budgets, *found, strict=False)]
 
     def _within(self, budget: Budget, tokens: Tensor, parents: Tensor, depths: Tensor, bits: Tensor) -> DraftTree:
@@ -119,3 +153,13 @@ class BestFirstDraft(DeviceDraft):
             depths, bits = torch.where(kept, depths, 0), torch.where(kept[:, None], bits, 0)
         shape = DeviceShape(parents[:nodes], depths[:nodes], bits[:nodes, : words_for(nodes)])
         return LaidTree.of(tokens[:nodes], shape, min(depth, nodes - 1))
+
+
+def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies: int) -> BestFirstDraft:
+    """How the best trees are laid on the device of a cache."""
+    if have_kernels(cache.store.device):
+        from branchwise.draft.head.trees.fused import FusedDraft
+
+        if FusedDraft.fits(head.config):
+            return FusedDraft(tree, head, cache, *parts, copies=copies)
+    return BestFirstDraft(tree, head, cache, *parts, copies=copies)

@@ -37,6 +37,8 @@ class DeviceDraft(ABC):
     """cells behind a text that a growing tree takes"""
     depth: int
     """levels of a whole tree"""
+    nodes: int
+    """of a whole tree, at most, the root included"""
 
     def __init__(
         self,
@@ -75,12 +77,6 @@ class DeviceDraft(ABC):
 
     def scored(self, verdicts: Sequence[Verdict]) -> None:
         """The verdicts on them are known."""
-
-    def go_on(
-        self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
-    ) -> tuple[Tensor, ...]:
-        """From verdicts to the next trees."""
-        return self.grow(slots, self.catch_up(slots, lengths, tokens, paths, following, *hidden), following)
 
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor

@@ -51,12 +51,15 @@ class FusedDraft(BestFirstDraft):
     def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
         super().__init__(tree, *parts, copies=copies)
         head = self.head
-        copy_levels = torch.arange(1, copies + 1, device=self._levels.device)
-        self._all_levels = torch.cat([self._levels, copy_levels])
         self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
         self._normed_rows = with_norm(self._rows, head.output_norm.weight)
         self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
         self._gate = None if head.gate is None else self._gate_weights(head.gate)
+
+    def _shape(self, tree: TopK, copies: int) -> None:
+        super()._shape(tree, copies)
+        copy_levels = torch.arange(1, copies + 1, device=self._levels.device)
+        self._all_levels = torch.cat([self._levels, copy_levels])
 
     def _gate_weights(self, gate: Module) -> GateWeights:
         of, norm = gate.get_parameter, self.head.embedding_norm.weight

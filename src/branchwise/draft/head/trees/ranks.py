@@ -43,7 +43,8 @@ class RankedDraft(DeviceDraft):
         super().__init__(*parts)
         self._tree = tree
         self.shape = tree.whole(len(self._table))
-        self.cells, self.depth = len(self.shape), self.shape.depth
+        self.cells = self.nodes = len(self.shape)
+        self.depth = self.shape.depth
         self._levels = self._plan(self.shape, self._table.device)
         self._parts: dict[Topology, Tensor] = {}
 

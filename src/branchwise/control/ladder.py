@@ -1,0 +1,128 @@
+"""Which of a few sizes of drafts gives most tokens a second, for each size of a batch.
+
+On a device every size of a pass is compiled and recorded, so there are few of them, each tried when a batch of its size
+first comes, which is at warm-up. From then on steps are timed as they go, and what a draft gains is counted with decay.
+How much more a larger tree gains hardly depends on the texts, so one number, by how much drafting pays at all, is
+learned for all sizes together, and how far each is off it besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from branchwise.cuda.inputs import BATCHES, fitting
+
+MOST_ROWS = 1024
+"""of the pass over a whole batch: beyond it arithmetic limits a pass, and not memory"""
+FARTHER_DOWN = 2
+"""rungs between the larger and the smaller one of two drafts"""
+SETTLING = 4
+"""steps of a size before it is timed: by then all that they do is recorded"""
+FEW = 4
+"""timed steps of a size that are enough to compare it with others"""
+EVERY = 8
+"""steps for which a choice stands"""
+FADING, IDLE_FADING = 0.97, 0.998
+"""the factor of what was gained from one step to the next, and while nothing is drafted: then it is tried again after
+hundreds of steps"""
+PRIOR = 8.0
+"""the weight, in steps, of what a size should gain by what others do"""
+HOPED = 0.6
+"""tokens that a draft gains for each doubling of its nodes, before anything was counted"""
+SLOWLY = 1 / 16
+"""the share of the last step in how long steps take"""
+
+
+@dataclass(eq=False)
+class Pace:
+    """How long the steps of one size take."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def record(self, seconds: float) -> None:
+        self.steps += 1
+        timed = self.steps - SETTLING
+        if timed > FEW:  # a step that took much longer says little: the host was busy elsewhere
+            seconds = min(seconds, 2 * self.seconds)
+        if timed > 0:
+            self.seconds += max(1 / timed, SLOWLY) * (seconds - self.seconds)
+
+    @property
+    def known(self) -> bool:
+        return self.steps >= SETTLING + FEW
+
+
+@dataclass(eq=False)
+class Gain:
+    """Tokens that a size gained in a step of a text, and of how many steps that is known; both fade."""
+
+    tokens: float = 0.0
+    steps: float = 0.0
+
+
+class Ladder:
+    """The choice among drafts of so many `nodes` below the root, in rising order. Rung 0 drafts nothing, rung i has
+    nodes[i - 1] nodes."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self.nodes = (0, *nodes)
+        self._paces: defaultdict[tuple[int, int], Pace] = defaultdict(Pace)
+        """by the size of a batch and the rung"""
+        self._chosen: tuple[int, int] | None = None
+        self._turn = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """What drafts gained; not what steps cost."""
+        self._gains = [Gain() for _ in self.nodes]
+        self._chosen = None
+
+    def rungs(self, batch: int) -> tuple[int, ...]:
+        """Those of a batch: nothing, the largest draft whose pass is not too large, and a smaller one."""
+        size = fitting(batch, BATCHES)
+        fits = [rung for rung, nodes in enumerate(self.nodes) if size * (1 + nodes) <= MOST_ROWS]
+        largest = max(1, fits[-1])
+        return tuple(sorted({0, max(1, largest - FARTHER_DOWN), largest}))
+
+    def rung(self, batch: int) -> int:
+        """For the next step of so many texts."""
+        size = fitting(batch, BATCHES)
+        untried = [rung for rung in reversed(self.rungs(size)) if not self._paces[size, rung].known]
+        if untried:
+            self._chosen = None
+            return untried[0]
+        self._turn += 1
+        if self._chosen is None or self._chosen[0] != size or self._turn >= EVERY:
+            self._chosen, self._turn = (size, max(self.rungs(size), key=lambda rung: self.speed(size, rung))), 0
+        return self._chosen[1]
+
+    def record(self, batch: int, rung: int, tokens: float, seconds: float | None) -> None:
+        """A step gave so many tokens a text, and took so long, if it came right after another like it."""
+        if seconds is not None:
+            self._paces[fitting(batch, BATCHES), rung].record(seconds)
+        fading = FADING if rung else IDLE_FADING
+        for gain in self._gains:
+            gain.tokens, gain.steps = fading * gain.tokens, fading * gain.steps
+        if rung:
+            self._gains[rung].tokens += tokens - 1
+            self._gains[rung].steps += 1
+
+    def tokens(self, rung: int) -> float:
+        """That a step of this rung is expected to give a text."""
+        if not rung:
+            return 1.0
+        promised = [math.log2(1 + nodes) for nodes in self.nodes]
+        counted = sum(gain.tokens for gain in self._gains)
+        due = sum(gain.steps * share for gain, share in zip(self._gains, promised, strict=True))
+        common = (PRIOR * HOPED + counted) / (PRIOR + due)
+        gain = self._gains[rung]
+        return 1 + (PRIOR * common * promised[rung] + gain.tokens) / (PRIOR + gain.steps)
+
+    def speed(self, batch: int, rung: int) -> float:
+        """Tokens a second of a text, by what is known; 0 where steps of this rung were never timed."""
+        pace = self._paces[fitting(batch, BATCHES), rung]
+        return self.tokens(rung) / pace.seconds if pace.seconds else 0.0

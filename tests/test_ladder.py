@@ -1,0 +1,121 @@
+"""A ladder of sizes finds the one that gives most tokens a second, in every batch, and keeps up when texts change."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from branchwise.control.ladder import FEW, MOST_ROWS, SETTLING, Ladder
+
+NODES = (7, 15, 31, 63)
+
+
+class Machine:
+    """Steps of a known length that give a known number of tokens, noise aside."""
+
+    def __init__(self, free: float, row: float, level: float, gain: float, noise: float = 0.05) -> None:
+        """A pass takes 1 and each row beyond `free` ones `row`, a drafted level `level`; each doubling of a tree gains
+        so many tokens."""
+        self.free, self.row, self.level, self.gain, self.noise = free, row, level, gain, noise
+        self.rng = random.Random(0)
+
+    def seconds(self, texts: int, nodes: int) -> float:
+        drafting = self.level * (1 + nodes).bit_length() if nodes else 0.0
+        return 1 + self.row * max(0.0, texts * (1 + nodes) - self.free) + drafting
+
+    def tokens(self, nodes: int) -> float:
+        return 1 + self.gain * ((1 + nodes).bit_length() - 1)
+
+    def speed(self, texts: int, nodes: int) -> float:
+        return self.tokens(nodes) / self.seconds(texts, nodes)
+
+    def step(self, ladder: Ladder, texts: int) -> tuple[float, float]:
+        """Tokens and seconds of one step of the ladder's choice."""
+        rung = ladder.rung(texts)
+        nodes = ladder.nodes[rung]
+        seconds = self.seconds(texts, nodes) * self.rng.lognormvariate(0, self.noise)
+        tokens = self.tokens(nodes) + self.rng.gauss(0, 0.3 if nodes else 0.0)  # of several texts, on average
+        ladder.record(texts, rung, tokens, seconds)
+        return tokens, seconds
+
+
+def speed_of(machine: Machine, ladder: Ladder, texts: int, steps: int) -> float:
+    made = [machine.step(ladder, texts) for _ in range(steps)]
+    return sum(tokens for tokens, _ in made) / sum(seconds for _, seconds in made)
+
+
+def warmed(machine: Machine, *batches: int) -> Ladder:
+    ladder = Ladder(NODES)
+    for texts in batches:
+        speed_of(machine, ladder, texts, 3 * (SETTLING + FEW))
+    ladder.forget()
+    return ladder
+
+
+@pytest.mark.parametrize("texts", [1, 4, 16, 64])
+@pytest.mark.parametrize("gain", [0.0, 0.05, 0.2, 0.6])
+@pytest.mark.parametrize("row", [0.0002, 0.002, 0.02])
+def test_the_best_size_in_hindsight_is_found(texts: int, gain: float, row: float) -> None:
+    machine = Machine(free=64, row=row, level=0.06, gain=gain)
+    ladder = warmed(machine, texts)
+    speed_of(machine, ladder, texts, 20)
+    found = speed_of(machine, ladder, texts, 400)
+    best = max(machine.speed(texts, ladder.nodes[rung]) for rung in ladder.rungs(texts))
+    assert found > 0.95 * best
+    assert found > 0.97 * machine.speed(texts, 0)
+
+
+def test_nothing_is_drafted_while_nothing_comes_true_and_drafting_comes_back() -> None:
+    machine = Machine(free=64, row=0.002, level=0.06, gain=0.6)
+    ladder = warmed(machine, 16)
+    speed_of(machine, ladder, 16, 100)
+    machine.gain = 0.0
+    speed_of(machine, ladder, 16, 50)
+    assert speed_of(machine, ladder, 16, 100) > 0.97 * machine.speed(16, 0)
+    machine.gain = 0.6
+    speed_of(machine, ladder, 16, 600)
+    assert speed_of(machine, ladder, 16, 100) > 0.9 * max(machine.speed(16, nodes) for nodes in (0, 7, 15, 31))
+
+
+def test_a_batch_of_another_size_has_its_own_choice_at_once() -> None:
+    machine = Machine(free=64, row=0.02, level=0.06, gain=0.3)
+    ladder = warmed(machine, 1, 64)
+    for texts in (1, 64, 1, 64):
+        found = speed_of(machine, ladder, texts, 20)
+        best = max(machine.speed(texts, ladder.nodes[rung]) for rung in ladder.rungs(texts))
+        assert found > 0.9 * best
+
+
+@pytest.mark.parametrize("texts", range(1, 65, 3))
+def test_passes_stay_small_and_plain_decoding_is_always_among_the_choices(texts: int) -> None:
+    ladder = Ladder(NODES)
+    rungs = ladder.rungs(texts)
+    assert rungs[0] == 0
+    assert 2 <= len(rungs) <= 3
+    assert all(texts * (1 + ladder.nodes[rung]) <= MOST_ROWS for rung in rungs)
+    assert list(rungs) == sorted(set(rungs))
+
+
+def test_every_size_is_tried_before_one_is_chosen_and_plain_steps_last() -> None:
+    ladder = Ladder(NODES)
+    tried = []
+    for _ in range(3 * (SETTLING + FEW)):
+        tried.append(ladder.rung(1))
+        ladder.record(1, tried[-1], 2.0, 1.0)
+    assert tried == sorted(tried, reverse=True)
+    assert set(tried) == set(ladder.rungs(1))
+
+
+def test_one_long_step_changes_no_choice() -> None:
+    machine = Machine(free=64, row=0.002, level=0.06, gain=0.6, noise=0.0)
+    ladder = warmed(machine, 1)
+    speed_of(machine, ladder, 1, 30)
+    before = ladder.rung(1)
+    ladder.record(1, before, 4.0, 100.0)
+    assert {ladder.rung(1) for _ in range(20)} == {before}
+
+
+def test_what_steps_cost_is_not_forgotten() -> None:
+    ladder = warmed(Machine(free=64, row=0.002, level=0.06, gain=0.6), 1)
+    assert all(ladder.speed(1, rung) > 0 for rung in ladder.rungs(1))
