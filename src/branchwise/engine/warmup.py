@@ -1,8 +1,9 @@
 """Compile and record at load what a request needs, so that the first request runs at the speed of the second.
 
 On a GPU the first steps of a process compile kernels and record CUDA graphs: of the prefill, of every size of tree that
-the drafter tries, of the verdict for greedy and for sampled texts. So a few short texts go through the engine at load,
-and the drafter forgets what it learned from them. Compiled kernels stay in the user's cache.
+the drafter tries in a batch of every size, of the verdict for greedy and for sampled texts. So short texts go through
+the engine at load, alone and together, and the drafter forgets what it learned from them, but for what steps cost.
+Compiled kernels stay in the user's cache.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 
 from branchwise.core.sampling import SamplingParams
+from branchwise.cuda.graphs import recording_at_first_sight
+from branchwise.cuda.inputs import BATCHES
 from branchwise.draft.base import LearningDrafter
 from branchwise.engine.engine import Engine
 from branchwise.engine.request import Request
@@ -23,11 +26,12 @@ from branchwise.errors import ModelError
 from branchwise.models.cache import cache_dir, workspace
 from branchwise.progress import showing, silent
 
-GREEDY_TOKENS = 96
-"""enough steps for every size of tree to be tried, recorded and timed"""
-SAMPLED_TOKENS = 16
-TEMPERATURES = (0.0, 0.7, 1.0)
-"""one text each: the verdicts of greedy texts, of tempered ones and of those at temperature 1 are different programs"""
+STEPS = 64
+"""enough for every size of tree to be tried, recorded and timed"""
+SAMPLED_STEPS = 12
+TEMPERATURES = (0.7, 1.0)
+"""of one text each: where a rule is not a kernel of ours, its verdicts on tempered texts and on those at temperature 1
+are different programs"""
 PROMPT_TOKENS = 24
 TIMES = "warmup.json"
 """in the cache: how long it took the last time"""
@@ -45,26 +49,41 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
     if not engine.pipelined:
         return 0.0
     start = time.perf_counter()
-    with showing() if progress is not False else nullcontext(silent) as show, _forgetting(engine):
+    sizes = [size for size in BATCHES if size < info.slots] + [info.slots]
+    rounds = [(texts, 0.0, STEPS) for texts in sizes] + [(1, warmth, SAMPLED_STEPS) for warmth in TEMPERATURES]
+    shown = showing() if progress is not False else nullcontext(silent)
+    with shown as show, _forgetting(engine), recording_at_first_sight():
         last = _last_times().get(_key(engine))
         took = "" if last is None else f" (last time {last:.0f} s)"
-        whole = GREEDY_TOKENS + SAMPLED_TOKENS * (len(TEMPERATURES) - 1)
-        done = 0
-        for temperature in TEMPERATURES:
-            tokens = GREEDY_TOKENS if temperature == 0 else SAMPLED_TOKENS
-            tokens = min(tokens, info.context - PROMPT_TOKENS - 1)
-            prompt = tuple((7 * number + 3) % info.vocabulary for number in range(PROMPT_TOKENS))
-            generation = engine.submit(Request(prompt, SamplingParams(temperature=temperature, seed=0), tokens))
-            try:
-                while not generation.finished:
-                    show(f"compiling and recording passes{took}", done + len(generation.token_ids), whole)
-                    engine.step()
-            finally:
-                engine.cancel(generation)
-            done += tokens
+        whole, done = sum(steps for _, _, steps in rounds), 0
+        for texts, temperature, steps in rounds:
+            for _ in _steps(engine, texts, temperature, steps):
+                show(f"compiling and recording passes over {texts} text{'s' * (texts > 1)}{took}", done, whole)
+                done += 1
     seconds = time.perf_counter() - start
     _remember(_key(engine), seconds)
     return seconds
+
+
+def _steps(engine: Engine, texts: int, temperature: float, steps: int) -> Iterator[None]:
+    """So many steps of so many texts, which are cancelled then."""
+    info = engine.target.info
+    tokens = info.context - PROMPT_TOKENS - 1
+    generations = []
+    try:
+        for text in range(texts):
+            prompt = tuple((7 * number + 3 + text) % info.vocabulary for number in range(PROMPT_TOKENS))
+            generations.append(
+                engine.submit(Request(prompt, SamplingParams(temperature=temperature, seed=text), tokens))
+            )
+        for _ in range(steps):
+            yield
+            if any(generation.finished for generation in generations):
+                return  # a small context is full
+            engine.step()
+    finally:
+        for generation in generations:
+            engine.cancel(generation)
 
 
 @contextmanager
@@ -77,6 +96,7 @@ def _forgetting(engine: Engine) -> Iterator[None]:
     finally:
         for part, state in before:
             part.restore(state)
+        engine.drafter.forget()
 
 
 def _key(engine: Engine) -> str:
