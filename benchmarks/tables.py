@@ -16,6 +16,7 @@ import re
 import sys
 from pathlib import Path
 
+import cells
 import drafting
 import foundations
 import long_heads
@@ -43,6 +44,7 @@ SCRIPTS = {
     "gpu": gpu,
     "heads": heads,
     "long-heads": long_heads,
+    "cells": cells,
 }
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}

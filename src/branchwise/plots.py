@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,3 +101,45 @@ def png(height: float, paint: Callable[[Axes, Theme], None], theme: Theme) -> by
         file = io.BytesIO()
         FigureCanvasAgg(canvas).print_figure(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()
+
+
+def paint_ratios(
+    axes: Axes,
+    theme: Theme,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    ratios: Sequence[Sequence[float | None]],
+    least: float = 1.25,
+) -> None:
+    """A heat map of ratios with their numbers: the colour of paper at 1, one hue above it and another below.
+
+    Colours follow the logarithm, so that twice as fast is as strong as half as fast; the strongest is for the ratio
+    that is furthest from 1, or for `least` if all are nearer. A cell without a ratio stays empty.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
+
+    below, above = theme.colours[1], theme.colours[0]
+    hues = LinearSegmentedColormap.from_list("ratios", [below, theme.paper, above])
+    found = [ratio for row in ratios for ratio in row if ratio is not None]
+    most = max([math.log(least), *(abs(math.log(ratio)) for ratio in found)])
+    scale = Normalize(-most, most)
+    for line, row in enumerate(ratios):
+        for place, ratio in enumerate(row):
+            if ratio is None:
+                continue
+            colour = to_hex(hues(scale(math.log(ratio))))
+            box: Any = {"facecolor": colour, "edgecolor": theme.faint, "linewidth": 0.6}
+            axes.fill_between([place - 0.5, place + 0.5], line - 0.5, line + 0.5, **box)
+            axes.text(place, line, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=readable_on(colour))
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), columns, fontsize=8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def readable_on(colour: str) -> str:
+    """Black or white, whichever can be read on a colour."""
+    red, green, blue = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    return "#000000" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "#ffffff"

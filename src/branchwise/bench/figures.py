@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from branchwise.bench.metrics import OTHER, Ratio
 from branchwise.bench.records import PLAIN, STATES, Record
 from branchwise.bench.summary import ALL, Row, shown_ratio, summarise
-from branchwise.plots import Theme, png
+from branchwise.plots import Theme, png, readable_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -297,7 +297,7 @@ def _bars(
             axes.barh(range(len(parts)), widths, left=starts, **bars)
             for line, (start, width) in enumerate(zip(starts, widths, strict=True)):
                 if width >= 9:
-                    look: Any = {"ha": "center", "va": "center", "color": _on(colour), "fontsize": 8}
+                    look: Any = {"ha": "center", "va": "center", "color": readable_on(colour), "fontsize": 8}
                     axes.text(start + width / 2, line, f"{width:.0f}", **look)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         for line, contestant in enumerate(parts):
@@ -336,12 +336,6 @@ def _short(name: str, most: int = 20) -> str:
     """Long enough to be known, short enough for a phone; the middle is the part that can go."""
     name = " ".join(name.split())
     return name if len(name) <= most else f"{name[: most - most // 3 - 1]}…{name[-(most // 3) :]}"
-
-
-def _on(colour: str) -> str:
-    """Black or white, whichever can be read on a colour."""
-    red, green, blue = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
-    return "#000000" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "#ffffff"
 
 
 # ---- how it is said ----------------------------------------------------------------------------------------------
