@@ -21,7 +21,7 @@ from branchwise.bench.records import Difference, Record
 from branchwise.bench.report import commands_of, write_report
 from branchwise.bench.summary import cells, in_order, shown_ratio, summarise
 from branchwise.errors import UsageError
-from branchwise.plots import DARK, LIGHT
+from branchwise.plots import DARK, LIGHT, Theme, paint_ratios
 from tests.test_bench_metrics import record
 
 pytest.importorskip("matplotlib")
@@ -113,17 +113,22 @@ def test_the_tables_hold_the_numbers_of_the_metrics(page: str) -> None:
 
 def test_the_alternative_texts_say_the_finding_in_numbers(page: str) -> None:
     texts = [attributes["alt"] or "" for tag, attributes in Reader(page).tags if tag == "img"]
-    assert len(texts) == 8
+    assert len(texts) == 9
     overall = next(row for row in summarise(golden()) if row.contestant == "ngram")
     assert f"ngram is {shown_ratio(overall.speed_up)} times as fast" in texts[0]
-    assert texts[1] == "ngram accepts 60% at depth 1 and 20% at depth 3."
+    by_category = {row.category: row.speed_up.value for row in summarise(golden()) if row.speed_up}
+    assert texts[1] == (
+        f"2 of 2 are faster than plain decoding, from {by_category['chat']:.2f} for ngram in chat to "
+        f"{by_category['code']:.2f} for ngram in code."
+    )
+    assert texts[2] == "ngram accepts 60% at depth 1 and 20% at depth 3."
     assert all(re.search(r"\d", text) for text in texts)
 
 
 def test_the_figures_lie_beside_the_page_in_light_and_dark(folder: Path) -> None:
     files = sorted(path.name for path in folder.glob("*.png"))
-    assert len(files) == 16
-    assert {"speed-up.png", "speed-up-dark.png", "scoring-cost.png"} <= set(files)
+    assert len(files) == 18
+    assert {"speed-up.png", "speed-up-dark.png", "scoring-cost.png", "where-it-pays-dark.png"} <= set(files)
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in files)
 
 
@@ -175,6 +180,7 @@ def test_what_is_absent_is_named_and_not_drawn(tmp_path: Path) -> None:
     page = write_report([record("plain"), record("server")], tmp_path).read_text()
     assert [path.name for path in sorted(tmp_path.glob("*.png"))] == ["speed-up-dark.png", "speed-up.png"]
     for sentence in (
+        "No contestant and the baseline have done the same requests in two categories.",
         "No contestant says at which depth its drafts were accepted.",
         "No contestant says how many nodes it drafted.",
         "No contestant says where its time went.",
@@ -215,6 +221,59 @@ def test_many_contestants_keep_colours_and_marks_apart() -> None:
     assert isinstance(found, Figure)
     assert "4 more are in the summary table" in found.finding
     assert draw(found, LIGHT) != draw(found, DARK)
+
+
+def test_batches_stand_side_by_side_where_it_pays() -> None:
+    gains = {1: {"chat": 2.0, "code": 1.5}, 16: {"chat": 0.8, "code": 1.1}}
+    records = [
+        record(name, category, category=category, seconds=seconds, run={"arguments": {"batch": batch}})
+        for batch, by_category in gains.items()
+        for category, gain in by_category.items()
+        for name, seconds in (("plain", 1.0), ("ngram", 1 / gain))
+    ]
+    found = figures(records, summarise(records), None)[1]
+    assert isinstance(found, Figure)
+    assert found.finding == (
+        "3 of 4 are faster than plain decoding, "
+        "from 0.80 for ngram, batch 16 in chat to 2.00 for ngram, batch 1 in chat."
+    )
+    assert draw(found, LIGHT) != draw(found, DARK)
+    alone = [one for one in records if one.category == "chat"]
+    assert isinstance(figures(alone, summarise(alone), None)[1], Missing)
+
+
+def test_many_contestants_go_down_the_page_where_it_pays() -> None:
+    names = ("plain", *(f"method-{place}" for place in range(9)))
+    records = [record(name, item, category=item) for name in names for item in "ab"]
+    found = figures(records, summarise(records), None)[1]
+    assert isinstance(found, Figure)
+    few = figures(records[:4], summarise(records[:4]), None)[1]
+    assert isinstance(few, Figure)
+    assert found.height > 2 * few.height
+    assert png_size(draw(found, LIGHT))[0] == png_size(draw(few, LIGHT))[0]
+
+
+def png_size(image: bytes) -> tuple[int, int]:
+    return int.from_bytes(image[16:20], "big"), int.from_bytes(image[20:24], "big")
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
+def test_a_heat_map_is_paper_at_one_and_equally_strong_on_both_sides(theme: Theme) -> None:
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure as Canvas
+
+    def colours(*ratios: float | None) -> tuple[list[str], list[str]]:
+        axes = Canvas().add_subplot()
+        paint_ratios(axes, theme, ["a"], [str(place) for place in range(len(ratios))], [ratios])
+        boxes = [to_hex(box.get_facecolor()[0]) for box in axes.collections]
+        return boxes, [text.get_text() for text in axes.texts]
+
+    below, above = theme.colours[1], theme.colours[0]
+    assert colours(0.5, 1.0, 2.0) == ([below, theme.paper, above], ["0.50", "1.00", "2.00"])
+    assert colours(None, 3.0) == ([above], ["3.00"]), "what was not measured stays empty"
+    assert colours(0.02, 4.0)[0] == [below, above], "what is far beyond takes no colour from the others"
+    [almost] = colours(1.02)[0]
+    assert almost not in (theme.paper, above), "what hardly differs stays pale"
 
 
 def test_an_empty_report_is_refused(tmp_path: Path) -> None:

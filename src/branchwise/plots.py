@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 WIDTH = 3.8
 DPI = 200
+STRONGEST = (1.25, 4.0)
+"""ratios between which the strongest colour of a heat map lies: what hardly differs stays pale, a peer that is fifty
+times slower leaves the others their colours"""
 
 
 @dataclass(frozen=True)
@@ -109,31 +112,32 @@ def paint_ratios(
     rows: Sequence[str],
     columns: Sequence[str],
     ratios: Sequence[Sequence[float | None]],
-    least: float = 1.25,
+    *,
+    turned: bool = False,
 ) -> None:
     """A heat map of ratios with their numbers: the colour of paper at 1, one hue above it and another below.
 
-    Colours follow the logarithm, so that twice as fast is as strong as half as fast; the strongest is for the ratio
-    that is furthest from 1, or for `least` if all are nearer. A cell without a ratio stays empty.
+    Colours follow the logarithm, so that twice as fast is as strong as half as fast. The strongest are for the ratio
+    that is furthest from 1, within `STRONGEST`. A cell without a ratio stays empty. `turned` are the column names.
     """
     from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
 
     below, above = theme.colours[1], theme.colours[0]
-    hues = LinearSegmentedColormap.from_list("ratios", [below, theme.paper, above])
-    found = [ratio for row in ratios for ratio in row if ratio is not None]
-    most = max([math.log(least), *(abs(math.log(ratio)) for ratio in found)])
-    scale = Normalize(-most, most)
+    hues = LinearSegmentedColormap.from_list("ratios", [below, theme.paper, above], N=257)  # odd: 1 has its own
+    furthest = max([1.0, *(max(ratio, 1 / ratio) for row in ratios for ratio in row if ratio)])
+    most = math.log(min(max(furthest, STRONGEST[0]), STRONGEST[1]))
+    scale = Normalize(-most, most, clip=True)
     for line, row in enumerate(ratios):
         for place, ratio in enumerate(row):
-            if ratio is None:
-                continue
-            colour = to_hex(hues(scale(math.log(ratio))))
-            box: Any = {"facecolor": colour, "edgecolor": theme.faint, "linewidth": 0.6}
-            axes.fill_between([place - 0.5, place + 0.5], line - 0.5, line + 0.5, **box)
-            axes.text(place, line, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=readable_on(colour))
+            if ratio:
+                colour = to_hex(hues(scale(math.log(ratio))))
+                box: Any = {"facecolor": colour, "edgecolor": theme.faint, "linewidth": 0.6}
+                axes.fill_between([place - 0.5, place + 0.5], line - 0.5, line + 0.5, **box)
+                look: Any = {"ha": "center", "va": "center", "color": readable_on(colour), "fontsize": 8}
+                axes.text(place, line, f"{ratio:.2f}", **look)
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xticks(range(len(columns)), columns, fontsize=8)
+    axes.set_xticks(range(len(columns)), columns, fontsize=8, rotation=90 if turned else 0)
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

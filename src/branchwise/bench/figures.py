@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from branchwise.bench.metrics import OTHER, Ratio
 from branchwise.bench.records import PLAIN, STATES, Record
 from branchwise.bench.summary import ALL, Row, shown_ratio, summarise
-from branchwise.plots import Theme, png, readable_on
+from branchwise.plots import Theme, paint_ratios, png, readable_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKS = "os^DvPX"
+ACROSS = 34
+"""characters below a figure; longer labels are turned"""
 TARGET = "target"
 """the source of the target's own tokens"""
 
@@ -51,6 +54,7 @@ def figures(
 ) -> list[Figure | Missing]:
     found = [
         speed_up_by_category(rows),
+        where_it_pays(records),
         acceptance_by_depth(rows),
         tokens_against_nodes(rows),
         time_by_phase(rows),
@@ -81,6 +85,37 @@ def speed_up_by_category(rows: Sequence[Row]) -> Figure | Missing:
         "Time per token of plain decoding over that of the contestant, with 95 % intervals over prompts. "
         "Right of the line is faster.",
         *_dots(values, _names(rows), "times as fast as plain decoding", reference=1.0),
+    )
+
+
+def where_it_pays(records: Sequence[Record]) -> Figure | Missing:
+    title = "Where it pays"
+    by_batch: dict[int | None, list[Record]] = {}
+    for record in records:
+        by_batch.setdefault((record.run.get("arguments") or {}).get("batch"), []).append(record)
+    ratios = {
+        (row.contestant + (f", batch {batch}" if len(by_batch) > 1 else ""), row.category): row.speed_up.value
+        for batch, own in by_batch.items()
+        for row in summarise(own)
+        if row.speed_up is not None
+    }
+    names, kinds = (list(dict.fromkeys(key[side] for key in ratios)) for side in (0, 1))
+    if len(kinds) < 3:  # all, and the only category
+        return Missing(title, "No contestant and the baseline have done the same requests in two categories.")
+    table = [[ratios.get((name, kind)) for name in names] for kind in kinds]
+    if len(names) > len(kinds):  # the longer side goes down the page
+        table, names, kinds = [list(line) for line in zip(*table, strict=True)], kinds, names
+    below = [*map(_short, names)]
+    turned = len(below) * max(map(len, below)) > ACROSS
+    found = sorted((ratio, f"for {name} in {kind}") for (name, kind), ratio in ratios.items() if kind != ALL)
+    return Figure(
+        "where-it-pays",
+        title,
+        f"{sum(ratio > 1 for ratio, _ in found)} of {len(found)} are faster than plain decoding, from "
+        f"{found[0][0]:.2f} {found[0][1]} to {found[-1][0]:.2f} {found[-1][1]}.",
+        "Times as fast as plain decoding, by category. One hue is faster, the other is slower, neither is as fast.",
+        0.24 * len(kinds) + 0.2 + 0.055 * max(map(len, below)) * turned,
+        partial(paint_ratios, rows=[*map(_short, kinds)], columns=below, ratios=table, turned=turned),
     )
 
 
