@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import cells
+import controller
 import drafting
 import foundations
 import long_heads
@@ -45,6 +46,7 @@ SCRIPTS = {
     "heads": heads,
     "long-heads": long_heads,
     "cells": cells,
+    "controller": controller,
 }
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
 from statistics import mean
 
 import pytest
@@ -17,76 +14,15 @@ from branchwise.control.choice import LOSS, SHARE, SHORTEST_WAIT, TRIAL, WORTH, 
 from branchwise.control.costs import PassCostModel, cost_model_of
 from branchwise.control.trust import Kept, Trust
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree, Draw
+from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import Candidate, Judged, TreeBuilder
-from branchwise.draft.policies.adaptive import SIZES, AdaptiveSize
-from branchwise.draft.policies.topk import grow_best_first
+from branchwise.draft.builder import Candidate, Judged
+from branchwise.draft.policies.adaptive import AdaptiveSize
+from branchwise.testing import COSTS, ROOM, SOURCES, Cost, World
 from branchwise.verify import Verdict
 
-ROOM = Budget(128, 16)
-OTHER = 99
-"""a token that nobody promises"""
-Cost = Callable[[int], float]
-"""seconds of a pass over so many rows, those of all texts together"""
-
-
-@dataclass
-class World:
-    """A text and a machine: what a source promises of its candidates, how often each is right, and what passes cost."""
-
-    promised: Sequence[float]
-    """of the candidates at any place, best first; their tokens are 0, 1, 2, ..."""
-    true: Sequence[float]
-    cost: Cost
-    noise: float = 0.05
-    batch: int = 1
-    """texts that are written together, all alike"""
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    now: float = 0.0
-
-    def candidates(self, cursor: object) -> list[Candidate]:
-        return [Candidate(token, mass, (), "") for token, mass in enumerate(self.promised)]
-
-    def step(self, policy: AdaptiveSize) -> int:
-        """One step; how many tokens came."""
-        texts = range(self.batch)
-        laid = policy.lay_all([0 for _ in texts], [() for _ in texts], self.candidates, [ROOM for _ in texts])
-        trees = [tree.finish(Draw.FIXED) for tree in laid]
-        verdicts = [self.verdict(tree) for tree in trees]
-        rows = self.batch * max(map(len, trees))
-        self.now += self.cost(rows) * self.rng.lognormvariate(-(self.noise**2) / 2, self.noise)
-        pairs = zip(trees, verdicts, strict=True)
-        policy.update([Judged(SequenceState([0]), tree, torch.zeros(len(tree), 1), verdict) for tree, verdict in pairs])
-        return sum(len(verdict.path) for verdict in verdicts)
-
-    def verdict(self, tree: DraftTree) -> Verdict:
-        path = [0]
-        while True:
-            ranks = [*range(len(self.true)), None]
-            token = self.rng.choices(ranks, [*self.true, max(0.0, 1 - sum(self.true))])[0]
-            below = [n for n in range(1, len(tree)) if tree.parents[n] == path[-1] and int(tree.tokens[n]) == token]
-            if token is None or not below:
-                return Verdict(tuple(path), OTHER if token is None else token)
-            path.append(below[0])
-
-    def fixed(self, size: int) -> float:
-        """Tokens a second of a tree of so many nodes, in the long run."""
-        tree = TreeBuilder([0])
-        grown = len(list(islice(grow_best_first(tree, (), self.candidates, depth=ROOM.depth, width=8), size)))
-        came = [1.0]
-        for node in range(1, 1 + grown):
-            came.append(came[tree.parents[node]] * self.true[tree.tokens[node]])
-        return self.batch * sum(came) / self.cost(self.batch * (1 + grown))
-
-    @property
-    def plain(self) -> float:
-        return self.fixed(0)
-
-    @property
-    def hindsight(self) -> float:
-        """The best of all sizes that stay as they are."""
-        return max(self.fixed(size) for size in SIZES if size <= 63)
+HONEST = {name: promised for name, (promised, true) in SOURCES.items() if promised == true}
+FLAT, STEEP, SECOND_ROW = COSTS["flat"], COSTS["steep"], COSTS["second row"]
 
 
 @pytest.fixture(name="policy")
@@ -96,95 +32,74 @@ def make_policy() -> AdaptiveSize:
     return policy
 
 
-def speed(world: World, policy: AdaptiveSize, steps: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Tokens a second over so many steps."""
-    monkeypatch.setattr(time, "perf_counter", lambda: world.now)
-    start = world.now
-    came = sum(world.step(policy) for _ in range(steps))
-    return came / (world.now - start)
-
-
-FLAT: Cost = lambda rows: 1 + rows / 200  # noqa: E731
-STEEP: Cost = lambda rows: 1 + rows / 6  # noqa: E731
-CLIFF: Cost = lambda rows: 1.0 if rows <= 8 else 2.5 + rows / 100  # noqa: E731
-SECOND_ROW: Cost = lambda rows: 1.0 if rows == 1 else 1.9 + rows / 40  # noqa: E731
-HONEST = {"sure": (0.8, 0.1), "torn": (0.4, 0.3, 0.1), "poor": (0.1, 0.05, 0.05)}
-
-
-@pytest.mark.parametrize("cost", [FLAT, STEEP, CLIFF, SECOND_ROW], ids=["flat", "steep", "cliff", "second row"])
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("masses", HONEST.values(), ids=HONEST)
-def test_an_honest_source_is_used_about_as_well_as_in_hindsight(
-    masses: Sequence[float], cost: Cost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_honest_source_is_used_about_as_well_as_in_hindsight(masses: Sequence[float], cost: Cost) -> None:
     shares = []
     for seed in range(3):
         world, policy = World(masses, masses, cost, rng=random.Random(seed)), AdaptiveSize()
-        speed(world, policy, 20, monkeypatch)
-        shares.append(speed(world, policy, 800, monkeypatch) / world.hindsight)
+        world.speed(policy, 20)
+        shares.append(world.speed(policy, 800) / world.hindsight)
     assert mean(shares) > 0.97
     assert min(shares) > 0.93
 
 
-@pytest.mark.parametrize("cost", [FLAT, STEEP, CLIFF, SECOND_ROW], ids=["flat", "steep", "cliff", "second row"])
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("true", [(0.0, 0.0), (0.05, 0.05), (0.3, 0.1)], ids=str)
 def test_a_source_that_promises_too_much_never_makes_a_text_slower(
-    true: Sequence[float], cost: Cost, policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
+    true: Sequence[float], cost: Cost, policy: AdaptiveSize
 ) -> None:
     world = World((0.9, 0.08), true, cost)
-    speed(world, policy, 20, monkeypatch)
-    assert speed(world, policy, 1000, monkeypatch) > 0.97 * max(1 / cost(1), 0.95 * world.hindsight)
+    world.speed(policy, 20)
+    assert world.speed(policy, 1000) > 0.97 * max(1 / cost(1), 0.95 * world.hindsight)
 
 
-def test_a_source_that_promises_too_little_is_used_all_the_same(
-    policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_promises_too_little_is_used_all_the_same(policy: AdaptiveSize) -> None:
     world = World((0.6, 0.05), (0.8, 0.05), FLAT)
-    speed(world, policy, 200, monkeypatch)
-    assert speed(world, policy, 1000, monkeypatch) > 0.95 * world.hindsight
+    world.speed(policy, 200)
+    assert world.speed(policy, 1000) > 0.95 * world.hindsight
 
 
-def test_it_recovers_where_nothing_is_accepted_any_more(policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_recovers_where_nothing_is_accepted_any_more(policy: AdaptiveSize) -> None:
     world = World((0.8, 0.1), (0.8, 0.1), SECOND_ROW)
-    assert speed(world, policy, 300, monkeypatch) > 1.3 / world.cost(1)
+    assert world.speed(policy, 300) > 1.3 / world.cost(1)
     world.true = (0.0, 0.0)
-    speed(world, policy, 50, monkeypatch)
-    assert speed(world, policy, 500, monkeypatch) > 0.97 / world.cost(1)
+    world.speed(policy, 50)
+    assert world.speed(policy, 500) > 0.97 / world.cost(1)
     world.true = (0.8, 0.1)
-    speed(world, policy, 50, monkeypatch)
-    assert speed(world, policy, 300, monkeypatch) > 0.9 * world.hindsight, "and where something is again"
+    world.speed(policy, 50)
+    assert world.speed(policy, 300) > 0.9 * world.hindsight, "and where something is again"
 
 
-def test_it_recovers_where_passes_become_dear(policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_recovers_where_passes_become_dear(policy: AdaptiveSize) -> None:
     """As they do for a batch that grows, or in the middle of a text."""
     world = World((0.5, 0.2), (0.5, 0.2), FLAT)
-    speed(world, policy, 300, monkeypatch)
+    world.speed(policy, 300)
     world.cost = STEEP
-    speed(world, policy, 50, monkeypatch)
-    assert speed(world, policy, 600, monkeypatch) > 0.97 * world.hindsight
+    world.speed(policy, 50)
+    assert world.speed(policy, 600) > 0.97 * world.hindsight
 
 
 @pytest.mark.parametrize("masses", HONEST.values(), ids=HONEST)
 def test_a_batch_that_grows_and_shrinks_has_the_size_that_pays_for_it(
-    masses: Sequence[float], policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
+    masses: Sequence[float], policy: AdaptiveSize
 ) -> None:
     """Rows cost little until there are many: what pays for one text is dear for 64."""
     target, world = ToyTarget(4).info, World(masses, masses, lambda rows: 1 + rows / 40)
     for batch in (1, 64, 4, 16, 64, 1):
         world.batch = batch
         policy.begin_batch(batch, target)
-        speed(world, policy, 20, monkeypatch)
-        found = speed(world, policy, 100 if batch > 4 else 1000, monkeypatch)
+        world.speed(policy, 20)
+        found = world.speed(policy, 100 if batch > 4 else 1000)
         assert found > max(0.97 * world.plain, 0.93 * world.hindsight), batch
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_where_times_are_noisy_plain_decoding_is_not_mistaken_for_slower(
-    seed: int, policy: AdaptiveSize, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_times_are_noisy_plain_decoding_is_not_mistaken_for_slower(seed: int, policy: AdaptiveSize) -> None:
     """A size that seems a little faster is not drafted for ever because nobody looks at plain passes again."""
     world = World(HONEST["poor"], HONEST["poor"], lambda rows: 1 + rows / 3, noise=0.2, rng=random.Random(seed))
-    speed(world, policy, 20, monkeypatch)
-    assert speed(world, policy, 1000, monkeypatch) > 0.97 * world.plain
+    world.speed(policy, 20)
+    assert world.speed(policy, 1000) > 0.97 * world.plain
 
 
 def test_texts_of_a_batch_have_one_size_and_none_beyond_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,26 @@
-"""Doubles for tests: a toy target, and drafters of every degree of skill."""
+"""Doubles for tests: a toy target, drafters of every degree of skill, and worlds in which the best size is known."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from unittest import mock
 
 import torch
 
 from branchwise.backends.toy import ToyTarget
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.builder import Candidate, Judged, TreeBuilder
+from branchwise.draft.policies.adaptive import SIZES, AdaptiveSize
+from branchwise.draft.policies.topk import grow_best_first
+from branchwise.verify import Verdict
 
-__all__ = ["ContrarianDrafter", "RandomDrafter", "ToyTarget", "TruthDrafter"]
+__all__ = ["COSTS", "SOURCES", "ContrarianDrafter", "RandomDrafter", "ToyTarget", "TruthDrafter", "World"]
 
 
 class RandomDrafter(Drafter):
@@ -76,3 +83,98 @@ class ContrarianDrafter(TruthDrafter):
 
     def _pretend(self, token: int) -> int:
         return (token + 1 + self.decoys) % self.vocabulary
+
+
+# A machine and a text of which everything is known
+
+ROOM = Budget(128, 16)
+OTHER = 99
+"""a token that nobody promises"""
+Cost = Callable[[int], float]
+"""seconds of a pass over so many rows, those of all texts together"""
+
+COSTS: dict[str, Cost] = {
+    "flat": lambda rows: 1 + rows / 200,
+    "steep": lambda rows: 1 + rows / 6,
+    "cliff": lambda rows: 1.0 if rows <= 8 else 2.5 + rows / 100,
+    "second row": lambda rows: 1.0 if rows == 1 else 1.9 + rows / 40,
+}
+"""machines: rows cost little, much, nothing up to a step, or most of a pass from the second one on"""
+SOURCES: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+    "sure": ((0.8, 0.1), (0.8, 0.1)),
+    "torn": ((0.4, 0.3, 0.1), (0.4, 0.3, 0.1)),
+    "poor": ((0.1, 0.05, 0.05), (0.1, 0.05, 0.05)),
+    "liar": ((0.9, 0.08), (0.0, 0.0)),
+    "boaster": ((0.9, 0.08), (0.05, 0.05)),
+    "optimist": ((0.9, 0.08), (0.3, 0.1)),
+    "pessimist": ((0.6, 0.05), (0.8, 0.05)),
+}
+"""sources of candidates: what they promise, and how often each is right; the first three are honest"""
+
+
+@dataclass
+class World:
+    """A text and a machine: what a source promises of its candidates, how often each is right, and what passes cost."""
+
+    promised: Sequence[float]
+    """of the candidates at any place, best first; their tokens are 0, 1, 2, ..."""
+    true: Sequence[float]
+    cost: Cost
+    noise: float = 0.05
+    batch: int = 1
+    """texts that are written together, all alike"""
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    now: float = 0.0
+
+    def candidates(self, cursor: object) -> list[Candidate]:
+        return [Candidate(token, mass, (), "") for token, mass in enumerate(self.promised)]
+
+    def speed(self, policy: AdaptiveSize, steps: int) -> float:
+        """Tokens a second over so many steps, by the clock of this world."""
+        start = self.now
+        with mock.patch.object(time, "perf_counter", self.clock):
+            came = sum(self.step(policy) for _ in range(steps))
+        return came / (self.now - start)
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self, policy: AdaptiveSize) -> int:
+        """One step; how many tokens came."""
+        texts = range(self.batch)
+        laid = policy.lay_all([0 for _ in texts], [() for _ in texts], self.candidates, [ROOM for _ in texts])
+        trees = [tree.finish(Draw.FIXED) for tree in laid]
+        verdicts = [self.verdict(tree) for tree in trees]
+        rows = self.batch * max(map(len, trees))
+        self.now += self.cost(rows) * self.rng.lognormvariate(-(self.noise**2) / 2, self.noise)
+        pairs = zip(trees, verdicts, strict=True)
+        policy.update([Judged(SequenceState([0]), tree, torch.zeros(len(tree), 1), verdict) for tree, verdict in pairs])
+        return sum(len(verdict.path) for verdict in verdicts)
+
+    def verdict(self, tree: DraftTree) -> Verdict:
+        path = [0]
+        while True:
+            ranks = [*range(len(self.true)), None]
+            token = self.rng.choices(ranks, [*self.true, max(0.0, 1 - sum(self.true))])[0]
+            below = [n for n in range(1, len(tree)) if tree.parents[n] == path[-1] and int(tree.tokens[n]) == token]
+            if token is None or not below:
+                return Verdict(tuple(path), OTHER if token is None else token)
+            path.append(below[0])
+
+    def fixed(self, size: int) -> float:
+        """Tokens a second of a tree of so many nodes, in the long run."""
+        tree = TreeBuilder([0])
+        grown = len(list(islice(grow_best_first(tree, (), self.candidates, depth=ROOM.depth, width=8), size)))
+        came = [1.0]
+        for node in range(1, 1 + grown):
+            came.append(came[tree.parents[node]] * self.true[tree.tokens[node]])
+        return self.batch * sum(came) / self.cost(self.batch * (1 + grown))
+
+    @property
+    def plain(self) -> float:
+        return self.fixed(0)
+
+    @property
+    def hindsight(self) -> float:
+        """The best of all sizes that stay as they are."""
+        return max(self.fixed(size) for size in SIZES if size <= 63)
