@@ -34,7 +34,9 @@ OVERHEADS = sorted((ROOT / "benchmarks" / "records").glob("drafting-overhead-*.j
 MEMORIES = sorted((ROOT / "benchmarks" / "records").glob("memories-*.jsonl"))
 STEPS = sorted((ROOT / "benchmarks" / "records").glob("gpu-*.jsonl"))
 HEADS = sorted((ROOT / "benchmarks" / "records").glob("heads-*.jsonl"))
-ALL = [*RECORDS, *VERDICTS, *CONTESTS, *OVERHEADS, *MEMORIES, *STEPS]
+CELLS = sorted((ROOT / "benchmarks" / "records").glob("cells-*.jsonl"))
+CONTROLLER = ROOT / "benchmarks" / "records" / "controller.jsonl"
+ALL = [*RECORDS, *VERDICTS, *CONTESTS, *OVERHEADS, *MEMORIES, *STEPS, CONTROLLER, *CELLS]
 
 
 def script(name: str) -> ModuleType:
@@ -281,3 +283,40 @@ def test_the_overhead_of_drafting_is_what_the_models_do_not_take(capsys: pytest.
     assert "paths:4x8, cascade: 32.0 nodes a step, 200.0 ms" in printed
     assert "outside the two models 0.050 [0.050, 0.050] of the step, 1.00 draft passes a level" in printed
     assert "drafting for 8 texts takes 2.00 times one" in printed
+
+
+def test_the_controller_is_compared_with_hindsight_and_with_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    controller, out = script("controller"), tmp_path / "controller.jsonl"
+    short = ["--seeds", "1", "--noises", "0.05", "--learning", "2", "--steps", "3"]
+    monkeypatch.setattr(sys, "argv", ["controller.py", *short, "--out", str(out)])
+    controller.main()
+    found = read(out)
+    assert len({(one["cost"], one["source"]) for one in found}) == len(found) == 28
+    assert all(one["hindsight"] >= one["plain"] > 0 and one["speed"] > 0 for one in found)
+    capsys.readouterr()
+    about = {"noise": 0.2, "source": "sure", "hindsight": 2.0, "plain": 1.0}
+    controller.summarise(
+        [
+            {**about, "cost": "flat", "seed": 0, "speed": 2.2},
+            {**about, "cost": "flat", "seed": 1, "speed": 1.8},
+            {**about, "cost": "steep", "seed": 0, "speed": 0.8},
+        ]
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "noise of 20%, 3 texts",
+        "  over hindsight  0.800 on average, 0.400 at least (steep, sure, seed 0)",
+        "  over plain      1.600 on average, 0.800 at least (steep, sure, seed 0)",
+        "  of hindsight       sure",
+        "  flat              1.000",
+        "  steep             0.400",
+    ]
+
+
+def test_the_record_of_the_controller_is_of_all_worlds_and_of_clean_code() -> None:
+    found = read(CONTROLLER)
+    assert {one["noise"] for one in found} == {0.05, 0.2}
+    assert len({(one["cost"], one["source"]) for one in found}) == 28
+    assert len(found) == 28 * 2 * 3
+    assert all(one["run"]["dirty"] is False for one in found)
