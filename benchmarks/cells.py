@@ -33,6 +33,7 @@ from branchwise.draft.base import LearningDrafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.engine.stats import PHASES
 from branchwise.engine.warmup import warm_up
+from branchwise.errors import UsageError
 from branchwise.llm import LLM, load
 from branchwise.methods import PLAIN, find_methods
 from branchwise.plots import LIGHT, check_plot, paint_ratios, pyplot, save
@@ -73,6 +74,8 @@ class Side:
     steps: int = 0
     """steps of texts"""
     drafted: int = 0
+    rested: int = 0
+    """steps of texts in which the engine let nothing be drafted because it would not pay, if it says so"""
     prepared: Counter[str] = field(default_factory=Counter)
     """steps of texts in which something was compiled, recorded, or run without either, if the engine says so"""
     ids: dict[tuple[int, str], list[int]] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Side:
             "passes": self.passes,
             "tokens_per_step": sum(self.tokens) / self.steps,
             "nodes_per_step": self.drafted / self.steps,
+            "rested": self.rested / self.steps,
             "prepared": dict(self.prepared),
         }
 
@@ -158,7 +162,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     items = load_items(arguments.prompts, categories=wanted)
     llm = load(
         arguments.model,
-        method=PLAIN,
+        method=methods[0],  # its engine is then the one that users have
         device=arguments.device,
         dtype=arguments.dtype,
         threads=arguments.threads,
@@ -170,9 +174,12 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     room = llm.engine.target.info.context - arguments.tokens
     items = first_of_each([item for item in items if len(encoded(llm, item)) <= room], arguments.limit)
+    if not items:
+        raise UsageError("No prompt fits into the context; choose a larger --context or other prompts.")
     run = {**provenance(llm.model.device, arguments), "dtype": str(llm.model.dtype).removeprefix("torch.")}
     run["arguments"] = without_folders(run["arguments"])
-    engines = {method.name: llm.with_method(method).engine for method in (PLAIN, *methods)}
+    engines = {method.name: llm.with_method(method).engine for method in (PLAIN, *methods[1:])}
+    engines[methods[0].name] = llm.engine
     warmed = {name: warm_up(engine, progress=False) for name, engine in engines.items()}
     about = {"model": Path(arguments.model).name, "prompts": len(items), "warm_up": warmed, "run": run}
     fresh = {} if arguments.keep_memory else {name: learned(engine) for name, engine in engines.items()}
@@ -286,6 +293,7 @@ def write(engine: Engine, requests: Sequence[Request], group: Group, turn: int, 
         tokens += len(text.token_ids)
         side.steps += text.stats.steps
         side.drafted += text.stats.drafted_tokens
+        side.rested += getattr(text.stats, "rested", 0)
         side.prepared.update(getattr(text.stats, "prepared", {}))
         side.ids[turn, item.id] = text.token_ids
     # All are submitted at once: when the longest prefill is over, all are. Texts that are ready step meanwhile.
@@ -337,12 +345,13 @@ def line(record: Mapping[str, Any]) -> str:
     verdict = "" if own["verify_share"] is None else f", verdict {own['verify_share']:.0%} of it"
     equal = "" if record["equal"] is None else f", {record['equal']}/{record['texts']} texts equal"
     prepared = "".join(f", {count} {name}" for name, count in own["prepared"].items() if count)
+    rested = f", {own['rested']:.0%} of steps without a draft" if own.get("rested") else ""
     return (
         f"batch {record['batch']:2}, {WAYS[record['way']][0]}: {record['method']} "
         f"{own['tokens_per_second']:.0f} tokens/s, plain {plain['tokens_per_second']:.0f}: "
         f"{interval(record['ratios'])}, first turn {record['ratios'][0]:.3f}; {own['tokens_per_step']:.2f} tokens and "
         f"{own['nodes_per_step']:.1f} nodes a step of {1e3 * sum(own['seconds']) / own['passes']:.2f} ms "
-        f"(plain {1e3 * sum(plain['seconds']) / plain['passes']:.2f}){verdict}{equal}{prepared}"
+        f"(plain {1e3 * sum(plain['seconds']) / plain['passes']:.2f}){verdict}{rested}{equal}{prepared}"
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from branchwise.draft.lookup.suffix import Suffix
 from branchwise.engine import Engine
 from branchwise.testing import RandomDrafter, ToyTarget
 from branchwise.verify import VERIFIERS
+from tests.test_audit_model import tiny_model, tokenizer
 from tests.test_benchmarks import read, script
 
 cells = script("cells")
@@ -127,7 +130,7 @@ def test_a_ratio_is_of_tokens_a_second_turn_by_turn() -> None:
 
 def record(batch: int, way: str, ratios: list[float], **categories: list[float]) -> dict[str, Any]:
     side = cells.Side(tokens=[256], seconds=[0.25], passes=100, steps=100, drafted=2400).as_dict()
-    side |= {"verify_share": 0.07, "prepared": {"compiled": 0, "recorded": 3}}
+    side |= {"verify_share": 0.07, "rested": 0.25, "prepared": {"compiled": 0, "recorded": 3}}
     about = {"method": "default", "batch": batch, "way": way, "ratios": ratios, "categories": categories}
     return {**about, "texts": 6, "equal": 5, "own": side, "plain": side}
 
@@ -137,7 +140,8 @@ def test_what_was_measured_is_told_cell_by_cell_and_as_a_table(capsys: pytest.Ca
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
         "batch  1, greedy: default 1024 tokens/s, plain 1024: 2.500 [2.000, 3.000], first turn 2.000; 2.56 tokens and "
-        "24.0 nodes a step of 2.50 ms (plain 2.50), verdict 7% of it, 5/6 texts equal, 3 recorded"
+        "24.0 nodes a step of 2.50 ms (plain 2.50), verdict 7% of it, 25% of steps without a draft, 5/6 texts equal, "
+        "3 recorded"
     )
     assert lines[3:] == [
         "default: times as fast as plain decoding, median of turns with a 95 % interval",
@@ -167,6 +171,37 @@ def test_a_run_that_is_cut_short_keeps_its_cells_and_a_record_can_be_drawn(
     cells.main()
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "2.000 [2.000, 2.000]" in capsys.readouterr().out
+
+
+def test_a_model_is_measured_from_its_folder_to_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, prompts, out = tmp_path / "tiny", tmp_path / "prompts.jsonl", tmp_path / "cells.jsonl"
+    tiny_model().save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    asked = [
+        ("a b c d", "letters"),
+        ("t s r " * 40, "letters"),
+        ("h h h", "letters"),
+        ("q p", "others"),
+        ("o", "others"),
+    ]
+    lines = [{"question_id": number, "category": kind, "turns": [text]} for number, (text, kind) in enumerate(asked)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--model", str(model), "--prompts", str(prompts), "--categories", "all", "--limit", "2", "--context", "64"]
+    words += ["--methods", "default", "ngram", "--batches", "1", "4", "--max-batch", "4", "--tokens", "6"]
+    words += ["--turns", "2", "--device", "cpu", "--dtype", "float32", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["cells.py", *words])
+    cells.main()
+    found = read(out)
+    keys = [(one["batch"], one["way"], one["method"]) for one in found]
+    assert keys == [*product((1, 4), cells.WAYS, ("default", "ngram"))]
+    for one in found:
+        assert one["equal"] == one["texts"] == 8, "two turns of two prompts of each category; one is too long"
+        assert (one["groups"], len(one["categories"])) == {1: (4, 2), 4: (1, 0)}[one["batch"]]
+        assert one["run"]["arguments"]["model"] == "tiny"
+        assert str(tmp_path) not in json.dumps(one)
+    assert capsys.readouterr().out.count("default: times as fast as plain decoding") == 1
 
 
 def test_records_name_files_without_their_folders() -> None:
