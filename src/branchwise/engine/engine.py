@@ -6,7 +6,8 @@ Threads may share an engine. `submit` and `cancel` return at once, whatever step
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import torch
 
@@ -151,18 +152,30 @@ class Engine:
         tree, verdict, logprobs = outcome
         accepted = verdict.kept_of(tree)
         sources = [tree.sources[node] if tree.sources else self.drafter.name for node in verdict.path[1:]]
-        emitted = 0
-        for token, source in zip([*accepted, verdict.token], [*sources, ""], strict=True):
-            logprob = logprobs[emitted] if generation.request.logprobs and logprobs is not None else None
-            emitted += 1
-            reason = self._append(generation, token, source, logprob)
-            if reason is not None:
-                self._finish(generation, reason)
-                break
+        tokens, found = [*accepted, verdict.token], logprobs if generation.request.logprobs else None
+        pending = list(zip(tokens, [*sources, ""], found or repeat(None), strict=False))
+        emitted = len(tokens)
+        if self._goes_on(generation, tokens):
+            generation.sequence.tokens += tokens
+            generation.pending += pending
+        else:
+            for number, one in enumerate(pending, start=1):
+                if (reason := self._append(generation, *one)) is not None:
+                    self._finish(generation, reason)
+                    emitted = number
+                    break
         if generation.prefill_clock is not None:  # the verdict came after it, so it is over
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
         generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name, batch, prepared)
+
+    def _goes_on(self, generation: Generation, tokens: Sequence[int]) -> bool:
+        """Whether a text surely does not end with any of these tokens, and need not become text before the next step:
+        with many texts the host is what is slow."""
+        request, sequence = generation.request, generation.sequence
+        room = min(self.target.info.context, sequence.prompt_length + request.max_new_tokens) - len(sequence.tokens)
+        looks = request.stop_when is not None or (generation.text is not None and generation.text.may_stop)
+        return self.pipelined and not looks and len(tokens) < room and request.stop_tokens.isdisjoint(tokens)
 
     def _append(self, generation: Generation, token: int, source: str, logprob: float | None) -> FinishReason | None:
         """Add one token; returns why the text ends with it, if it does."""
@@ -175,7 +188,7 @@ class Engine:
         full |= len(sequence.tokens) - sequence.prompt_length >= request.max_new_tokens
         if stops or full:
             generation.flush()
-        elif text is None or text.may_stop or not self.pipelined:
+        elif not self.pipelined or (text is not None and text.may_stop):
             generation.detokenize()
         if stops or (text is not None and text.stopped):
             return FinishReason.STOP

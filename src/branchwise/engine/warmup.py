@@ -8,6 +8,7 @@ Compiled kernels stay in the user's cache.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -16,12 +17,13 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.cuda.graphs import recording_at_first_sight
 from branchwise.cuda.inputs import BATCHES
 from branchwise.draft.base import LearningDrafter
 from branchwise.engine.engine import Engine
-from branchwise.engine.request import Request
+from branchwise.engine.request import Generation, Request
 from branchwise.errors import ModelError
 from branchwise.models.cache import cache_dir, workspace
 from branchwise.progress import showing, silent
@@ -60,30 +62,33 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
             for _ in _steps(engine, texts, temperature, steps):
                 show(f"compiling and recording passes over {texts} text{'s' * (texts > 1)}{took}", done, whole)
                 done += 1
+    gc.collect()
+    gc.freeze()  # what is there now stays: a look at all of it, in the middle of a text, takes as long as many steps
     seconds = time.perf_counter() - start
     _remember(_key(engine), seconds)
     return seconds
 
 
 def _steps(engine: Engine, texts: int, temperature: float, steps: int) -> Iterator[None]:
-    """So many steps of so many texts, which are cancelled then."""
+    """So many steps of so many texts, which are cancelled then. A small context is full before: others follow."""
     info = engine.target.info
-    tokens = info.context - PROMPT_TOKENS - 1
-    generations = []
+    generations: list[Generation] = []
     try:
-        for text in range(texts):
-            prompt = tuple((7 * number + 3 + text) % info.vocabulary for number in range(PROMPT_TOKENS))
-            generations.append(
-                engine.submit(Request(prompt, SamplingParams(temperature=temperature, seed=text), tokens))
-            )
         for _ in range(steps):
+            if not generations or any(generation.finished for generation in generations):
+                for generation in generations:
+                    engine.cancel(generation)
+                generations = [engine.submit(_request(info, number, temperature)) for number in range(texts)]
             yield
-            if any(generation.finished for generation in generations):
-                return  # a small context is full
             engine.step()
     finally:
         for generation in generations:
             engine.cancel(generation)
+
+
+def _request(info: TargetInfo, number: int, temperature: float) -> Request:
+    prompt = tuple((7 * place + 3 + number) % info.vocabulary for place in range(PROMPT_TOKENS))
+    return Request(prompt, SamplingParams(temperature=temperature, seed=number), info.context - PROMPT_TOKENS - 1)
 
 
 @contextmanager

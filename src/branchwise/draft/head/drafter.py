@@ -173,10 +173,12 @@ class HeadDrafter(TreeDrafter):
                 texts[sequence].unread.drop(count)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        budgets = [
-            budget if self._knows(sequence) else NOTHING for sequence, budget in zip(sequences, budgets, strict=True)
-        ]
-        if self._ahead is None or self.kept_probs is not None:  # whoever keeps distributions wants them on the host
+        known = [self._knows(sequence) for sequence in sequences]
+        alone = self._ahead is None or self.kept_probs is not None  # whoever keeps distributions wants them on the host
+        if alone or self._table.device.type == "cpu":
+            # On a device a tree below states that are not its text's costs nothing: a poor one, and no wrong one.
+            budgets = [budget if knows else NOTHING for knows, budget in zip(known, budgets, strict=True)]
+        if alone or self._ahead is None:
             return super().draft(sequences, budgets)
         with torch.inference_mode():
             if self._ahead.rests(len(sequences)):  # rows that it does not read now it reads together later
@@ -186,7 +188,7 @@ class HeadDrafter(TreeDrafter):
             self._ahead.begin()
             if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
                 self._roots(behind)
-            if self._ahead.stands_aside(sequences) or all(budget is NOTHING for budget in budgets):
+            if self._ahead.stands_aside(sequences) or not any(known):
                 self._drafted = self._ahead.rest(sequences)
                 return self._drafted
             self._drafted = self._ahead.draft(sequences, budgets)

@@ -145,7 +145,7 @@ class Ahead:
             found, self._found = self._found if expected else None, None
             trees = self._draft.trees(self._grown(sequences) if found is None else found, budgets)
         self._sequences = tuple(sequences)
-        longest = max(self._cache.lengths[sequence] for sequence in sequences)
+        longest = max(len(sequence.tokens) for sequence in sequences)
         deepest, cells = (max(getattr(draft, name) for draft in self._drafts) for name in ("depth", "cells"))
         self._hold(longest + 1 + deepest + 2 * cells)  # of this step and of the one after it
         self._draft.drafted(trees)
