@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 import torch
 
 from branchwise.backends import TARGETS
+from branchwise.backends.quantized import FLOAT, Conversion, choose_weights, conversion_of
 from branchwise.control.memory import remember_costs
 from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.core.text import TextStream
@@ -80,6 +81,8 @@ class Completion:
     """the same tokens one by one, with their origin"""
     error: str | None = None
     """why the text ends too early, where it does"""
+    model: str = ""
+    """whose text it is: the name of the model, and the bits of its weights if they were quantised"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def load(
     verify: str | None = None,
     state: str | PathLike[str] | None = None,
     dtype: str | torch.dtype = "auto",
+    weights: str = FLOAT,
     device: str = "auto",
     threads: int | None = None,
     context: int | None = None,
@@ -121,9 +125,10 @@ def load(
     These are a `method` by name, with the model that drafts for it, the index it retrieves from or the file of its
     trained head, or `draft`, `tree` and `verify` one by one; without any of them it is the method `default`. `context`
     limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences run together,
-    more wait their turn. `compile` compiles layers before a GPU records them. `warmup` compiles and records at load
-    what a request needs, so that the first request runs at the speed of the second; on a CPU there is nothing to warm
-    up. A method that changes the output distribution warns (`LossyWarning`).
+    more wait their turn. On a CPU `weights` may be "int8" or "int4": the quantised model is then the target, and "auto"
+    takes int8 where a trial finds that it pays. `compile` compiles layers before a GPU records them. `warmup` compiles
+    and records at load what a request needs, so that the first request runs at the speed of the second; on a CPU there
+    is nothing to warm up. A method that changes the output distribution warns (`LossyWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
@@ -150,20 +155,26 @@ def load(
         torch.set_num_threads(threads)
     chosen.warn_if_lossy()
     place = choose_device(device)
+    bits = choose_weights(weights, dtype, place)
     keep_compiled_kernels()
-    weights, tokenizer = load_model(
-        model, dtype=choose_dtype(dtype, place), device=place, trust_remote_code=trust_remote_code, progress=progress
-    )
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     # Found by name: importing transformers takes seconds, and a misspelt name above should not cost them.
     backend = TARGETS.find("transformers")
-    target = backend(weights, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
+    if bits == FLOAT:
+        network, tokenizer = load_model(model, dtype=choose_dtype(dtype, place), device=place, **options)
+    else:
+        from branchwise.backends.transformers.converted import load_converted
+
+        network, tokenizer = load_converted(model, bits, **options)
+    target = backend(network, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)
     engine = Engine(target, drafter, verifier)
     if state is not None:
         load_state(drafter, state, target.info)
     if warmup:
         warm_up(engine, progress)
-    return LLM(model, weights, tokenizer, engine, state)
+    found = conversion_of(network)
+    return LLM(model if found is None else f"{model} {found.scheme}", network, tokenizer, engine, state, source=model)
 
 
 @dataclass(eq=False, repr=False)
@@ -178,6 +189,13 @@ class LLM:
     """the file in which the drafter keeps what it learns"""
     last: Completion | None = None
     """what was written last"""
+    source: str = ""
+    """what the model was loaded by; its name says besides what it was quantised to"""
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """What the model was quantised to and how far that is from floating point, where it was."""
+        return conversion_of(self.model)
 
     def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
         """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
@@ -198,7 +216,7 @@ class LLM:
     def _with(self, method: Method, drafter: Drafter, verifier: Verifier) -> LLM:
         engine = Engine(self.engine.target, drafter, verifier)
         method.warn_if_lossy()
-        return LLM(self.name, self.model, self.tokenizer, engine)
+        return LLM(self.name, self.model, self.tokenizer, engine, source=self.source)
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion: ...
@@ -324,6 +342,7 @@ class LLM:
             seed=generation.sequence.seed,
             pieces=generation.pieces,
             error=generation.error,
+            model=self.name,
         )
         self.last = found
         return found

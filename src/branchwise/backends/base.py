@@ -98,6 +98,8 @@ class TargetInfo:
     """keys and values of a layer for the committed tokens of sequences, which are all but the last between steps; views
     of the cache where it can be, good until the next pass, commit or change of slots. Without sequences it shows the
     shapes alone"""
+    quantised: str = ""
+    """"int8" or "int4" where linear layers have weights of so many bits; `dtype` is that of everything else"""
 
 
 class ScoredNodes(NamedTuple):

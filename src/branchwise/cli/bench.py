@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,7 +181,8 @@ def bench(
             raise UsageError("No prompt fits into the context; choose a smaller --max-new-tokens or other prompts.")
         run = {
             **provenance(llm.model.device, arguments, commit),
-            "model": without_folder(loading.model),
+            "model": without_folder(llm.name),
+            "weights": None if llm.conversion is None else asdict(llm.conversion),
             "dtype": str(llm.model.dtype).removeprefix("torch."),
             "seed": seed,
             "questions": digest(kept),

@@ -97,12 +97,13 @@ def summarise(llm: LLM, completion: Completion, show_draft: bool) -> None:
 
     stats = completion.stats
     legend = "green: drafted and accepted · " if show_draft else ""
+    found = llm.explain(completion)
+    legend += f"{completion.model} · " if found.weights else ""
     Console(stderr=True, highlight=False).print(
         f"{legend}{len(completion.token_ids)} tokens in {stats.steps} steps, "
         f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.tokens_per_second:.1f} tokens/s",
         style="dim",
     )
-    found = llm.explain(completion)
     if found.speedup is not None and found.speedup < 1 / WORTH and any(size.nodes for size in found.sizes):
         print_notice(" ".join([found.headline, *found.advice[:1], "branchwise explain says more."]))
 

@@ -137,6 +137,7 @@ def read_prompt(prompt: str | None, file: Path | None, raw: bool) -> str:
 
 def _as_dict(completion: Completion) -> dict[str, Any]:
     return {
+        "model": completion.model,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "prompt_tokens": completion.prompt_tokens,

@@ -93,7 +93,7 @@ def models(as_json: AsJson = False) -> None:
 
     here = cached()
     if as_json:
-        entries = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in here]
+        entries = [{**asdict(model), "path": str(model.path)} for model in here]
         known = [{"name": a.name, "description": a.description} for a in ALIASES.values()]
         print(json.dumps({"aliases": known, "cached": entries, "cache": str(cache_dir())}))
         return
@@ -106,9 +106,9 @@ def models(as_json: AsJson = False) -> None:
     shown.print(table)
     shown.print("\nAlso: a hub id (org/name), a folder with safetensors, a GGUF file.\n", style="dim")
     if here:
-        table = Table("in the cache", "size", "place", box=None, header_style="bold")
+        table = Table("in the cache", "size", "place", "distance from float32", box=None, header_style="bold")
         for entry in here:
-            table.add_row(entry.name, f"{entry.bytes / 1e6:,.0f} MB", str(entry.path))
+            table.add_row(entry.name, f"{entry.bytes / 1e6:,.0f} MB", str(entry.path), entry.distance)
         shown.print(table)
     else:
         shown.print(f"The cache {cache_dir()} is empty; the first use of an alias fills it.", style="dim")

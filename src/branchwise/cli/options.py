@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
+from branchwise.cli.console import print_notice
 from branchwise.errors import BranchwiseError, UsageError
 from branchwise.models import DEFAULT_MODEL
 
@@ -50,6 +51,9 @@ class Loading:
 
     model: Model = DEFAULT_MODEL
     dtype: Annotated[str, Option(help="auto (bfloat16 if the hardware has it), float32, bfloat16 or float16.")] = "auto"
+    weights: Annotated[
+        str, Option(help="float (as --dtype says), int8 or int4 on a CPU, or auto: int8 where that pays.")
+    ] = "float"
     device: Annotated[str, Option(help="auto (a GPU if one is found), cpu or cuda.")] = "auto"
     threads: Annotated[int | None, Option(help="CPU threads.", show_default="all cores")] = None
     compile: Annotated[bool, Option("--compile", help="Fuse GPU kernels: faster, after seconds per new size.")] = False
@@ -59,7 +63,10 @@ class Loading:
     def load(self, **settings: Any) -> LLM:
         from branchwise.llm import load
 
-        return load(**vars(self), **settings)
+        llm = load(**vars(self), **settings)
+        if (found := llm.conversion) is not None:
+            print_notice(f"The target is {llm.name}: {found.distance}.")
+        return llm
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class Explanation:
     """the speed of the answer in plain decoding of it, its prompt left out"""
     advice: tuple[str, ...]
     """what would help, what helps most first"""
+    weights: str = ""
+    """the bits of the target's weights (`TargetInfo.quantised`)"""
 
     @property
     def wall(self) -> float:
@@ -84,7 +86,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [self.headline, ""]
-        lines.append(f"{self.tokens} tokens in {self.steps} steps, {1e3 * self.wall:.0f} ms in all:")
+        target = f" of a target in {self.weights}" if self.weights else ""
+        lines.append(f"{self.tokens} tokens{target} in {self.steps} steps, {1e3 * self.wall:.0f} ms in all:")
         lines += [
             f"  {name:8}{1e3 * spent:9.1f} ms  {spent / self.wall:5.1%}  {MEANING[name]}"
             for name, spent in self.seconds.items()
@@ -112,6 +115,7 @@ class Explanation:
             "headline": self.headline,
             "speedup": self.speedup,
             "method": self.method,
+            "weights": self.weights,
             "tokens": self.tokens,
             "steps": self.steps,
             "seconds": self.seconds,
@@ -157,6 +161,7 @@ def explain(stats: Stats, target: TargetInfo, method: str, plain: Stats | None =
         a_plain_step,
         None if a_plain_step is None or spent <= 0 else stats.emitted_tokens * a_plain_step / spent,
         (),
+        target.quantised,
     )
     return replace(found, advice=tuple(_advice(found, target)))
 

@@ -20,7 +20,7 @@ from branchwise.models.cache import bytes_in, cache_dir, remembered_digest, sha2
 from branchwise.models.convert import convert_gguf, converted_folder, intact
 from branchwise.models.fetch import ALIASES, DEFAULT_MODEL, Alias, gguf_of
 from branchwise.models.gguf import read_header
-from branchwise.models.load import explained, local_first, read_model
+from branchwise.models.load import explained, local_first, read_model, read_skeleton
 from branchwise.models.show import quiet, wanted
 from branchwise.registry import nearest
 
@@ -37,7 +37,9 @@ __all__ = [
     "cached",
     "gguf_path",
     "load_model",
+    "load_skeleton",
     "load_tokenizer",
+    "local_folder",
     "resolve",
 ]
 
@@ -50,6 +52,8 @@ class CachedModel:
     path: Path
     bytes: int
     source: str
+    distance: str = ""
+    """from the model in float32, for one of fewer bits"""
 
 
 def cached() -> list[CachedModel]:
@@ -60,6 +64,12 @@ def cached() -> list[CachedModel]:
         with contextlib.suppress(OSError, ValueError, KeyError):
             about = json.loads(note.read_text())
             found.append(CachedModel(about["name"], note.parent, bytes_in(note.parent), about["source"]))
+    for note in sorted(cache.glob("quantised/*/branchwise.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            about = json.loads(note.read_text())
+            far = about["distance"]
+            shown = f"KL {far['kl']:.4f}, {far['equal']:.1%} of {far['tokens']} most probable tokens equal"
+            found.append(CachedModel(about["name"], note.parent, bytes_in(note.parent), about["source"], shown))
     packages = {alias.member: alias.package for alias in ALIASES.values()}
     return found + [
         CachedModel(file.name, file, file.stat().st_size, packages.get(file.name, "unknown"))
@@ -105,6 +115,27 @@ def load_model(
     with quiet(bars=wanted(progress)), explained(name, source):
         model, tokenizer = local_first(partial(read_model, dtype=dtype), source, trust_remote_code)
         return model.requires_grad_(False).to(device), tokenizer  # from_pretrained left it in eval mode
+
+
+def load_skeleton(
+    name: str, *, trust_remote_code: bool = False, progress: bool | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model `name` on the CPU without its weights, and its tokenizer."""
+    source = resolve(name, progress=progress)
+    with quiet(bars=wanted(progress)), explained(name, source):
+        model, tokenizer = local_first(read_skeleton, source, trust_remote_code)
+        return model, tokenizer
+
+
+def local_folder(name: str, *, progress: bool | None = None) -> Path | None:
+    """The folder on this machine that holds the model `name`; None for a hub model that was not fetched yet."""
+    source = resolve(name, progress=progress)
+    if isinstance(source, Path):
+        return source
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(source, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def load_tokenizer(

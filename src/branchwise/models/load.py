@@ -51,6 +51,23 @@ def read_model(source: Path | str, *, dtype: torch.dtype, **options: bool) -> An
     return model, tokenizer
 
 
+def read_skeleton(source: Path | str, *, trust_remote_code: bool = False, **options: bool) -> Any:
+    """Model and tokenizer as `read_model` finds them, in float32 and without the weights, which mean nothing yet."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    auto: Any = AutoModelForCausalLM
+    generation: Any = GenerationConfig
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=trust_remote_code, **options)
+    with no_init_weights():
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    with contextlib.suppress(OSError):  # not every model has one
+        model.generation_config = generation.from_pretrained(source, **options)
+    return model.eval(), tokenizer
+
+
 def _require_causal(name: str, config: Any) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

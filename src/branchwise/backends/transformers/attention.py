@@ -61,7 +61,8 @@ def attend(
     # Fused kernels know no soft cap, so scores are made in the open. Heads of a group stand side by side.
     batch, heads, nodes, width = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, nodes, width)
-    scores = (grouped @ key[:, :, None].transpose(-1, -2)).float() * scale
+    scores = grouped @ key[:, :, None].transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     scores = softcap * torch.tanh(scores / softcap)
     if causal:
         mask = torch.full((nodes, nodes), -torch.inf, device=query.device).triu_(1)

@@ -93,17 +93,17 @@ class Pass:
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the nodes (batch, heads, nodes, width) into a layer of the cache; returns all rows that may be read."""
         # The two index tensors stand around a slice, so their axes (batch, nodes) come first.
-        keys[self.slot_column, :, self.rows] = new_keys.transpose(1, 2)
-        values[self.slot_column, :, self.rows] = new_values.transpose(1, 2)
+        keys[self.slot_column, :, self.rows] = new_keys.transpose(1, 2).to(keys.dtype)
+        values[self.slot_column, :, self.rows] = new_values.transpose(1, 2).to(values.dtype)
         return keys[self.slots, :, : self.keys], values[self.slots, :, : self.keys]
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
     ) -> Tensor:
         """(batch, nodes, heads, width): what the nodes find among the rows that `write` returned."""
-        mask, causal = self.mask(window, query.dtype)
-        found = attend(query, keys, values, mask, causal=causal, scale=scale, softcap=softcap)
-        return found.transpose(1, 2).contiguous()
+        mask, causal = self.mask(window, keys.dtype)
+        found = attend(query.to(keys.dtype), keys, values, mask, causal=causal, scale=scale, softcap=softcap)
+        return found.transpose(1, 2).to(query.dtype).contiguous()
 
 
 class BlankCache(Cache):

@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from branchwise.backends.base import Chunk, Prefill
 from branchwise.backends.packed import PackedLayers
+from branchwise.backends.quantized import QuantizedLinear
 from branchwise.backends.transformers.attention import Window
 from branchwise.backends.transformers.kv_cache import KVCache, Layout
 from branchwise.backends.transformers.probe import Probe
@@ -240,14 +241,16 @@ def bytes_read(model: nn.Module, rows: int | None = None) -> int:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     apart = {id(embeddings.weight)} | ({id(head.weight)} if head is not None else set())
     body = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in apart)
+    body += sum(layer.nbytes for layer in model.modules() if isinstance(layer, QuantizedLinear) and layer is not head)
     if head is None:
         return body
-    share = 1.0 if rows is None else rows / len(head.weight)
-    return body + int(share * head.weight.nbytes)
+    share = 1.0 if rows is None else rows / head.out_features
+    return body + int(share * (head.nbytes if isinstance(head, QuantizedLinear) else head.weight.nbytes))
 
 
 def embedding_rows(model: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
     """The rows of the input and of the output embeddings, where both are plain matrices."""
     layers = model.get_input_embeddings(), model.get_output_embeddings()
-    given, found = (layer.weight if isinstance(layer, nn.Embedding | nn.Linear) else None for layer in layers)
+    plain = nn.Embedding | nn.Linear | QuantizedLinear
+    given, found = (layer.weight if isinstance(layer, plain) else None for layer in layers)
     return None if given is None or found is None else (given, found)

@@ -32,6 +32,7 @@ from branchwise.backends.base import (
     TargetInfo,
     weakly,
 )
+from branchwise.backends.quantized import conversion_of
 from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
 from branchwise.backends.transformers.prefill import RecordedPrefill
@@ -101,6 +102,7 @@ class TransformersTarget(PipelinedTarget):
             raise UsageError(f"{name} has a context of {limit} tokens; {context} cannot be served.")
         row_bytes = layout.bytes_per_row(dtype) * slots
         length = fitting_context(context or limit, row_bytes, max_nodes, device, asked=context is not None)
+        converted = conversion_of(model)
         execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
         self.prefill_chunk = prefill_chunk or (PREFILL_CHUNK_ON_DEVICE if execution.kernels else PREFILL_CHUNK)
         self.info = TargetInfo(
@@ -120,11 +122,14 @@ class TransformersTarget(PipelinedTarget):
             weakly(self.bucket),
             weakly(self.score),
             embedding_rows(model),
-            weights_fingerprint(model),
+            weights_fingerprint(model) if converted is None else converted.weights,
             weakly(self.cached),
+            "" if converted is None else converted.scheme,
         )
         rows = length + max_nodes
-        self.store = KVCache(layout, slots, rows, dtype, device, by_kernels=execution.kernels, record=graphs)
+        # Products of whole numbers are exact in any order, and so are sums of attention in float64, once rounded.
+        kept = torch.float64 if converted is not None and dtype == torch.float32 else dtype
+        self.store = KVCache(layout, slots, rows, kept, device, by_kernels=execution.kernels, record=graphs)
         self.runner.hook.store = self.store
         log.info("Keys and values of %d texts of %d tokens take %.2f GiB.", slots, length, row_bytes * rows / 2**30)
 
@@ -177,7 +182,8 @@ class TransformersTarget(PipelinedTarget):
         known = list(self.info.layers[: len(self.store.layers_keys)])
         if layer not in known:
             raise UsageError(f"{self.info.name} has no layer {layer!r} with keys and values.{nearest(layer, known)}")
-        return self.store.committed(known.index(layer), sequences)
+        found = self.store.committed(known.index(layer), sequences)
+        return CachedRows(*(part.to(self.info.dtype) for part in found))
 
     # Sequences
 

@@ -39,7 +39,7 @@ class LlamaCpp(Peer):
                 "Install it with: pip install 'branchwise[peers]'"
             ) from None
         self.name = name
-        self._path = _gguf(place or llm.name, given=place is not None)
+        self._path = _gguf(place or llm.source or llm.name, given=place is not None)
         its, ours = len(read_header(self._path).metadata.get("tokenizer.ggml.tokens", ())), llm.engine.target.vocabulary
         if its != ours:
             raise PairingError(

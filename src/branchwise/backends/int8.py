@@ -1,0 +1,339 @@
+"""Matrix products with weights of 8 or 4 bits on a CPU, by whatever torch offers there that is exact and fastest.
+
+A weight matrix (out, in) is kept as small whole numbers and a scale for every output row (8 bits) or for every 32
+numbers of it (4 bits). The rows that it is multiplied with are brought to 8 bits on the fly, each by a scale of its
+own. Sums of whole numbers are exact in any order, so a row gives the same bits alone, in a tree and in a batch. A way
+that brings all rows of a call to one common scale would break that: it is not used here.
+
+The numbers of 8 bits reach from -119 to 119 and not to 127, because such a number is 16 a + b with a and b from -8 to
+7: two products with 4 bits are one with 8. ARM has fast kernels for 4 bits in torch (KleidiAI), and for 8 bits none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+log = logging.getLogger(__name__)
+
+MOST = 119
+"""the largest number of 8 bits"""
+GROUP = 32
+"""numbers of 4 bits that share a scale"""
+TRIAL_ROWS = (1, 5, 16)
+"""of the trial: a plain step, and trees"""
+TRIALS = 3
+TRIAL_OUT = 2048
+"""output rows of the trial at most: what larger matrices take grows with them"""
+EXACT_OUT = 256
+"""output rows over which sums are compared with exact ones"""
+HOPELESS = 4.0
+"""times the fastest, from which on a way is not tried any longer"""
+TOLERANCE = 0.03
+"""of the size of a product, within which 8 bits for its rows leave it"""
+LEAST = 1e-30
+"""no scale is smaller, so that a row of zeros can be divided by its scale"""
+
+_aten: Any = torch.ops.aten
+_onednn: Any = torch.ops.onednn
+_quantized: Any = torch.ops.quantized
+
+
+class Numbers(NamedTuple):
+    """A matrix in few bits."""
+
+    numbers: Tensor
+    """(out, in) int8"""
+    scale: Tensor
+    """(out, groups) float32: what the numbers of a group are to be multiplied with; 8 bits have one group"""
+    bits: int = 8
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in) float32: the matrix that they stand for."""
+        out, groups = self.scale.shape
+        return (self.numbers.view(out, groups, -1) * self.scale[:, :, None]).view(out, -1)
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int = 8) -> Numbers:
+        """The nearest numbers of so many bits. Four bits reach from -8 to 7, and the largest weight of a group is -8;
+        their scales are rounded to bfloat16, which is what the kernels read."""
+        weight = weight.detach().float()
+        if bits == 8:
+            scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(LEAST) / MOST
+            return cls((weight / scale).round().to(torch.int8), scale)
+        groups = weight.view(len(weight), -1, GROUP)
+        largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+        scale = (largest / -8).to(torch.bfloat16).float()
+        scale = torch.where(scale == 0, LEAST, scale)
+        return cls((groups / scale).round().clamp(-8, 7).to(torch.int8).view(weight.shape), scale[:, :, 0], bits)
+
+
+class Way(ABC):
+    """One way to multiply rows (rows, in) float32 with a matrix."""
+
+    name: ClassVar[str]
+    bits: ClassVar[int] = 8
+
+    @abstractmethod
+    def __init__(self, matrix: Numbers) -> None: ...
+
+    @abstractmethod
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(rows, out) float32."""
+
+
+class WholeNumbers(Way):
+    """A row is divided by its largest number over `levels`, rounded, and multiplied with whole numbers. Which library
+    sums these up makes no difference: all ways of this kind give the same bits."""
+
+    levels: ClassVar[int] = 127
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(LEAST).div_(self.levels)
+        return self.multiply((rows / scale).round_()).mul_(scale)
+
+    @abstractmethod
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(rows, out) float32: sums of whole numbers, times the scales of the matrix; `rows` may be overwritten."""
+
+
+class OneDnn(WholeNumbers):
+    """oneDNN's product of bytes (VNNI, AMX), with weights in the order in which they are read."""
+
+    name = "onednn"
+    zero: ClassVar[int] = 128
+    """what stands for 0 in the bytes of rows"""
+
+    def __init__(self, matrix: Numbers) -> None:
+        self._packed = _onednn.qlinear_prepack(matrix.numbers.contiguous(), None)
+        self._scale = matrix.scale[:, 0].contiguous()
+        self._zeros = torch.zeros(len(matrix.scale), dtype=torch.int64)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        given = rows.add_(self.zero).to(torch.uint8)
+        packed, scale, zeros = self._packed, self._scale, self._zeros
+        found: Tensor = _onednn.qlinear_pointwise(
+            given, 1.0, self.zero, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return found
+
+
+class Fbgemm(WholeNumbers):
+    """FBGEMM's product of bytes, with weights in the order in which they are read."""
+
+    name = "fbgemm"
+    zero: ClassVar[int] = 128
+
+    def __init__(self, matrix: Numbers) -> None:
+        zeros = torch.zeros(len(matrix.scale), dtype=torch.int64)
+        scale = matrix.scale[:, 0].double()
+        engine = torch.backends.quantized.engine
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantised tensors are on their way out; without them this way is not used
+            try:
+                torch.backends.quantized.engine = "fbgemm"
+                made = torch._make_per_channel_quantized_tensor(matrix.numbers, scale, zeros, 0)
+                self._packed = _quantized.linear_prepack(made, None)
+            finally:
+                torch.backends.quantized.engine = engine
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        found: Tensor = _quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, self.zero, self._packed)
+        return found
+
+
+class OneDnnSevenBits(OneDnn):
+    """The same with 7 bits for rows: older x86 CPUs add two products in 16 bits, where 8 bits overflow."""
+
+    name, levels, zero = "onednn with 7 bits", 63, 64
+
+
+class FbgemmSevenBits(Fbgemm):
+    name, levels, zero = "fbgemm with 7 bits", 63, 64
+
+
+class IntMM(WholeNumbers):
+    """torch's plain product of whole numbers, which every CPU has."""
+
+    name = "int_mm"
+
+    def __init__(self, matrix: Numbers) -> None:
+        self._numbers, self._scale = matrix.numbers.t(), matrix.scale[:, 0].contiguous()
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        return torch._int_mm(rows.to(torch.int8), self._numbers).float().mul_(self._scale)
+
+
+class FourBits(Way):
+    """KleidiAI's product with 4 bits, in groups. It brings rows to 8 bits by itself, each by a scale and a zero of its
+    own."""
+
+    name, bits = "kleidiai", 4
+
+    def __init__(self, matrix: Numbers) -> None:
+        self._out, self._in = matrix.numbers.shape
+        self._packed = packed_nibbles(matrix.numbers, matrix.scale.to(torch.bfloat16), GROUP)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        found: Tensor = _aten._dyn_quant_matmul_4bit(rows, self._packed, GROUP, self._in, self._out)
+        return found
+
+
+class TwoNibbles(Way):
+    """Two such products with 4 bits, which are one with 8: the first has 16 times the weight of the second."""
+
+    name = "kleidiai"
+
+    def __init__(self, matrix: Numbers) -> None:
+        self._out, self._in = matrix.numbers.shape
+        numbers = matrix.numbers.to(torch.int16)
+        low = (numbers + 8).remainder(16) - 8
+        both = torch.cat([(numbers - low) // 16, low]).to(torch.int8)
+        self._packed = packed_nibbles(both, torch.cat([16 * matrix.scale, matrix.scale]), self._in)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        found: Tensor = _aten._dyn_quant_matmul_4bit(rows, self._packed, self._in, self._in, 2 * self._out)
+        return found[:, : self._out] + found[:, self._out :]
+
+
+def packed_nibbles(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Numbers from -8 to 7 (out, in) in the order in which KleidiAI reads them."""
+    out, width = numbers.shape
+    shifted = (numbers + 8).to(torch.uint8)
+    pairs = (shifted[:, 1::2] << 4 | shifted[:, ::2]).contiguous()
+    found: Tensor = _aten._dyn_quant_pack_4bit_weight(pairs, scale, None, group, width, out)
+    return found
+
+
+WAYS: dict[int, tuple[type[Way], ...]] = {
+    8: (OneDnn, Fbgemm, TwoNibbles, OneDnnSevenBits, FbgemmSevenBits, IntMM),
+    4: (FourBits,),
+}
+"""bits -> ways, the first of which are preferred where they are exact and equally fast"""
+
+Shape = tuple[int, int]
+
+
+class Trial(NamedTuple):
+    """What products with all matrices of a model took. The best way is exact here; those that are far slower were not
+    looked at any further."""
+
+    seconds: dict[type[Way] | None, float]
+    """of passes over `TRIAL_ROWS` rows together; None stands for float32"""
+
+    @property
+    def best(self) -> type[Way] | None:
+        ways = [way for way in self.seconds if way is not None]
+        return min(ways, key=self.seconds.__getitem__, default=None)
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as float32 the best way is."""
+        return 0.0 if self.best is None else self.seconds[None] / self.seconds[self.best]
+
+
+def tried(shapes: Iterable[Shape], bits: int = 8) -> Trial:
+    """Try all ways on matrices of these shapes; the same shapes are tried once in a process."""
+    return _tried(tuple(sorted(Counter(shapes).items())), bits, torch.get_num_threads())
+
+
+@cache
+def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, threads: int) -> Trial:
+    draw = torch.Generator().manual_seed(0)
+    weights = {shape: torch.randn(min(shape[0], TRIAL_OUT), shape[1], generator=draw) for shape, _ in counts}
+    totals: dict[type[Way] | None, float] = dict.fromkeys((None, *WAYS[bits]), 0.0)
+    for shape, count in counts:
+        weight = weights[shape]
+        matrix = Numbers.of(weight, bits)
+        for way in list(totals):
+            try:
+                product = _Float(weight) if way is None else way(matrix)
+                totals[way] += count * shape[0] / len(weight) * _seconds(product, shape[1])
+            except (RuntimeError, AttributeError, ValueError) as error:  # no such product in this torch or on this CPU
+                log.info("%s is not used: %s", name_of(way), error)
+                del totals[way]
+        fastest = min(totals.values())
+        for way in [way for way, spent in totals.items() if spent > HOPELESS * fastest]:
+            if way not in (None, IntMM):
+                del totals[way]
+    for way in sorted((way for way in totals if way is not None), key=totals.__getitem__):
+        matrices = [Numbers.of(weight[:EXACT_OUT], bits) for weight in weights.values()]
+        if all(is_exact(way(matrix), matrix) for matrix in matrices):
+            break
+        log.info("%s is not used: rows depend on each other, or sums overflow", way.name)
+        del totals[way]
+    log.info("Products take %s.", {name_of(way): f"{1e3 * spent:.1f} ms" for way, spent in totals.items()})
+    return Trial(totals)
+
+
+def name_of(way: type[Way] | None) -> str:
+    return "float32" if way is None else way.name
+
+
+class _Float:
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return functional.linear(rows, self._weight)
+
+
+@torch.inference_mode()
+def is_exact(product: Way, matrix: Numbers) -> bool:
+    """Whether rows give the same bits alone and among others, and these are the bits or, where a library rounds rows in
+    its own way, about the numbers that they should be. Among the rows are the largest ones there can be, in which sums
+    of too few bits overflow."""
+    draw = torch.Generator().manual_seed(1)
+    width = matrix.numbers.shape[1]
+    rows = torch.randn(max(TRIAL_ROWS), width, generator=draw)
+    rows[0], rows[1] = 1.0, -1.0  # all as large as the largest
+    rows[2] = matrix.numbers[0].float().sign() + 0.0  # the largest sum
+    rows[3] *= 1e-6
+    found = product(rows)
+    for count in range(1, len(rows)):
+        if not torch.equal(product(rows[:count].clone()), found[:count]):
+            return False
+    if not torch.equal(torch.cat([product(row[None].clone()) for row in rows]), found):
+        return False
+    if isinstance(product, WholeNumbers):
+        return torch.equal(found, slow_product(rows, matrix, product.levels))
+    wanted = rows @ matrix.weight.t()
+    return bool(((found - wanted).norm(dim=1) <= TOLERANCE * wanted.norm(dim=1) + TOLERANCE * rows.norm(dim=1)).all())
+
+
+def slow_product(rows: Tensor, matrix: Numbers, levels: int) -> Tensor:
+    """What every way of `WholeNumbers` must find, bit for bit: sums of whole numbers are exact in float64."""
+    scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST) / levels
+    sums = (rows / scale).round().double() @ matrix.numbers.double().t()
+    return sums.float() * matrix.scale[:, 0] * scale
+
+
+def _seconds(product: Any, width: int) -> float:
+    total = 0.0
+    for count in TRIAL_ROWS:
+        rows = torch.linspace(-1, 1, count * width).view(count, width)
+        product(rows.clone())
+        times = []
+        for _ in range(TRIALS):
+            start = time.perf_counter()
+            product(rows)
+            times.append(time.perf_counter() - start)
+        total += min(times)
+    return total
+
+
+def stacked(parts: Sequence[Numbers]) -> Numbers:
+    """Matrices that the same rows are multiplied with, as one."""
+    numbers, scales = [part.numbers for part in parts], [part.scale for part in parts]
+    return Numbers(torch.cat(numbers), torch.cat(scales), parts[0].bits)

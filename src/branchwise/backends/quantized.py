@@ -1,0 +1,220 @@
+"""A model whose linear layers hold weights of 8 or 4 bits (`int8.py`).
+
+The quantised model is a model of its own, and the target: what it writes is compared with its own plain decoding.
+Layers that read the same input, such as queries, keys and values, are one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from branchwise.backends.int8 import GROUP, Numbers, Trial, Way, stacked, tried
+from branchwise.errors import UnsupportedModel, UsageError
+from branchwise.registry import check_known
+
+BITS = {"int8": 8, "int4": 4}
+"""name of a scheme -> bits of a weight. In `int4` the output embeddings have 8: they decide between near tokens, and
+their errors are not averaged out by layers behind them"""
+FLOAT, AUTO = "float", "auto"
+WEIGHTS = (FLOAT, AUTO, *BITS)
+"""what `--weights` may be"""
+FORMAT = 1
+"""of what is kept in the cache; raise it when a conversion would come out differently"""
+PAYS = 1.25
+"""how many times as fast as in float32 products must be for `auto` to take 8 bits"""
+
+
+def choose_weights(weights: str, dtype: str | torch.dtype, device: str) -> str:
+    """One of `WEIGHTS`, refused where it cannot be; `auto` stays undecided only where a CPU computes in float32."""
+    check_known("weights", weights, WEIGHTS)
+    full = str(dtype).removeprefix("torch.") in ("auto", "float32")
+    if weights == AUTO:
+        return AUTO if device == "cpu" and full else FLOAT
+    if weights != FLOAT and device != "cpu":
+        raise UsageError(f"--weights {weights} is for CPUs; add --device cpu, or leave out --weights on a GPU.")
+    if weights != FLOAT and not full:
+        raise UsageError(f"With --weights {weights} all else is computed in float32; leave out --dtype.")
+    return weights
+
+
+class Distance(NamedTuple):
+    """How far the quantised model is from the model in float32, on a fixed text."""
+
+    kl: float
+    """mean Kullback-Leibler divergence of the next token, in nats"""
+    equal: float
+    """the share of places where both hold the same token for the most probable"""
+    tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"mean KL divergence {self.kl:.4f} from the float model, the same most probable token in {self.equal:.1%} "
+            f"of {self.tokens} places"
+        )
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a model was made from and how."""
+
+    scheme: str
+    """of `BITS`"""
+    way: str
+    """how products are computed here"""
+    weights: str
+    """fingerprint of the weights in float32 (`TargetInfo.weights`)"""
+    distance: Distance
+
+
+def conversion_of(model: nn.Module) -> Conversion | None:
+    """None for a model in floating point."""
+    found: Conversion | None = vars(model).get("_conversion")
+    return found
+
+
+class Joined:
+    """One product for layers that read the same input."""
+
+    def __init__(self, parts: Sequence[Numbers], way: type[Way]) -> None:
+        self._sizes = [len(part.numbers) for part in parts]
+        self._product = way(stacked(parts))
+        self._rows: Tensor | None = None
+        self._found: tuple[Tensor, ...] = ()
+
+    def __call__(self, rows: Tensor, number: int) -> Tensor:
+        """The part of a layer; the first layer that asks for these rows computes all parts."""
+        if rows is not self._rows:
+            flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
+            found = self._product(flat).view(*rows.shape[:-1], -1)
+            self._rows, self._found = rows, found.to(rows.dtype).split(self._sizes, dim=-1)
+        part = self._found[number]
+        if number == len(self._sizes) - 1:
+            self._rows, self._found = None, ()
+        return part.contiguous()  # torch rounds some functions otherwise where rows stand apart
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer of few bits. Its numbers are no parameters: no change of dtype may touch them."""
+
+    weight: Tensor | None
+    """(out, in) in floating point, for output embeddings alone: heads read their rows"""
+
+    def __init__(self, matrix: Numbers, bias: Tensor | None, weight: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.numbers.shape
+        self.bias, self.weight = bias, weight
+        self.nbytes = matrix.numbers.numel() * matrix.bits // 8 + matrix.scale.nbytes
+        self._joined: Joined | None = None
+        self._number = 0
+
+    def join(self, joined: Joined, number: int) -> None:
+        self._joined, self._number = joined, number
+
+    def forward(self, rows: Tensor) -> Tensor:
+        assert self._joined is not None, "a layer has no product yet"
+        found = self._joined(rows, self._number)
+        return found if self.bias is None else found + self.bias
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """By name. Refuses a model that keeps matrices elsewhere: those would stay in floating point."""
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    if not layers:
+        raise UnsupportedModel(f"{type(model).__name__} has no linear layers to quantise; leave out --weights.")
+    owned = {id(layer.weight) for layer in layers.values()}
+    for name, module in model.named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1 and id(parameter) not in owned and not isinstance(module, nn.Embedding):
+                raise UnsupportedModel(
+                    f"{type(model).__name__} keeps the weights {name}.{kind} outside linear layers "
+                    f"({type(module).__name__}), which cannot be quantised; leave out --weights."
+                )
+    return layers
+
+
+def quantised(model: nn.Module, scheme: str) -> dict[str, Numbers]:
+    """The numbers of every linear layer, by name."""
+    output: Any = model.get_output_embeddings()  # type: ignore[operator]
+    return {
+        name: Numbers.of(layer.weight, 8 if layer is output or layer.in_features % GROUP else BITS[scheme])
+        for name, layer in linear_layers(model).items()
+    }
+
+
+def install(model: nn.Module, numbers: Mapping[str, Numbers], groups: Sequence[Sequence[str]]) -> str:
+    """Put layers of these numbers in the place of linear layers, those of a group as one product. Returns the name of
+    the way in which products are computed."""
+    output: Any = model.get_output_embeddings()  # type: ignore[operator]
+    given: Any = model.get_input_embeddings()  # type: ignore[operator]
+    made: dict[str, QuantizedLinear] = {}
+    for name, matrix in numbers.items():
+        parent, _, last = name.rpartition(".")
+        owner: Any = model.get_submodule(parent)
+        layer = owner._modules[last]
+        kept = None
+        if layer is output:
+            kept = given.weight if layer.weight is given.weight else matrix.weight
+        made[name] = owner._modules[last] = QuantizedLinear(matrix, layer.bias, kept)
+    joined = [list(group) for group in groups]
+    joined += [[name] for name in made if not any(name in group for group in groups)]
+    ways = {bits: best_way(numbers.values(), bits) for bits in {matrix.bits for matrix in numbers.values()}}
+    for group in joined:
+        product = Joined([numbers[name] for name in group], ways[numbers[group[0]].bits])
+        for number, name in enumerate(group):
+            made[name].join(product, number)
+    return ways[min(ways)].name
+
+
+def best_way(matrices: Iterable[Numbers], bits: int) -> type[Way]:
+    """The fastest way to multiply with all matrices of so many bits."""
+    shapes = [(len(matrix.numbers), matrix.numbers.shape[1]) for matrix in matrices if matrix.bits == bits]
+    found = tried(shapes, bits).best
+    if found is None:
+        raise UsageError(f"torch has no exact product with {bits} bits for this CPU; use --weights int8 or float.")
+    return found
+
+
+def trial(model: nn.Module) -> Trial:
+    """What the products of a model take in 8 bits and in float32."""
+    return tried([(layer.out_features, layer.in_features) for layer in linear_layers(model).values()])
+
+
+@torch.no_grad()
+def layers_of_one_input(model: nn.Module, tokens: Tensor) -> list[list[str]]:
+    """Names of linear layers that are given the very same rows one after the other, found by watching a pass. Nothing
+    may write to the rows in between, which torch counts outside of inference mode."""
+    calls: list[tuple[str, Tensor, int]] = []
+    with ExitStack() as undo:
+        for name, layer in linear_layers(model).items():
+
+            def see(module: nn.Module, rows: tuple[Tensor, ...], name: str = name) -> None:
+                calls.append((name, rows[0], rows[0]._version))
+
+            undo.callback(layer.register_forward_pre_hook(see).remove)
+        model(input_ids=tokens, use_cache=False)
+    names = [name for name, _, _ in calls]
+    groups: list[list[str]] = []
+    last: tuple[Tensor, int] | None = None
+    for name, rows, version in calls:
+        if names.count(name) > 1:  # called again in the same pass: whose rows these are is not clear
+            last = None
+        elif last is not None and rows is last[0] and version == last[1]:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            last = rows, version
+    return [group for group in groups if len(group) > 1]
+
+
+def rest_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Everything else that a file must hold: parameters and lasting buffers outside of linear layers, and biases."""
+    weights = {f"{name}.weight" for name in linear_layers(model)}
+    for name, tensor in model.state_dict().items():
+        if name not in weights:
+            yield name, tensor
