@@ -5,6 +5,7 @@ Everything is written in a folder of its own and renamed into place when complet
     cache/
       gguf/NAME.gguf             fetched files, checksummed
       converted/SHA-vN/          what `from_pretrained` loads; `branchwise.json` says where it came from
+      quantised/KEY/             models in 8 or 4 bits, with their distance from float32
       digests.json               sha256 of local GGUF files, so that gigabytes are hashed once
       tmp-*/                     work in progress; removed when it is done, or after a day if it was killed
 """

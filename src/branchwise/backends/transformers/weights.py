@@ -2,8 +2,10 @@
 
 A few numbers of every weight are hashed, so that a fine-tuned model is another model, even where it was trained in some
 layers only. They are rounded to bfloat16 first: a model has the same fingerprint on every device, and in float32,
-bfloat16 and float16 alike. Two loads count as other weights: a quantised one, and one in float16 of weights that
-bfloat16 and float16 do not hold exactly, such as those of most GGUF files, because it is rounded twice.
+bfloat16 and float16 alike. Two loads count as other weights: one that another library quantised, and one in float16 of
+weights that bfloat16 and float16 do not hold exactly, such as those of most GGUF files, because it is rounded twice. A
+model that was quantised here (`converted.py`) keeps the fingerprint of the weights it was made from: its hidden states
+are nearly those that a head has learned from.
 """
 
 from __future__ import annotations
