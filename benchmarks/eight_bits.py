@@ -184,14 +184,16 @@ def about(llm: LLM) -> dict[str, Any]:
 def passes(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Passes over chains behind the same prefix."""
     models = loaded(arguments)
-    sequences = {kind: SequenceState([(97 * i + 5) % 20000 for i in range(arguments.context)]) for kind in models}
+    count = min(llm.engine.target.vocabulary for llm in models.values())
+    tokens = [(97 * i + 5) % count for i in range(arguments.context + max(ROWS))]
+    sequences = {kind: SequenceState(tokens[: arguments.context]) for kind in models}
     for kind, llm in models.items():
         llm.engine.target.open(sequences[kind])
     for turn in range(-1, arguments.passes):
         for nodes in ROWS:
             for kind, llm in models.items():
-                root = sequences[kind].root
-                batch = TreeBatch([DraftTree.chain([root, *range(1000, 999 + nodes)])], CPU)
+                drafted = tokens[arguments.context : arguments.context + nodes - 1]
+                batch = TreeBatch([DraftTree.chain([sequences[kind].root, *drafted])], CPU)
                 seconds, _ = timed(CPU, llm.engine.target.score, [sequences[kind]], batch)
                 if turn >= 0:
                     yield {"weights": kind, "rows": nodes, "turn": turn, "seconds": seconds, **about(llm)}

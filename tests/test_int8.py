@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import sys
@@ -593,3 +594,26 @@ def test_smollm2_scores_trees_bit_for_bit(real: branchwise.LLM) -> None:
     assert isinstance(target, TransformersTarget)
     assert_trees_score_as_plain_decoding_does(target, [8], seed=1)
     assert_trees_score_as_plain_decoding_does(target, [5, 3], seed=2)
+
+
+def test_the_benchmark_times_products_and_passes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    out = tmp_path / "records.jsonl"
+    words = ["--model", str(folder), "--kinds", "float32,int8", "--parts", "products,passes", "--passes", "2"]
+    monkeypatch.setattr(sys, "argv", ["eight_bits.py", *words, "--context", "24", "--out", str(out)])
+    engine = torch.backends.quantized.engine
+    try:
+        importlib.import_module("eight_bits").main()
+    finally:
+        torch.backends.quantized.engine = engine
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    timed = {(record["weights"], record["rows"]) for record in records if record["kind"] == "passes"}
+    assert timed == {(kind, rows) for kind in ("float32", "int8") for rows in (1, 4, 8, 16)}
+    exact = {record["way"]: record["exact"] for record in records if record["kind"] == "products"}
+    assert "float32" in exact
+    assert all(found for way, found in exact.items() if way.startswith("int"))
+    assert not any(found for way, found in exact.items() if way.startswith("linear_dynamic"))
+    assert all(record["seconds"] > 0 and record["run"]["commit"] for record in records)
+    assert "passes, int8: ms by rows 1:" in capsys.readouterr().out
