@@ -360,7 +360,7 @@ def test_the_best_trees_are_laid_on_the_device_as_on_the_host(
     also with passes that are enqueued ahead."""
     if kernels:
         pytest.importorskip("triton", reason="needs Triton's interpreter")
-        for place in ("drafter", "trees.device"):
+        for place in ("trees.ahead", "trees.device"):
             monkeypatch.setattr(f"branchwise.draft.head.{place}.have_kernels", lambda device: True)
     model = model_of()
     target = TransformersTarget(model, slots=3, context=128, max_nodes=32, kernels=kernels)

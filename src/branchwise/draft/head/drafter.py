@@ -33,8 +33,7 @@ from branchwise.draft.head.following import Following, Unread
 from branchwise.draft.head.network import Look
 from branchwise.draft.head.prompt import MOST, read_prompts, reads_at_once, together
 from branchwise.draft.head.speculators import load_speculators
-from branchwise.draft.head.trees.ahead import Ahead
-from branchwise.draft.head.trees.best_first import best_first
+from branchwise.draft.head.trees.ahead import Ahead, best_first
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.head.usual import DEVICE, usual_on

@@ -17,10 +17,14 @@ from branchwise.backends.base import Scored, TargetInfo
 from branchwise.control.ladder import Ladder
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.graphs import GraphedFunction
+from branchwise.cuda.graphs import GraphedFunction, have_kernels
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
+from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.network import Head
+from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.device import DeviceDraft
+from branchwise.draft.policies.topk import TopK
 from branchwise.verify import Verdict, Verdicts
 
 PATIENCE = 16
@@ -226,3 +230,13 @@ class Ahead:
         self._cache.hold(cells)
         if self._cells != self._cache.scratch:
             self._record()  # the cache lies elsewhere now
+
+
+def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies: int) -> BestFirstDraft:
+    """How the best trees are laid on the device of a cache."""
+    if have_kernels(cache.store.device):
+        from branchwise.draft.head.trees.fused import FusedDraft
+
+        if FusedDraft.fits(head.config):
+            return FusedDraft(tree, head, cache, *parts, copies=copies)
+    return BestFirstDraft(tree, head, cache, *parts, copies=copies)

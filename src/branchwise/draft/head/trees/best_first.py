@@ -15,11 +15,8 @@ from torch import Tensor
 
 from branchwise.core.rows import pack_bits, words_for
 from branchwise.core.tree import DeviceShape, DraftTree, LaidTree
-from branchwise.cuda.graphs import have_kernels
 from branchwise.cuda.laid import LaidTrees
 from branchwise.draft.base import Budget
-from branchwise.draft.head.cache import HeadCache
-from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.copies import Nodes, copied, with_copy
 from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.draft.policies.topk import TopK
@@ -153,13 +150,3 @@ class BestFirstDraft(DeviceDraft):
             depths, bits = torch.where(kept, depths, 0), torch.where(kept[:, None], bits, 0)
         shape = DeviceShape(parents[:nodes], depths[:nodes], bits[:nodes, : words_for(nodes)])
         return LaidTree.of(tokens[:nodes], shape, min(depth, nodes - 1))
-
-
-def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies: int) -> BestFirstDraft:
-    """How the best trees are laid on the device of a cache."""
-    if have_kernels(cache.store.device):
-        from branchwise.draft.head.trees.fused import FusedDraft
-
-        if FusedDraft.fits(head.config):
-            return FusedDraft(tree, head, cache, *parts, copies=copies)
-    return BestFirstDraft(tree, head, cache, *parts, copies=copies)
