@@ -30,11 +30,15 @@ class Budget:
     """levels below the root; what is deeper could not be emitted"""
 
 
+NOTHING = Budget(nodes=1, depth=0)
+"""that of a step in which nothing is drafted"""
+
+
 class Drafter(ABC):
     """A drafter that needs nothing, keeps nothing and learns nothing; a subclass says what it does beyond that.
 
-    The engine calls `bind` once, `start` when the prompt of a sequence is in the cache, then for every step `draft`
-    and `update`, and `finish` when the sequence ends.
+    The engine calls `bind` once, `start` when the prompt of a sequence is in the cache, then for every step `draft` or
+    `rest`, and `update`, and `finish` when the sequence ends.
     """
 
     name: str
@@ -48,6 +52,9 @@ class Drafter(ABC):
     """bytes that such a pass reads, as a share of those that a pass of the target reads"""
     members: Sequence[Drafter] = ()
     """the drafters that it speaks for"""
+    paces: bool = False
+    """whether it drafts nothing by itself where that would lose; if not, the engine may let it rest. Read after `bind`.
+    """
 
     @property
     def needs(self) -> Needs:
@@ -63,6 +70,11 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """One tree for every sequence, within its budget, its root the last token of the sequence."""
+
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        """Bare roots, in place of `draft`, for a step in which nothing is drafted: it must take next to no time. What
+        is missed of the texts is read when something is drafted again."""
+        return self.draft(sequences, [NOTHING] * len(sequences))
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         """Learn from a step; called before its tokens join the sequences."""
@@ -116,6 +128,7 @@ class NoDrafter(Drafter):
     """Plain decoding through the same loop, the baseline of every comparison."""
 
     name = "none"
+    paces = True
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         return [DraftTree.root(sequence.root) for sequence in sequences]

@@ -163,6 +163,10 @@ class TreeDrafter(Drafter):
         self._drafted = [trees[row] for row in range(len(growing))]
         return self._drafted
 
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        self._drafted = [DraftTree.root(sequence.root) for sequence in sequences]
+        return self._drafted
+
     def _look_and_keep(self, requests: list[ExpandRequest]) -> list[NodeProbs]:
         answers = self.look(requests) if requests else []
         if self.kept_probs is not None:

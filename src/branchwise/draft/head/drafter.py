@@ -25,7 +25,7 @@ from branchwise.backends.packed import PackedLayers, matrix
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.draft.base import Budget
+from branchwise.draft.base import NOTHING, Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
@@ -50,7 +50,6 @@ CHUNK = 512
 READY = 4096
 """cells of a text for which there is room from the first text on"""
 NONE = -torch.inf
-NOTHING = Budget(nodes=1, depth=0)
 
 
 class HeadDrafter(TreeDrafter):
@@ -84,6 +83,8 @@ class HeadDrafter(TreeDrafter):
         self._readings: dict[object, Reading] = {}
         self._ahead: Ahead | None = None
         """drafts on the device, if trees are such that it can and passes are recorded"""
+        self._rested: list[Tensor] | None = None
+        """of a step without a draft: the states of its roots, (texts, 1, width) a tap, once they are known"""
 
     @staticmethod
     def default_tree() -> TreePolicy:
@@ -130,7 +131,7 @@ class HeadDrafter(TreeDrafter):
             self._cache.hold(min(target.context, READY))
         self._texts.clear()
         self._readings.clear()
-        self._ahead = None
+        self._ahead, self.paces = None, False
         config = self.head.config
         self._chunk = max(1, config.window // 4) if config.window else CHUNK
         self._reach = config.layers * (config.window - 1) + 1
@@ -143,7 +144,8 @@ class HeadDrafter(TreeDrafter):
             if isinstance(self.tree, Ranks):
                 self._ahead = Ahead(target, RankedDraft(self.tree, *parts))
             elif type(self.tree) is TopK and not self.tree.gain:
-                paced = not self._tree_given and target.device.type == "cpu"
+                self.paces = not self._tree_given
+                paced = self.paces and target.device.type == "cpu"
                 make = partial(PacedDraft, target, self.cost or 0.0) if paced else best_first
                 whole = make(self.tree, *parts, copies=copies or 0)
                 smaller = () if self._tree_given else usual.smaller
@@ -172,6 +174,7 @@ class HeadDrafter(TreeDrafter):
                 texts[sequence].unread.drop(count)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        self._rested = None
         known = [self._knows(sequence) for sequence in sequences]
         alone = self._ahead is None or self.kept_probs is not None  # whoever keeps distributions wants them on the host
         if alone or self._table.device.type == "cpu":
@@ -180,9 +183,8 @@ class HeadDrafter(TreeDrafter):
         if alone or self._ahead is None:
             return super().draft(sequences, budgets)
         with torch.inference_mode():
-            if self._ahead.rests(len(sequences)):  # rows that it does not read now it reads together later
-                self._drafted = self._ahead.rest(sequences)
-                return self._drafted
+            if self._ahead.rests(len(sequences)):
+                return self.rest(sequences)
             self._read_prompts(sequences)
             self._ahead.begin()
             if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
@@ -191,6 +193,14 @@ class HeadDrafter(TreeDrafter):
                 self._drafted = self._ahead.rest(sequences)
                 return self._drafted
             self._drafted = self._ahead.draft(sequences, budgets)
+        return self._drafted
+
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        """States that it does not read now it reads together later."""
+        for sequence in sequences:
+            self._knows(sequence)  # forgets those of an interrupted step
+        self._rested = []
+        self._drafted = super().rest(sequences) if self._ahead is None else self._ahead.rest(sequences)
         return self._drafted
 
     def _knows(self, sequence: SequenceState) -> bool:
@@ -207,7 +217,9 @@ class HeadDrafter(TreeDrafter):
 
     @torch.inference_mode()
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
-        if self._ahead is not None:
+        if self._rested is not None:  # the next pass may overwrite them before the host knows the verdict
+            self._rested = [scored.hidden[tap][:, :1].clone() for tap in self._taps]
+        elif self._ahead is not None:
             self._ahead.update(scored, verdicts, [scored.hidden[tap] for tap in self._taps])
 
     def forget(self) -> None:
@@ -223,9 +235,10 @@ class HeadDrafter(TreeDrafter):
         super().update(sequences, scored, verdicts)
         if self._ahead is not None and self._ahead.follow(sequences, verdicts):
             return
+        hidden = self._rested or [scored.hidden[tap] for tap in self._taps]
         for row, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
             text, path = self._texts[sequence], list(verdict.path)
-            text.unread.add(self._states([scored.hidden[tap][row, path] for tap in self._taps], len(path)))
+            text.unread.add(self._states([states[row, path] for states in hidden], len(path)))
 
     def _states(self, hidden: Sequence[Tensor], rows: int) -> Tensor:
         """(rows, taps, width) of the tapped layers, (rows, width) each; (rows, 0, 0) in a head that taps none."""

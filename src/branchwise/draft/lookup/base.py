@@ -23,8 +23,9 @@ from math import sqrt
 from branchwise.backends.base import Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.draft.base import Budget
+from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreeCoroutine, TreePolicy
+from branchwise.draft.policies.adaptive import AdaptiveRanks, AdaptiveSize
 from branchwise.draft.sparse import SparseProbs
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
 from branchwise.errors import UsageError
@@ -40,7 +41,7 @@ class LookupDrafter(TreeDrafter):
     def __init__(self, tree: TreePolicy) -> None:
         super().__init__(tree)
         self._cursors: dict[SequenceState, Cursor] = {}
-        """of the sequences of the current step"""
+        """of the sequences of the current step; none if it rests"""
         self._expanded: dict[SequenceState, dict[int, tuple[Cursor, Sequence[Candidate]]]] = {}
         """sequence -> node of its tree -> the cursor there, and the candidates"""
 
@@ -51,6 +52,7 @@ class LookupDrafter(TreeDrafter):
                 f"{target.vocabulary}; build a new one for it."
             )
         super().bind(target)
+        self.paces = isinstance(self.tree, (AdaptiveSize, AdaptiveRanks))
 
     def derive_seed(self, sequence: SequenceState) -> int:
         """The seed of the sequence for the first one, and another for every later one, unless nothing is drawn."""
@@ -88,6 +90,12 @@ class LookupDrafter(TreeDrafter):
         self._drafted = [tree.finish(Draw.FIXED) for tree in trees]
         self.tree.drafted()
         return self._drafted
+
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        if self.paces:  # its policy times this step too
+            return Drafter.rest(self, sequences)
+        self._cursors = {}
+        return super().rest(sequences)
 
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
         """The candidates of the nodes as distributions. None of this is a pass of a model."""

@@ -210,10 +210,11 @@ class Fusion(LookupDrafter, LearningDrafter):
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         """Count which candidates along the accepted path came true, drafted or not; then the members learn."""
-        for record in self.records:
-            record.fade()
-        for sequence, tree, verdict in zip(sequences, self._drafted, verdicts, strict=True):
-            self._count(self._cursors[sequence], tree, verdict)
+        if self._cursors:
+            for record in self.records:
+                record.fade()
+            for sequence, tree, verdict in zip(sequences, self._drafted, verdicts, strict=True):
+                self._count(self._cursors[sequence], tree, verdict)
         for member in self.members:
             member._drafted = self._drafted
             member.update(sequences, scored, verdicts)
@@ -345,7 +346,7 @@ class DefaultDrafter(Fusion):
         for member in self.members:
             member.bind(target)  # they take no part, and keep what they know, which can be saved and restored
         self._alone.bind(target)
-        self.cost = self._alone.cost
+        self.cost, self.paces = self._alone.cost, self._alone.paces
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
         self._speaker.start(sequence, prefill)
@@ -355,6 +356,9 @@ class DefaultDrafter(Fusion):
 
     def forget(self) -> None:
         self._speaker.forget()
+
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        return self._speaker.rest(sequences)  # type: ignore[no-any-return]
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         trees = self._speaker.draft(sequences, budgets)

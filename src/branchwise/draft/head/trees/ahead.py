@@ -134,8 +134,10 @@ class Ahead:
 
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
         """Roots alone."""
-        self._expected, self._depth, self._scored_rung = [], 0, 0
-        self._rested += 1
+        self._found = self._next = None
+        self._expected, self._caught = [], False
+        self._depth = self._scored_rung = 0
+        self._rested += self._ladder is not None
         self._sequences = tuple(sequences)
         trees = [DraftTree.root(sequence.root) for sequence in sequences]
         self._draft.drafted(trees)
