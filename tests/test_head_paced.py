@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import branchwise.draft.head.drafter as drafter_module
 from branchwise.backends.toy import ToyTarget
-from branchwise.control.choice import SHORTEST_WAIT, TRIAL
+from branchwise.control.choice import SHORTEST_WAIT, TRIAL, Terms
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import NoDrafter
 from branchwise.draft.head.cache import HeadCache
@@ -134,7 +135,7 @@ def test_a_tree_that_was_asked_for_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 def test_a_head_that_does_not_pay_stands_aside_and_reads_later_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(0.0)
     costs.plain_seconds = 1e-9
-    monkeypatch.setattr("branchwise.control.choice.SHARE", 1e15)
+    monkeypatch.setattr("branchwise.control.choice.Terms", partial(Terms, share=1e15))
     passes: list[int] = []
     own = HeadDrafter._catch_up
 

@@ -29,6 +29,7 @@ from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.device_twins import OnDevice
 from tests.heads import random_head
+from tests.test_guarded import AtRandom
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -83,14 +84,14 @@ class Successors(Drafter):
 
 class Watched(TransformersTarget):
     """Counts the passes that were enqueued ahead and those of them that served. As on a device, a pass that is enqueued
-    overwrites the logits of the one before."""
+    overwrites the logits and the hidden states of the one before."""
 
     begun = served = 0
-    _last: torch.Tensor | None = None
+    _last: tuple[torch.Tensor, ...] = ()
 
     def score(self, *given) -> Scored:  # type: ignore[no-untyped-def]
         found = super().score(*given)
-        self._last = found.logits
+        self._last = found.logits, *found.hidden.values()
         return found
 
     def launch(self, *given) -> InflightPass | None:  # type: ignore[no-untyped-def]
@@ -98,9 +99,11 @@ class Watched(TransformersTarget):
         if found is None:
             return None
         with torch.inference_mode():
-            if self._last is not None and self._last.data_ptr() != found.scored.logits.data_ptr():
-                self._last.fill_(torch.nan)
-        self._last = found.scored.logits
+            new = found.scored.logits, *found.scored.hidden.values()
+            for part in self._last:
+                if part.data_ptr() not in [other.data_ptr() for other in new]:
+                    part.fill_(torch.nan)
+        self._last = new
         self.begun += 1
         own = found.result
 
@@ -226,6 +229,51 @@ def test_trees_of_a_head_are_passed_over_before_the_host_knows_where_they_stand(
         texts.append(texts_of(asked))
     assert texts[0] == texts[1]
     assert target.served > 4
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_head_that_rests_reads_later_what_a_pass_ahead_has_overwritten(target: Watched, batch: int) -> None:
+    """Its trees are those that it would have drafted without a rest."""
+    found, texts = [], []
+    for guard in (False, AtRandom(1), AtRandom(2)):
+        drafter = Noting(random_head(target.info), tree=build_policy("topk:7,depth=2,width=4"))
+        engine = Engine(target, drafter, VERIFIERS.build("match"), guard=guard)
+        target.served = 0
+        asked = [engine.submit(Request(prompt, max_new_tokens=24)) for prompt in PROMPTS[:batch]]
+        while engine.busy:
+            engine.step()
+        texts.append(texts_of(asked))
+        found.append(drafter.drafted)
+        assert target.served > 4
+        assert all(bool(one.stats.rested) is bool(guard) for one in asked)
+    assert texts[0] == texts[1] == texts[2]
+    for rested in found[1:]:
+        common = found[0].keys() & rested.keys()
+        assert len(common) > 5
+        assert all(found[0][text] == rested[text] for text in common)
+
+
+class Noting(HeadDrafter):
+    """Remembers what was drafted behind which text."""
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        trees = super().draft(sequences, budgets)
+        self.drafted = getattr(self, "drafted", {})
+        for sequence, tree, budget in zip(sequences, trees, budgets, strict=True):
+            self.drafted[(*sequence.tokens, budget.depth >= 2)] = tree.tokens[1:].tolist()
+        return trees
+
+
+def test_a_table_that_rests_foresees_its_trees_again(target: Watched, plain: list[list[int]]) -> None:
+    guard = AtRandom(0)
+    engine = Engine(target, OnDevice(tree=Ranks("mcsd")), VERIFIERS.build("match"), guard=guard)
+    generation = engine.submit(Request(PROMPTS[0], max_new_tokens=11))
+    while engine.busy:
+        engine.step()
+    assert generation.token_ids == plain[0]
+    assert generation.stats.drafted_tokens > 0
+    assert generation.stats.rested > 0
+    assert target.served > 0
 
 
 def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(

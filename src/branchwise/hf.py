@@ -89,6 +89,7 @@ def generate(
     verifier: str = "match",
     token_callback: Callable[[int, int], None] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    guard: bool = True,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The function to pass as `custom_generate`; all rows of the batch are drafted and scored together.
@@ -96,7 +97,7 @@ def generate(
     Without a `drafter` it is that of the method `default`, which learns within the call.
     `token_callback(row, token)` is called for every token as it is emitted. With sampling, `torch.manual_seed`
     decides the outcome as usual, but the draws are not those of `generate`. A draft model that a spec names is loaded
-    once and stays while the model lives.
+    once and stays while the model lives. With a `guard` nothing is drafted while that is slower than plain decoding.
     """
     config = generation_config if generation_config is not None else model.generation_config
     processors = list(logits_processor or ())
@@ -115,7 +116,7 @@ def generate(
         drafter, tree = PRESETS[DEFAULT].draft, tree or PRESETS[DEFAULT].tree
     drafting = build_drafter(drafter, tree) if isinstance(drafter, str) else drafter
     target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT), tokenizer=tokenizer)
-    engine = Engine(target, drafting, VERIFIERS.build(verifier))
+    engine = Engine(target, drafting, VERIFIERS.build(verifier), guard=guard)
     Method(drafting.name, drafting.name, tree, verifier).warn_if_lossy()
     if isinstance(drafter, str) and isinstance(drafting, ModelDrafter):
         _drafting.setdefault(model, {})[drafter] = drafting.weights

@@ -76,7 +76,8 @@ class Completion:
     stats: Stats
     prompt_tokens: int
     seed: int
-    """what to give as `seed` to get the same text again"""
+    """what to give as `seed` to get the same text again; where a rule other than `match` sampled it under a guard, to
+    get one that is always the same from then on"""
     pieces: list[Piece]
     """the same tokens one by one, with their origin"""
     error: str | None = None
@@ -117,6 +118,7 @@ def load(
     max_batch: int = 8,
     compile: bool = False,
     warmup: bool = True,
+    guard: bool = True,
     trust_remote_code: bool = False,
     progress: bool | None = None,
 ) -> LLM:
@@ -128,7 +130,8 @@ def load(
     more wait their turn. On a CPU `weights` may be "int8" or "int4": the quantised model is then the target, and "auto"
     takes int8 where a trial finds that it pays. `compile` compiles layers before a GPU records them. `warmup` compiles
     and records at load what a request needs, so that the first request runs at the speed of the second; on a CPU there
-    is nothing to warm up. A method that changes the output distribution warns (`LossyWarning`).
+    is nothing to warm up. With a `guard` nothing is drafted while the method is slower than plain decoding. A method
+    that changes the output distribution warns (`LossyWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
@@ -168,7 +171,7 @@ def load(
         network, tokenizer = load_converted(model, bits, **options)
     target = backend(network, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)
-    engine = Engine(target, drafter, verifier)
+    engine = Engine(target, drafter, verifier, guard=guard)
     if state is not None:
         load_state(drafter, state, target.info)
     if warmup:
@@ -197,24 +200,33 @@ class LLM:
         """What the model was quantised to and how far that is from floating point, where it was."""
         return conversion_of(self.model)
 
-    def with_drafter(self, draft: str | Drafter, tree: str | None = None, verify: str = "match") -> LLM:
-        """The same weights and cache with another drafter and verifier; only one of the two may run at a time."""
+    def with_drafter(
+        self, draft: str | Drafter, tree: str | None = None, verify: str = "match", *, guard: bool = False
+    ) -> LLM:
+        """The same weights and cache with another drafter and verifier; only one of the two may run at a time. Without
+        a `guard` it drafts whatever that costs, so that methods can be compared."""
         if isinstance(draft, str):
-            return self.with_method(Method(draft, draft, tree, verify))
-        return self._with(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify))
+            return self.with_method(Method(draft, draft, tree, verify), guard=guard)
+        return self._with(Method(draft.name, draft.name, tree, verify), draft, VERIFIERS.build(verify), guard)
 
     def with_method(
-        self, method: str | Method, draft_model: str | None = None, index: str | None = None, head: str | None = None
+        self,
+        method: str | Method,
+        draft_model: str | None = None,
+        index: str | None = None,
+        head: str | None = None,
+        *,
+        guard: bool = False,
     ) -> LLM:
-        """The same weights and cache with another method, by name or as a spec draft/tree/verify.
+        """The same weights and cache with another method, by name or as a spec draft/tree/verify; see `with_drafter`.
 
         A method that changes the distribution warns (`LossyWarning`).
         """
         chosen = choose_method(method, draft_model=draft_model, index=index, head=head)
-        return self._with(chosen, *chosen.build())
+        return self._with(chosen, *chosen.build(), guard)
 
-    def _with(self, method: Method, drafter: Drafter, verifier: Verifier) -> LLM:
-        engine = Engine(self.engine.target, drafter, verifier)
+    def _with(self, method: Method, drafter: Drafter, verifier: Verifier, guard: bool) -> LLM:
+        engine = Engine(self.engine.target, drafter, verifier, guard=guard)
         method.warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine, source=self.source)
 

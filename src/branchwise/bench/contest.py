@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from branchwise.bench.records import METHOD, PEER, PLAIN
+from branchwise.control.guard import Guard
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft.base import Budget
 from branchwise.engine import Engine, Generation, Request
@@ -89,9 +90,11 @@ class Peer(Contestant):
 class Ours(Contestant):
     """One method on a loaded model, by the engine that users run. Contestants share weights and KV cache."""
 
-    def __init__(self, llm: LLM, method: Method, most: Budget | None = None) -> None:
-        """`most` bounds every tree, to compare methods at an equal budget or depth."""
-        self.name = method.name
+    def __init__(self, llm: LLM, method: Method, most: Budget | None = None, *, guard: bool = False) -> None:
+        """`most` bounds every tree, to compare methods at an equal budget or depth. Under a `guard` a method drafts
+        nothing while it is slower than plain decoding."""
+        self.name = f"{method.name}+guard" if guard else method.name
+        self._guard = Guard(llm.engine.target.info) if guard else False
         self.kind = PLAIN if method == PLAIN_METHOD else METHOD
         self.comparable = method.verify == "match"
         self._llm = llm
@@ -101,7 +104,7 @@ class Ours(Contestant):
 
     def forget(self) -> None:
         drafter, verifier = self._method.build()
-        self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most)
+        self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most, guard=self._guard)
         self.learns = drafter.learns
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:

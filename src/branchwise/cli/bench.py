@@ -98,6 +98,7 @@ def bench(
     order: Annotated[str, Option(help="interleaved (prompt by prompt) or sequential.")] = "interleaved",
     budget: Annotated[int | None, Option(help="Drafted nodes at most; larger trees are cut by their own rule.")] = None,
     length: Annotated[int | None, Option(help="Levels of a tree at most, for every method alike.")] = None,
+    guard: Annotated[bool, Option("--guard", help="Every method also under a guard, as METHOD+guard.")] = False,
     state: Annotated[str, Option(help="cold: a new drafter for every prompt; warm: it goes on learning.")] = "cold",
     seed: Annotated[int, Option(help="Seed of sampling, the same for every contestant.")] = 0,
     out: Annotated[Path, Option(help="File of records, one JSON line per request.")] = Path("bench.jsonl"),
@@ -165,11 +166,13 @@ def bench(
         "repeat": repeat,
         "budget": budget,
         "length": length,
+        **({"guard": True} if guard else {}),
     }
     most = None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9)
     with Ledger(out) as ledger:
         llm = loading.load(draft="none", context=context, max_batch=batch)
         contestants: list[Contestant] = [Ours(llm, method, most) for method in entered]
+        contestants += [Ours(llm, method, most, guard=True) for method in chosen if guard and method != PLAIN]
         contestants += [build_peer(spec, llm, threads=loading.threads) for spec in others]
         kept = fitting(items, llm, max_new_tokens)
         if len(kept) < len(items):

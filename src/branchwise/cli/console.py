@@ -87,7 +87,8 @@ def show_pieces(shown: Console, pieces: list[Piece], show_draft: bool) -> None:
 
 
 def summarise(llm: LLM, completion: Completion, show_draft: bool) -> None:
-    """Print a line of numbers on standard error if a person reads it, and one more where speculation did not pay."""
+    """Print a line of numbers on standard error if a person reads it, and one more where speculation did not pay or
+    the drafter stood aside."""
     refuse_incomplete(completion)
     if not sys.stderr.isatty():
         return
@@ -106,6 +107,8 @@ def summarise(llm: LLM, completion: Completion, show_draft: bool) -> None:
     )
     if found.speedup is not None and found.speedup < 1 / WORTH and any(size.nodes for size in found.sizes):
         print_notice(" ".join([found.headline, *found.advice[:1], "branchwise explain says more."]))
+    elif found.aside is not None:
+        print_notice(found.aside)
 
 
 def refuse_incomplete(completion: Completion) -> None:

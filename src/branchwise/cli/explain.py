@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from branchwise.cli.console import console, refuse_incomplete
 from branchwise.cli.generate import checked_options, read_prompt
-from branchwise.cli.options import AsJson, Drafting, Loading, MaxNewTokens, Sampling, Seed, grouped
+from branchwise.cli.options import AsJson, Drafting, Guard, Loading, MaxNewTokens, Sampling, Seed, grouped
 from branchwise.plots import LIGHT, check_plot, pyplot, save
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def explain(
     sampling: Sampling,
     seed: Seed = None,
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    guard: Guard = True,
     as_json: AsJson = False,
     plot: Annotated[Path | None, Option(help="Draw where the time went as a PNG file.")] = None,
 ) -> None:
@@ -47,7 +48,7 @@ def explain(
         check_plot(plot)
     from branchwise.engine.warmup import warm_up
 
-    llm = loading.load(method=drafting.choose(), max_batch=1)
+    llm = loading.load(method=drafting.choose(), max_batch=1, guard=guard)
     alone = llm.with_drafter("none")
     warm_up(alone.engine)
     for one in (llm, alone):  # what only the first text of a process pays is neither's

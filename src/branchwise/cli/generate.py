@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from branchwise.cli.console import console, print_notice, refuse_incomplete, summarise, write_answer
-from branchwise.cli.options import Drafting, Loading, MaxNewTokens, Sampling, Seed, ShowDraft, State, grouped
+from branchwise.cli.options import Drafting, Guard, Loading, MaxNewTokens, Sampling, Seed, ShowDraft, State, grouped
 from branchwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def generate(
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
     show_draft: ShowDraft = False,
+    guard: Guard = True,
 ) -> None:
     """Write the answer to a prompt.
 
@@ -43,7 +44,7 @@ def generate(
     """
     text = read_prompt(prompt, file, raw)
     options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw)
-    llm = loading.load(method=drafting.choose(), state=state, max_batch=1)
+    llm = loading.load(method=drafting.choose(), state=state, max_batch=1, guard=guard)
     with _saving_state(llm):
         if as_json:
             completion = llm.generate(text, **options)
@@ -64,6 +65,7 @@ def chat(
     seed: Seed = None,
     system: Annotated[str | None, Option(help="Instructions that come before the conversation.")] = None,
     show_draft: ShowDraft = False,
+    guard: Guard = True,
 ) -> None:
     """Talk with a model.
 
@@ -73,7 +75,7 @@ def chat(
     """
     options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed)
     chosen = drafting.choose()
-    llm = loading.load(method=chosen, state=state, max_batch=1)
+    llm = loading.load(method=chosen, state=state, max_batch=1, guard=guard)
     if not llm.tokenizer.chat_template:
         raise UsageError(f"{llm.name} has no chat template to talk with; use branchwise generate.")
     shown = console()

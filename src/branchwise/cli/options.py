@@ -41,6 +41,7 @@ ShowDraft = Annotated[bool, Option("--show-draft", help="Colour the tokens that 
 PromptFile = Annotated[
     Path | None, Option(help='Lines, or JSON lines ("prompt", "turns"), or .gz.', show_default="prompts of Branchwise")
 ]
+Guard = Annotated[bool, Option("--guard/--no-guard", help="Draft nothing while that is slower than plain decoding.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
 

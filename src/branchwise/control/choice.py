@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 WORTH = 1.03
 """the expected speed of a tree, in plain decoding, from which on it is drafted"""
@@ -25,17 +27,42 @@ def best(tokens: Sequence[float], costs: Sequence[float]) -> int:
     return found if speeds[found] > WORTH * speeds[0] else 0
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a source may lose before it stands aside, and for how long it does."""
+
+    first: float = LOSS
+    """passes that its first trial may lose, and one that has gained as many"""
+    again: float = LOSS
+    """passes that a trial may lose which follows a lost one"""
+    trial: int = TRIAL
+    """steps after which it must have lost nothing"""
+    share: float = SHARE
+    fading: float = FADING
+    credit: float = math.inf
+    """passes that it may have gained in its favour; it can lose them again before it has lost anything"""
+    repaid: bool = False
+    """whether what was invested in a whole text counts as spent, little by little, and must be earned back"""
+    forgiving: bool = False
+    """whether one that has paid and then lost is tried again soon, like the first time"""
+
+
 class Rest:
     """Lets a source stand aside that takes time whether or not its candidates are drafted, while it does not pay.
 
     It is judged by whole steps: tokens that they gave, and time that they took. After a while it gets another trial,
-    the later the more the last one has lost.
+    the later the more that one may lose.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Terms | None = None) -> None:
+        self._terms = terms or Terms()
+        self._most = self._terms.first
+        """passes that this trial may lose"""
         self._gained = self._spent = self._invested = 0.0
         self._steps = 0
         """of this trial"""
+        self._paid = False
+        """whether this trial has gained as much as a first one may lose"""
         self._left = 0
         """steps until the next one"""
 
@@ -51,12 +78,30 @@ class Rest:
 
     def record(self, tokens: float, passes: float) -> None:
         """A step with it gave so many tokens and took as long as so many plain passes."""
-        self._gained, self._spent = FADING * self._gained + tokens, FADING * self._spent + passes
-        self._invested *= FADING
+        terms = self._terms
+        due = (1 - FADING) * self._invested
+        self._invested -= due
+        self._gained = terms.fading * self._gained + tokens
+        self._spent = terms.fading * self._spent + passes + (due if terms.repaid else 0.0)
+        self._spent = max(self._spent, self._gained - terms.credit)
         self._steps += 1
         lost = self._spent - self._gained
-        if (self._steps < TRIAL and lost < LOSS) or lost <= 0:
+        if lost < -terms.first:
+            self._most, self._paid = terms.first, True
+        if (self._steps < terms.trial and lost < self._most) or lost <= 0:
             return
-        self._left = max(SHORTEST_WAIT, round((lost + self._invested) / SHARE))
+        if self._paid and terms.forgiving:
+            self._left = SHORTEST_WAIT
+        else:
+            # The next trial may lose what is granted to it and the step with which it is over.
+            at_stake = min(lost, terms.again + passes - tokens)
+            self._left = max(SHORTEST_WAIT, round((at_stake + self._invested) / terms.share))
+            self._most = terms.again
         self._gained = self._spent = self._invested = 0.0
-        self._steps = 0
+        self._steps, self._paid = 0, False
+
+    def elsewhere(self) -> Rest:
+        """What is known of it, for circumstances that are not the same: it tries soon whether it pays there."""
+        other = Rest(self._terms)
+        other._most, other._left = self._most, min(self._left, SHORTEST_WAIT)
+        return other

@@ -166,6 +166,10 @@ class PassCostModel:
         """How long a pass over one row of each text takes at the present pace."""
         return math.exp(self._guess(1) + float(_seen(self._batch) @ self._known))
 
+    def settled(self, rows: int) -> bool:
+        """Whether passes of this size are timed, beyond the first ones."""
+        return self._counts.get(rows, 0) >= self._settling
+
     def knows(self, rows: int) -> bool:
         """Whether a few passes of this size were timed."""
         return self._counts.get(rows, 0) >= self._settling + FEW

@@ -12,10 +12,12 @@ from itertools import repeat
 import torch
 
 from branchwise.backends.base import PipelinedTarget, Target
+from branchwise.control.guard import Guard
 from branchwise.core.sequence import SequenceState
 from branchwise.core.text import TextStream
 from branchwise.cuda.counts import counted, since
 from branchwise.draft.base import Budget, Drafter
+from branchwise.engine.guarded import GuardedDrafter, may_rest
 from branchwise.engine.pipelined import PipelinedStep
 from branchwise.engine.request import FinishReason, Generation, Piece, Request
 from branchwise.engine.scheduler import PREFILL_TOKENS, Scheduler
@@ -36,9 +38,11 @@ class Engine:
         *,
         queue: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
+        guard: Guard | bool = False,
     ) -> None:
         """`most` bounds every tree; by default only the target does. `queue` bounds how many requests may wait, and
-        `prefill_tokens` how much of their prompts is written between two steps."""
+        `prefill_tokens` how much of their prompts is written between two steps. With a `guard` nothing is drafted while
+        that would be slower than plain decoding, unless the drafter sees to it itself."""
         check_pairing(verifier, drafter.draw, drafter.name)
         drafter.bind(target.info)
         target.require(drafter.needs)
@@ -47,11 +51,17 @@ class Engine:
         self.verifier = verifier
         given = most or Budget(target.info.max_nodes, target.info.context)
         self.most = Budget(min(given.nodes, target.info.max_nodes), given.depth)
-        self.scheduler = Scheduler(target, drafter, queue=queue, prefill_tokens=prefill_tokens)
+        self.guard: Guard | None = None
+        self._guarded: GuardedDrafter | None = None
+        stepping = drafter
+        if guard and may_rest(drafter):
+            self.guard = guard if isinstance(guard, Guard) else Guard(target.info)
+            stepping = self._guarded = GuardedDrafter(drafter, self.guard, same_text=verifier.name == "match")
+        self.scheduler = Scheduler(target, stepping, queue=queue, prefill_tokens=prefill_tokens)
         if isinstance(target, PipelinedTarget) and target.pipelined:
-            self._step: Step = PipelinedStep(target, drafter, verifier, self.most)
+            self._step: Step = PipelinedStep(target, stepping, verifier, self.most)
         else:
-            self._step = Step(target, drafter, verifier, self.most)
+            self._step = Step(target, stepping, verifier, self.most)
         self.turn = threading.RLock()
         """held during a step, which moves the texts of all threads"""
         self._stepping = False
@@ -111,6 +121,8 @@ class Engine:
 
     def _advance(self) -> list[Generation]:
         scheduler = self.scheduler
+        if self._guarded is not None and scheduler.joining:
+            self._guarded.disturbed()
         for generation in scheduler.admit():
             self._run_out(generation)
         if scheduler.busy and not scheduler.running and not scheduler.prefilling:
@@ -168,6 +180,9 @@ class Engine:
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
         generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name, batch, prepared)
+        if self._guarded is not None and self.guard is not None:
+            generation.stats.rested += self._guarded.rested
+            generation.stats.drafting_speed = self.guard.speed
 
     def _goes_on(self, generation: Generation, tokens: Sequence[int]) -> bool:
         """Whether a text surely does not end with any of these tokens, and need not become text before the next step:

@@ -61,6 +61,10 @@ class Explanation:
     """what would help, what helps most first"""
     weights: str = ""
     """the bits of the target's weights (`TargetInfo.quantised`)"""
+    rested: int = 0
+    """steps in which a guard let nothing be drafted"""
+    drafting_speed: float | None = None
+    """that of drafted steps, in plain decoding, by which the guard decided"""
 
     @property
     def wall(self) -> float:
@@ -84,8 +88,18 @@ class Explanation:
             return f"Speculation made no difference: {found:.2f} times plain decoding."
         return f"Speculation did not pay: {found:.2f} times plain decoding."
 
+    @property
+    def aside(self) -> str | None:
+        """Why the drafter stood aside, where it did."""
+        if not self.rested or self.drafting_speed is None or self.drafting_speed >= 1:
+            return None
+        return (
+            f"In {self.rested} of {self.steps} steps nothing was drafted, because steps with a draft reached "
+            f"{self.drafting_speed:.2f} times the speed of plain decoding; --no-guard drafts all the same."
+        )
+
     def __str__(self) -> str:
-        lines = [self.headline, ""]
+        lines = [self.headline, *([self.aside] if self.aside else []), ""]
         target = f" of a target in {self.weights}" if self.weights else ""
         lines.append(f"{self.tokens} tokens{target} in {self.steps} steps, {1e3 * self.wall:.0f} ms in all:")
         lines += [
@@ -122,6 +136,8 @@ class Explanation:
             "sizes": [size._asdict() for size in self.sizes],
             "sources": [source._asdict() for source in self.sources],
             "plain_step_seconds": self.plain,
+            "rested": self.rested,
+            "drafting_speed": self.drafting_speed,
             "advice": list(self.advice),
         }
 
@@ -162,6 +178,8 @@ def explain(stats: Stats, target: TargetInfo, method: str, plain: Stats | None =
         None if a_plain_step is None or spent <= 0 else stats.emitted_tokens * a_plain_step / spent,
         (),
         target.quantised,
+        stats.rested,
+        stats.drafting_speed,
     )
     return replace(found, advice=tuple(_advice(found, target)))
 

@@ -48,6 +48,10 @@ class Stats:
     """step by step"""
     prepared: dict[str, int] = field(default_factory=dict)
     """steps in which something was compiled, recorded, or ran eagerly that is recorded otherwise (`cuda.counts`)"""
+    rested: int = 0
+    """steps in which a guard let nothing be drafted"""
+    drafting_speed: float | None = None
+    """that of drafted steps, in plain decoding, by which it decided last"""
     wall_seconds: float = 0.0
     """from the first prompt token to the end of the text, everything between steps included"""
 
@@ -109,6 +113,7 @@ class Stats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "accepted_by_source": dict(self.accepted_by_source),
             "acceptance_per_depth": self.acceptance_per_depth,
+            "rested": self.rested,
             "tokens_per_second": self.tokens_per_second,
             "seconds": dict(self.seconds),
             "prefill_seconds": self.prefill_seconds,

@@ -59,6 +59,8 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
         took = "" if last is None else f" (last time {last:.0f} s)"
         whole, done = sum(steps for _, _, steps in rounds), 0
         for texts, temperature, steps in rounds:
+            if engine.guard is not None:
+                engine.guard.rehearse()
             for _ in _steps(engine, texts, temperature, steps):
                 show(f"compiling and recording passes over {texts} text{'s' * (texts > 1)}{took}", done, whole)
                 done += 1
@@ -93,7 +95,7 @@ def _request(info: TargetInfo, number: int, temperature: float) -> Request:
 
 @contextmanager
 def _forgetting(engine: Engine) -> Iterator[None]:
-    """Let the drafter know afterwards what it knew before."""
+    """Let the drafter know afterwards what it knew before, and let its guard judge it anew."""
     parts = (engine.drafter, *engine.drafter.members)
     before = [(part, part.save()) for part in parts if isinstance(part, LearningDrafter) and part.learns]
     try:
@@ -102,6 +104,8 @@ def _forgetting(engine: Engine) -> Iterator[None]:
         for part, state in before:
             part.restore(state)
         engine.drafter.forget()
+        if engine.guard is not None:
+            engine.guard.forget()
 
 
 def _key(engine: Engine) -> str:
