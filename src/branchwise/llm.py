@@ -24,7 +24,8 @@ from branchwise.engine.warmup import keep_compiled_kernels, warm_up
 from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
-from branchwise.registry import check_known, nearest
+from branchwise.models.place import choose_device, choose_dtype
+from branchwise.registry import nearest
 from branchwise.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ class Options(TypedDict, total=False):
 
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -377,29 +377,3 @@ def _is_one(prompt: Any) -> bool:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return True
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def choose_device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"Unknown device {device!r}.{nearest(kind, ['auto', 'cpu', 'cuda'])} Use auto, cpu or cuda.")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError("No CUDA device is available here; use --device cpu.")
-    return device
-
-
-def choose_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware computes in it, float32 elsewhere."""
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    if dtype == "auto":
-        return torch.bfloat16 if device.startswith("cuda") or _cpu_computes_bfloat16() else torch.float32
-    check_known("dtype", dtype, ["auto", *DTYPES])
-    return DTYPES[dtype]
-
-
-def _cpu_computes_bfloat16() -> bool:
-    """AMX or AVX512-BF16; elsewhere bfloat16 is emulated and slower than float32."""
-    return any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("amx_tile", "avx512_bf16"))

@@ -29,7 +29,7 @@ from branchwise.draft.base import NOTHING, Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead
-from branchwise.draft.head.following import Following, Unread
+from branchwise.draft.head.following import Following, Unread, draft_params
 from branchwise.draft.head.network import Look
 from branchwise.draft.head.prompt import MOST, read_prompts, reads_at_once, together
 from branchwise.draft.head.speculators import load_speculators
@@ -381,14 +381,7 @@ class HeadDrafter(TreeDrafter):
         return self._reading(request.sequence.sampling)(logits)
 
     def _reading(self, sampling: SamplingParams) -> Reading:
-        greedy = sampling.temperature == 0
-        own = SamplingParams(
-            temperature=self.temperature or sampling.temperature or 1.0,
-            top_k=0 if greedy else sampling.top_k,
-            top_p=1.0 if greedy else sampling.top_p,
-            min_p=0.0 if greedy else sampling.min_p,
-            logit_bias=sampling.logit_bias,
-        )
+        own = draft_params(sampling, self.temperature)
         way = own.temperature, own.top_k, own.top_p, own.min_p, tuple(own.logit_bias.items())
         if way not in self._readings:
             self._readings[way] = Reading(own, self._vocabulary, trimmed=False)

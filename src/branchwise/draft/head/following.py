@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from branchwise.core.sampling import SamplingParams
+
 
 class Unread:
     """Hidden states of tokens whose rows are not in the cache of the head yet, (rows, taps, width), in their order.
@@ -59,3 +61,15 @@ class Following:
     """node -> its cell in the cache"""
     ahead: Tensor | None = None
     """(depths, width): what a parallel head predicted for the levels below the root"""
+
+
+def draft_params(sampling: SamplingParams, temperature: float | None) -> SamplingParams:
+    """How tokens are drafted for a text, by default as it chooses its own; for a greedy text no token is cut."""
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        temperature=temperature or sampling.temperature or 1.0,
+        top_k=0 if greedy else sampling.top_k,
+        top_p=1.0 if greedy else sampling.top_p,
+        min_p=0.0 if greedy else sampling.min_p,
+        logit_bias=sampling.logit_bias,
+    )
