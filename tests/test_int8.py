@@ -19,7 +19,18 @@ from torch import Tensor
 import branchwise
 from branchwise import models
 from branchwise.backends import int8, quantized
-from branchwise.backends.int8 import MOST, WAYS, IntMM, Numbers, TwoNibbles, Way, WholeNumbers, is_exact, slow_product
+from branchwise.backends.int8 import (
+    MOST,
+    WAYS,
+    IntMM,
+    Numbers,
+    TwoNibbles,
+    Way,
+    WholeNumbers,
+    is_exact,
+    same_sums,
+    slow_product,
+)
 from branchwise.backends.quantized import QuantizedLinear, choose_weights, conversion_of, layers_of_one_input
 from branchwise.backends.transformers import converted
 from branchwise.backends.transformers.converted import convert, load_converted
@@ -91,7 +102,8 @@ def test_whole_numbers_are_summed_exactly(out: int, width: int, count: int, seed
     rows[0] = matrix.numbers[0].float().sign()
     for way in ways():
         if issubclass(way, WholeNumbers):
-            assert torch.equal(way(matrix)(rows.clone()), slow_product(rows, matrix, way.levels)), way.name
+            assert same_sums(way(matrix)(rows.clone()), slow_product(rows, matrix, way.levels)), way.name
+    assert torch.equal(IntMM(matrix)(rows.clone()), slow_product(rows, matrix, 127))
 
 
 def test_there_is_a_way_on_every_machine() -> None:
