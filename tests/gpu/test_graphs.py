@@ -116,7 +116,7 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
     launched = TransformersTarget(model, slots=3, max_nodes=12, graphs=False)
     scores(target, 0)
     other, _ = Pool(target.device).record(lambda: torch.zeros(3, device="cuda") + 1)
-    own, here = target._run_packed, torch.cuda.current_stream()
+    own, here = target.run_packed, torch.cuda.current_stream()
 
     def breaking(inputs: PassInputs) -> Scored:
         found = own(inputs)
@@ -124,7 +124,7 @@ def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch
             other.reset()
         return found
 
-    monkeypatch.setattr(target, "_run_packed", breaking)
+    monkeypatch.setattr(target, "run_packed", breaking)
     target._graphs._ready.popitem()  # type: ignore[union-attr]  # that of these trees, the last one used
     for seed in (1, 2):
         for one, another in zip(scores(target, seed), scores(launched, seed), strict=True):

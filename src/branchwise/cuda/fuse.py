@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from branchwise.backends.transformers.attention import Window
 from branchwise.cuda.counts import count
-from branchwise.cuda.inputs import PassInputs
+from branchwise.cuda.inputs import PassTensors
 from branchwise.errors import first_line
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def _joinable(maps: list[nn.Linear]) -> bool:
 # Layers
 
 
-_current: ContextVar[tuple[PassInputs, Tensor, Tensor]] = ContextVar("branchwise_layer")
+_current: ContextVar[tuple[PassTensors, Tensor, Tensor]] = ContextVar("branchwise_layer")
 """the inputs of the pass, and the keys and values of the layer that an opaque attention works on"""
 
 
@@ -228,7 +228,7 @@ class Fusion:
         return forward
 
     def _checked(
-        self, key: Any, index: int, run: Any, inputs: Any, pass_inputs: PassInputs
+        self, key: Any, index: int, run: Any, inputs: Any, pass_inputs: PassTensors
     ) -> Callable[..., Any] | None:
         """The program of a layer; None if it computes something else than the layer. The first layer of a kind is
         traced and compiled; the others are tried with its program. In passes of another size the first one is tried
@@ -267,7 +267,7 @@ class Fusion:
             self._store.current = current
 
     @contextmanager
-    def _at(self, index: int, inputs: PassInputs) -> Iterator[None]:
+    def _at(self, index: int, inputs: PassTensors) -> Iterator[None]:
         before = _current.set((inputs, self._store.layers_keys[index], self._store.layers_values[index]))
         try:
             yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,8 +59,41 @@ class PinnedBuffer:
         return self.device_copy
 
 
-class PassInputs:
-    """The inputs of one pass, on the host and on the device, and how its layers write and attend."""
+@dataclass(eq=False)
+class PassTensors:
+    """What one pass reads on the device, int32 each, and how its layers write and attend."""
+
+    tokens: Tensor  # (batch, nodes)
+    positions: Tensor  # (batch, nodes)
+    depths: Tensor  # (batch, nodes): 0 comes right after the rows of the text
+    slots: Tensor  # (batch,): -1 for a tree without a sequence
+    lengths: Tensor  # (batch,): rows of the text, which all nodes see
+    starts: Tensor  # (batch,): the row that the first of these nodes is written to
+    key_depths: Tensor  # (batch, columns): of the rows behind those of the text
+    ancestor_bits: Tensor  # (batch, nodes, words): which of these rows each node sees
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        from branchwise.cuda import kernels  # needs Triton
+
+        new_keys, new_values = new_keys.to(keys.dtype), new_values.to(values.dtype)
+        kernels.write_rows(keys, values, new_keys, new_values, self.slots, self.starts)
+        return keys, values
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
+    ) -> Tensor:
+        """(batch, nodes, heads, width), in the dtype of the cache inside and of the query outside."""
+        from branchwise.cuda import kernels
+
+        found = kernels.tree_attention(
+            query.to(keys.dtype), keys, values, self.slots, self.lengths, self.depths, self.key_depths,
+            self.ancestor_bits, scale=scale, softcap=softcap, window=window,
+        )  # fmt: skip
+        return found.to(query.dtype)
+
+
+class PassInputs(PassTensors):
+    """The inputs of one pass, on the host and on the device."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         batch, nodes, words = self.size = size
@@ -134,27 +168,6 @@ class PassInputs:
         """What differs between trees of one batch, as `cuda.advance` takes it."""
         parts = self.tokens, self.positions, self.lengths, self.depths, self.key_depths, self.ancestor_bits
         return tuple(part[:batch] for part in parts)
-
-    # What the KV cache and the attention of a layer call
-
-    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        from branchwise.cuda import kernels  # needs Triton
-
-        new_keys, new_values = new_keys.to(keys.dtype), new_values.to(values.dtype)
-        kernels.write_rows(keys, values, new_keys, new_values, self.slots, self.starts)
-        return keys, values
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
-    ) -> Tensor:
-        """(batch, nodes, heads, width), in the dtype of the cache inside and of the query outside."""
-        from branchwise.cuda import kernels
-
-        found = kernels.tree_attention(
-            query.to(keys.dtype), keys, values, self.slots, self.lengths, self.depths, self.key_depths,
-            self.ancestor_bits, scale=scale, softcap=softcap, window=window,
-        )  # fmt: skip
-        return found.to(query.dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from branchwise.core.batch import TreeBatch
 from branchwise.core.rows import unpack_bits
 from branchwise.core.sequence import SequenceState
 from branchwise.cuda.graphs import GraphedFunction, restored
-from branchwise.cuda.inputs import BATCHES, NODES, PassInputs, PinnedBuffer, fitting
+from branchwise.cuda.inputs import BATCHES, NODES, PassTensors, PinnedBuffer, fitting
 
 Shape = tuple[int, int]  # (heads, width)
 
@@ -153,7 +153,7 @@ class KVCache(BlankCache):
         self.move = GraphedFunction(move, device, tensors, still=nowhere, capture=by_kernels and record)
         """moves the rows of accepted paths, (batch, steps) padded with -1, by kernels; `keep` counts them afterwards"""
         self._moves: dict[tuple[int, int], PinnedBuffer] = {}  # by the most sequences and steps that they hold
-        self.current: Pass | PassInputs | None = None
+        self.current: Pass | PassTensors | None = None
 
     def _allocated(self, kind: str, shapes: tuple[Shape, ...], dtype: torch.dtype) -> list[Tensor]:
         """(slots, heads, rows, width) of every layer: its part of the one tensor for its shape."""

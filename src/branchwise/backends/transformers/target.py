@@ -46,7 +46,7 @@ from branchwise.core.tree import DeviceShape
 from branchwise.cuda.advance import InputMover
 from branchwise.cuda.fuse import Fusion, Group, groups_of
 from branchwise.cuda.graphs import Graphs, InflightPass, have_kernels
-from branchwise.cuda.inputs import BATCHES, PassInputs, fitting, size_for
+from branchwise.cuda.inputs import BATCHES, PassInputs, PassTensors, fitting, size_for
 from branchwise.cuda.laid import lie_still
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
 from branchwise.errors import UnsupportedModel, UsageError
@@ -357,9 +357,10 @@ class TransformersTarget(PipelinedTarget):
             inputs.fill(slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout)
         self._move(inputs, batch, tokens if isinstance(tokens, Tensor) else None, laid, after, still=still)
         self._filled = pass_over
-        return inputs, self._graphs.run(recorded, self._run_packed).cut(batch, nodes)
+        return inputs, self._graphs.run(recorded, self.run_packed).cut(batch, nodes)
 
-    def _run_packed(self, inputs: PassInputs) -> Scored:
+    def run_packed(self, inputs: PassTensors) -> Scored:
+        """A pass by kernels over what lies on the device, launched here or recorded by whoever calls it."""
         # The model is fused only while no other target of it runs.
         fused = nullcontext() if self._fusion is None else self._fusion()
         with self.runner.attending(self.runner.hook.name), fused:
