@@ -21,7 +21,8 @@ from branchwise.draft import build_drafter
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy, drawable
 from branchwise.draft.model.draft_model import Weights
-from branchwise.draft.model.drafter import FOR_GREEDY, ModelDrafter, sound
+from branchwise.draft.model.drafter import FOR_GREEDY, ModelDrafter
+from branchwise.draft.model.reading import sound
 from branchwise.draft.model.vocabulary import common, frequent_tokens, save_counts, spellings, table_of
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.policies.rsd import Branching

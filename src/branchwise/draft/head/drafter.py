@@ -37,7 +37,7 @@ from branchwise.draft.head.trees.ahead import Ahead, best_first
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.head.usual import DEVICE, usual_on
-from branchwise.draft.model.drafter import Reading
+from branchwise.draft.model.reading import Reading
 from branchwise.draft.model.vocabulary import Vocabulary
 from branchwise.draft.policies.template import Ranks
 from branchwise.draft.policies.topk import TopK

@@ -158,24 +158,46 @@ class DraftKVCache:
         Returns logits (batch, nodes, vocabulary), and where the row of each root is. The trees, bare roots so far, are
         those that will grow.
         """
+        ahead = self.unwritten(sequences, texts)
+        followed = [self._texts[sequence] for sequence in sequences]
+        nodes = max(map(len, ahead))
+        tokens = np.array([new + [0] * (nodes - len(new)) for new in ahead], dtype=np.int64)
+        depths = np.tile(np.arange(nodes), (len(ahead), 1))
+        chain = np.tile(np.tri(nodes, dtype=np.bool_), (len(ahead), 1, 1))
+        logits = self.slots.sprout([one.key for one in followed], tokens, depths, chain)
+        self.count(sequences, ahead)
+        for one, tree in zip(followed, trees, strict=True):
+            one.tree = tree
+        return logits, [slice(len(new) - 1, len(new)) for new in ahead]
+
+    def unwritten(
+        self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], most: int = AT_ONCE
+    ) -> list[list[int]]:
+        """What is to be written of each text, at most so many tokens and at least its root. Texts that are new get a
+        slot; what is not valid any more of the others is dropped."""
         for sequence in sequences:
             if sequence not in self._texts:
                 if self._acquired is None:
                     self._acquired = self._acquire()
                 self._texts[sequence] = DraftSlot()
                 self.slots.store.open(self._texts[sequence].key)
-        followed = [self._texts[sequence] for sequence in sequences]
-        ahead = [self._catch_up(one, text) for one, text in zip(followed, texts, strict=True)]
-        nodes = max(map(len, ahead))
-        tokens = np.array([new + [0] * (nodes - len(new)) for new in ahead], dtype=np.int64)
-        depths = np.tile(np.arange(nodes), (len(ahead), 1))
-        chain = np.tile(np.tri(nodes, dtype=np.bool_), (len(ahead), 1, 1))
-        logits = self.slots.sprout([one.key for one in followed], tokens, depths, chain)
-        for one, new, tree in zip(followed, ahead, trees, strict=True):
+        return [self._catch_up(self._texts[one], text, most) for one, text in zip(sequences, texts, strict=True)]
+
+    def count(self, sequences: Sequence[SequenceState], written: Sequence[list[int]]) -> None:
+        """The rows of these tokens are written behind the committed ones of each text, and count as committed."""
+        for sequence, new in zip(sequences, written, strict=True):
+            one = self._texts[sequence]
             self.slots.store.advance(one.key, len(new))
             one.cached += new
-            one.tree = tree
-        return logits, [slice(len(new) - 1, len(new)) for new in ahead]
+
+    def cached(self, sequence: SequenceState) -> list[int]:
+        """The tokens of a text whose rows are committed; none of a text that has no slot."""
+        return self._texts[sequence].cached if sequence in self._texts else []
+
+    def seats(self, sequences: Sequence[SequenceState], rows: int) -> list[int]:
+        """The slots of these texts, behind whose committed rows so many others are about to be written."""
+        keys = [self._texts[sequence].key for sequence in sequences]
+        return self.slots.store.seat(keys, [0] * len(keys), rows, rows)[0]
 
     def sprouts(self, sequences: Sequence[SequenceState], wanted: Sequence[list[int]]) -> tuple[Tensor, list[slice]]:
         """The logits after the wanted nodes of every tree (batch, nodes, vocabulary), and where they are."""
@@ -208,8 +230,9 @@ class DraftKVCache:
             one.rows = rows
         return logits, [slice(len(new)) for new in wanted]
 
-    def _catch_up(self, followed: DraftSlot, text: list[int]) -> list[int]:
-        """Keep the rows that are still valid; returns the tokens that are not written yet, at least the root."""
+    def _catch_up(self, followed: DraftSlot, text: list[int], most: int) -> list[int]:
+        """Keep the rows that are still valid; returns the tokens that are not written yet, at least the root and at
+        most so many."""
         cached, store = followed.cached, self.slots.store
         known = len(cached)
         if cached != text[:known] or known == len(text):
@@ -222,7 +245,7 @@ class DraftKVCache:
         cached += text[known : known + len(path)]
         followed.rows = {}
         ahead = text[len(cached) :]
-        if len(ahead) > AT_ONCE:
+        if len(ahead) > most:
             self.slots.extend(followed.key, ahead[:-1])
             cached += ahead[:-1]
         return text[len(cached) :]

@@ -20,19 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import TargetInfo
-from branchwise.core.sampling import SamplingParams, Warp
+from branchwise.backends.base import Scored, TargetInfo
+from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
+from branchwise.draft.model.ahead import PathsAhead
 from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights
+from branchwise.draft.model.reading import BatchReading, Reading
 from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
-from branchwise.draft.policies.paths import Chain
+from branchwise.draft.policies.paths import Chain, Paths
 from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
+from branchwise.verify import Verdict, Verdicts
 
 FOR_GREEDY = 0.6
 """The temperature of draft distributions for a greedy text: the best token of the draft is the target's best token more
@@ -69,6 +71,8 @@ class ModelDrafter(TreeDrafter):
         self.recall = None if recall is None else TargetProbsMixer(recall)
         self._spelled: dict[SequenceState, Spelled] = {}
         self._readings: OrderedDict[object, Reading] = OrderedDict()
+        self._ahead: PathsAhead | None = None
+        """drafts on the device, where it can"""
 
     def bind(self, target: TargetInfo) -> None:
         from branchwise.backends.transformers.probe import context_limit  # transformers takes seconds to import
@@ -96,6 +100,7 @@ class ModelDrafter(TreeDrafter):
         acquire = partial(self.weights.acquire, target.slots, self._context, self._head, execution)
         self.weights.release(acquire())  # a model that cannot be served is refused here
         self._following = DraftKVCache(self.weights, acquire, self.vocabulary.draft_token)
+        self._ahead = self._on_device(target)
         rows = None if self.trim is None else len(self.vocabulary.columns)
         read = bytes_read(self.weights.model, rows)
         self.cost = None if target.weight_bytes is None else read / target.weight_bytes
@@ -105,15 +110,32 @@ class ModelDrafter(TreeDrafter):
         self._spelled.pop(sequence, None)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        return super().draft(sequences, [self._within(*pair) for pair in zip(sequences, budgets, strict=True)])
+        budgets = [self._within(*pair) for pair in zip(sequences, budgets, strict=True)]
+        if self._ahead is not None and self.kept_probs is None:  # whoever keeps distributions wants them on the host
+            trees = self._ahead.draft(sequences, [self._text(sequence) for sequence in sequences], budgets)
+            if trees is not None:
+                self._drafted = trees
+                return trees
+        return super().draft(sequences, budgets)
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        return None if self._ahead is None else self._ahead.draft_next(budgets)
+
+    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        if self._ahead is not None:
+            self._ahead.update(scored, verdicts)
+
+    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        super().update(sequences, scored, verdicts)
+        if self._ahead is not None:
+            self._ahead.follow(sequences, self._drafted, verdicts)
 
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
         # Trees grow level by level together: all expand their roots in the first round, and other nodes afterwards.
         roots = [request.nodes == [0] for request in requests]
         assert all(roots) or not any(roots), "trees of one batch grow level by level together"
-        self.passes += 1
         sequences = [request.sequence for request in requests]
-        with self.weights.lock, self._headed():
+        with self._passing(1):
             if roots[0]:
                 texts = [self._text(sequence) for sequence in sequences]
                 logits, places = self._following.roots(sequences, texts, [request.tree for request in requests])
@@ -161,6 +183,28 @@ class ModelDrafter(TreeDrafter):
         if sampling.temperature > 0:
             own |= {"top_k": self.top_k or sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         return SamplingParams(temperature=self.temperature or sampling.temperature or FOR_GREEDY, **own)
+
+    def _on_device(self, target: TargetInfo) -> PathsAhead | None:
+        """Drafting ahead of the host, where passes are made by kernels, over paths of tokens that both models share. A
+        policy that decides as it goes, and recall, decide on the host."""
+        paths = self.tree if type(self.tree) in (Chain, Paths) else None
+        if not target.execution.kernels or not isinstance(paths, Paths):
+            return None
+        if not self.vocabulary.same or self.recall is not None:
+            return None
+        parts = self._following, target, self._context, self.vocabulary.own, self._batch_reading, self._passing
+        return PathsAhead(paths, *parts)
+
+    def _batch_reading(self, sampling: list[SamplingParams]) -> BatchReading:
+        own = [self._sampling(params) for params in sampling]
+        return BatchReading(own, self.vocabulary, trimmed=self.trim is not None)
+
+    @contextmanager
+    def _passing(self, passes: int) -> Iterator[None]:
+        """Held while so many passes are made."""
+        self.passes += passes
+        with self.weights.lock, self._headed():
+            yield
 
     @contextmanager
     def _headed(self) -> Iterator[None]:
@@ -213,41 +257,6 @@ class ModelDrafter(TreeDrafter):
                 "without a tokenizer of the target they cannot be matched."
             )
         return Vocabulary.shared(target.vocabulary, weights.vocabulary)
-
-
-class Reading:
-    """Turns logits of a draft model into distributions over the target's vocabulary, for one kind of sampling."""
-
-    def __init__(self, sampling: SamplingParams, vocabulary: Vocabulary, *, trimmed: bool) -> None:
-        """A trimmed head has columns for the tokens that can be proposed, and no others."""
-        device = vocabulary.tokens.device
-        self._vocabulary = vocabulary
-        self._columns = None if trimmed or vocabulary.whole else vocabulary.columns
-        self._warp = Warp([sampling], len(vocabulary.tokens), device)
-        self._warp.bring()
-        self._replayed = PaddedGraphedFunction(self._probs, device) if not sampling.logit_bias else None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """(nodes, the target's vocabulary), given logits (nodes, columns of the head)."""
-        if self._replayed is None:
-            return self._probs(logits)
-        probs = self._replayed(logits)[: len(logits)]
-        return probs.clone() if self._replayed.fixed else probs
-
-    def _probs(self, logits: Tensor) -> Tensor:
-        if self._columns is not None:
-            logits = logits[:, self._columns]
-        return self._vocabulary.spread(sound(self._warp(logits[None])[0]))
-
-
-def sound(probs: Tensor) -> Tensor:
-    """Distributions (rows, tokens), where a row that overflowed or lost all its mass becomes uniform: a verifier has to
-    divide by the probability of a drawn token."""
-    masses = probs.sum(dim=-1, keepdim=True)
-    good = masses.isfinite() & (masses > 0)
-    if probs.device.type == "cpu" and bool(good.all()):
-        return probs
-    return torch.where(good, probs, 1 / probs.shape[-1])
 
 
 @dataclass

@@ -1,0 +1,87 @@
+"""From the logits of a draft model to the distributions that it draws from, over the target's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from branchwise.core.sampling import SamplingParams, Warp
+from branchwise.cuda.graphs import PaddedGraphedFunction
+from branchwise.draft.builder import drawable
+from branchwise.draft.model.vocabulary import Vocabulary
+
+
+class Reading:
+    """Turns logits of a draft model into distributions over the target's vocabulary, for one kind of sampling."""
+
+    def __init__(self, sampling: SamplingParams, vocabulary: Vocabulary, *, trimmed: bool) -> None:
+        """A trimmed head has columns for the tokens that can be proposed, and no others."""
+        device = vocabulary.tokens.device
+        self._vocabulary = vocabulary
+        self._columns = columns_of(vocabulary, trimmed=trimmed)
+        self._warp = Warp([sampling], len(vocabulary.tokens), device)
+        self._warp.bring()
+        self._replayed = PaddedGraphedFunction(self._probs, device) if not sampling.logit_bias else None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(nodes, the target's vocabulary), given logits (nodes, columns of the head)."""
+        if self._replayed is None:
+            return self._probs(logits)
+        probs = self._replayed(logits)[: len(logits)]
+        return probs.clone() if self._replayed.fixed else probs
+
+    def _probs(self, logits: Tensor) -> Tensor:
+        return read(self._warp, logits[None], self._vocabulary, self._columns)[0]
+
+
+class BatchReading:
+    """The same for a batch of texts on a device, each sampled in its own way: row b of logits is text b's.
+
+    What is recorded over it stays right for all batches of the same `structure`, of which it takes the parameters
+    (`assign`).
+    """
+
+    def __init__(self, samplings: Sequence[SamplingParams], vocabulary: Vocabulary, *, trimmed: bool) -> None:
+        self._vocabulary = vocabulary
+        self._columns = columns_of(vocabulary, trimmed=trimmed)
+        self._warp = Warp(samplings, len(vocabulary.tokens), vocabulary.tokens.device)
+
+    @property
+    def structure(self) -> tuple[object, ...]:
+        return self._warp.structure
+
+    def bring(self) -> None:
+        """Have everything on the device before operations are recorded there."""
+        self._warp.bring()
+
+    def assign(self, other: BatchReading) -> None:
+        self._warp.assign(other._warp)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(batch, nodes, the target's vocabulary) to draw from, given logits (batch, nodes, columns of the head)."""
+        return drawable(read(self._warp, logits, self._vocabulary, self._columns))
+
+
+def columns_of(vocabulary: Vocabulary, *, trimmed: bool) -> Tensor | None:
+    """The columns of the head that are read; None for all of them."""
+    return None if trimmed or vocabulary.whole else vocabulary.columns
+
+
+def read(warp: Warp, logits: Tensor, vocabulary: Vocabulary, columns: Tensor | None) -> Tensor:
+    """(batch, nodes, the target's vocabulary), given logits (batch, nodes, columns of the head)."""
+    if columns is not None:
+        logits = logits[..., columns]
+    probs = sound(warp(logits))
+    return vocabulary.spread(probs.flatten(0, 1)).view(*probs.shape[:2], -1)
+
+
+def sound(probs: Tensor) -> Tensor:
+    """Distributions (…, tokens), where a row that overflowed or lost all its mass becomes uniform: a verifier has to
+    divide by the probability of a drawn token."""
+    masses = probs.sum(dim=-1, keepdim=True)
+    good = masses.isfinite() & (masses > 0)
+    if probs.device.type == "cpu" and bool(good.all()):
+        return probs
+    return torch.where(good, probs, 1 / probs.shape[-1])
