@@ -11,7 +11,6 @@ graph and replayed on new values. The rule itself stays where it is, in the veri
 from __future__ import annotations
 
 import copy
-import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -25,12 +24,12 @@ from branchwise.core.rng import Chance, SeededChance
 from branchwise.core.rows import gather_rows
 from branchwise.core.target_probs import TargetProbs, WarpedProbs
 from branchwise.core.tree import Draw
+from branchwise.cuda import compiled
 from branchwise.cuda.choices import Choices
 from branchwise.cuda.counts import count
 from branchwise.cuda.graphs import Pool, at_first_sight, have_kernels, on
 from branchwise.cuda.inputs import PinnedBuffer
 from branchwise.cuda.laid import lie_still
-from branchwise.errors import first_line
 from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.auto import Auto, choose
 from branchwise.verify.match import Match, Undrafted, rule_for
@@ -95,9 +94,9 @@ class CapturedVerifier(Verifier):
             inputs = GraphInputs(numbers.on_device, probs.logits, q, tuple(resident.values()))
             warped = probs.without_texts()
             program = as_program(verifier, batch, warped, reads, tuple(resident), choices)
-            compiled = self._compile and not probs.greedy and choices is None
+            fused = self._compile and not probs.greedy and choices is None
             adjusted = warped if choices is None else None
-            self._graphs[key] = recording = Recording(self._pool, program, adjusted, numbers, inputs, compiled)
+            self._graphs[key] = recording = Recording(self._pool, program, adjusted, numbers, inputs, fused)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -304,35 +303,10 @@ def bring(values: Tensor, place: Tensor) -> None:
 
 
 def compiled_or_not(run: torch.fx.GraphModule, inputs: GraphInputs) -> Any:
-    """The compiled program; where the compiler fails, the program as it is, which is slower and no less right.
-    Compiled, indices into tables are not checked: no verifier reads beyond them, and uncompiled all are checked."""
-    fused = torch.compile(run, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
     count("compiled", "a verdict")
-    try:
-        fused(*inputs.flat)
-    except Exception as error:
-        logging.getLogger(__name__).warning("A verdict is captured uncompiled: %s", first_line(error))
-        return run
-    return fused
+    return compiled.compiled_or_not(run, inputs.flat, "A verdict is captured")
 
 
 def trace(program: Program, inputs: GraphInputs) -> torch.fx.GraphModule:
     """The operations that a program of tensors performs, whatever Python it is written in."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with torch.no_grad():
-        return work_out_once(make_fx(program)(*inputs.flat))
-
-
-def work_out_once(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Put numbers that whole rows depend on, all that are rounded from float64 to the rows' own type, into memory: what
-    is read by its strides has to be in it. The compiler would carry their formula into the loop over a row, and divide
-    in float64 for every token."""
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-        found, before = node.meta["val"], node.args[0].meta["val"]
-        if (before.dtype, found.dtype) == (torch.float64, torch.float32):
-            with graph.graph.inserting_after(node):
-                kept = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, found.shape, found.stride()))
-            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
-    graph.recompile()
-    return graph
+    return compiled.traced(program, inputs.flat)

@@ -25,8 +25,9 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.cuda.graphs import GraphedFunction
 from branchwise.cuda.inputs import BATCHES, PassTensors, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
+from branchwise.draft.model.choice import Choice
 from branchwise.draft.model.draft_model import TREE_ROWS, DraftKVCache
-from branchwise.draft.model.paths import Drawn, PathDraft, Texts, Way
+from branchwise.draft.model.paths import Drawn, PathDraft, Texts, gain
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.policies.paths import Paths
 from branchwise.verify import Verdict, Verdicts
@@ -34,6 +35,8 @@ from branchwise.verify import Verdict, Verdicts
 MOST_WAYS = 16
 """ways of sampling, for a number of texts, that are kept recorded, those used last"""
 
+Drafting = tuple[BatchReading, GraphedFunction[Drawn]]
+"""for one number of texts and one structure of their sampling: how logits are read, and all that follows"""
 Passing = Callable[[int], AbstractContextManager[None]]
 """held while so many passes of the draft model are made, or recorded"""
 
@@ -50,14 +53,6 @@ class Foreseen(NamedTuple):
     def is_now(self, sequence: SequenceState) -> bool:
         same = sequence is self.sequence and sequence.rng_seed == self.seed
         return same and sequence.tokens[self.before :] == self.gained
-
-
-class Recordable(NamedTuple):
-    """Drafting for one number of texts and one structure of their sampling."""
-
-    reading: BatchReading
-    grow: GraphedFunction[Drawn]
-    go_on: GraphedFunction[Drawn]
 
 
 class PathsAhead:
@@ -80,12 +75,13 @@ class PathsAhead:
         self._draft: PathDraft | None = None
         self._slots: weakref.ref[Any] | None = None
         """the slots that it drafts in, and that all recordings read and write"""
-        self._recordable: OrderedDict[Any, Recordable] = OrderedDict()
-        self._last: tuple[int, list[SamplingParams], Recordable] | None = None
+        self._ways: OrderedDict[Any, Drafting] = OrderedDict()
+        self._last: tuple[int, list[SamplingParams], Drafting] | None = None
         self._places: dict[int, Drawn] = {}  # by the number of texts
         self._buffers: dict[tuple[str, int], PinnedBuffer] = {}
         self._uploaded: dict[tuple[str, int], list[int]] = {}
         """what they hold"""
+        self._gain = GraphedFunction(gain, target.device, capture=target.execution.graphs)
         self._sequences: tuple[SequenceState, ...] = ()
         """texts of the pass that is made next or was made last, if their trees were drawn here"""
         self._found: Drawn | None = None
@@ -135,10 +131,12 @@ class PathsAhead:
         if longest + draft.steps + draft.length >= self._context:
             return
         size = len(nodes.slots)
-        way, about = self._way(sequences, size), self._about(sequences, size)
-        with self._passing(draft.length), torch.inference_mode():
-            paths = verdicts.paths[:, : draft.steps]  # a recorded verdict has columns for longer ones
-            self._found = way.go_on(about, nodes.lengths, nodes.tokens, paths, verdicts.tokens)
+        gained = self._fields("gained", size, 2 + draft.steps)
+        self._uploaded.pop(("gained", size), None)
+        paths = verdicts.paths[:, : draft.steps]  # a recorded verdict has columns for longer ones
+        with torch.inference_mode():
+            self._gain(gained.device_copy.view(-1, size), nodes.lengths, nodes.tokens, paths, verdicts.tokens)
+        self._found = self._drawn(sequences, size, draft)
 
     def follow(
         self, sequences: Sequence[SequenceState], trees: Sequence[DraftTree], verdicts: Sequence[Verdict]
@@ -171,12 +169,17 @@ class PathsAhead:
         size = fitting(len(sequences), BATCHES)
         written = [len(self._following.cached(sequence)) for sequence in sequences]
         numbers = [[start, len(new), *new] for start, new in zip(written, ahead, strict=True)]
-        way, about = self._way(sequences, size), self._about(sequences, size)
-        gained = self._upload("gained", size, numbers, [0] * (2 + draft.steps))
-        with self._passing(draft.length), torch.inference_mode():
-            found = way.grow(about, gained)
+        self._upload("gained", size, numbers, [0] * (2 + draft.steps))
+        found = self._drawn(sequences, size, draft)
         self._following.count(sequences, ahead)
         return found
+
+    def _drawn(self, sequences: Sequence[SequenceState], size: int, draft: PathDraft) -> Drawn:
+        """Paths of texts, padded to so many, given what each has gained."""
+        _, grow = self._way(sequences, size, draft)
+        about, gained = self._about(sequences, size, draft), self._buffers["gained", size].device_copy.view(-1, size)
+        with self._passing(draft.length), torch.inference_mode():
+            return grow(about, gained)
 
     def _fitting(self, length: int) -> PathDraft:
         """Paths of this length in the slots at hand; whatever is recorded belongs to these."""
@@ -190,45 +193,36 @@ class PathsAhead:
 
             draft = PathDraft(logits, policy.count, length, policy.common, self._own, self._target.device)
             self._draft, self._slots = draft, weakref.ref(slots)
-            self._recordable.clear()
+            self._ways.clear()
             self._last = None
             self._places.clear()
             self._buffers.clear()
             self._uploaded.clear()
         return draft
 
-    def _way(self, sequences: Sequence[SequenceState], size: int) -> Recordable:
+    def _way(self, sequences: Sequence[SequenceState], size: int, draft: PathDraft) -> Drafting:
         """How to draft for these texts, padded to so many."""
-        assert self._draft is not None, "texts are drafted for in slots"
         sampling = [sequence.sampling for sequence in sequences]
         if self._last is not None and self._last[:2] == (size, sampling):
             return self._last[2]
         reading = self._reading([*sampling, *sampling[-1:] * (size - len(sampling))])
-        greedy = {params.greedy for params in sampling}
-        key = size, True in greedy, False in greedy, *reading.structure
-        if key not in self._recordable:
+        some = {params.greedy for params in sampling}
+        key = size, True in some, False in some, *reading.structure
+        if key not in self._ways:
             reading.bring()
-            self._recordable[key] = self._unrecorded(self._draft, Way(reading, True in greedy, False in greedy), size)
-            if len(self._recordable) > MOST_WAYS:
-                self._recordable.popitem(last=False)
-        self._recordable.move_to_end(key)
-        found = self._recordable[key]
-        found.reading.assign(reading)
-        self._last = size, sampling, found
-        return found
+            how = self._target.execution
+            choice = Choice(reading, draft.count, greedy=True in some, drawn=False in some, compile=how.compile)
 
-    def _unrecorded(self, draft: PathDraft, way: Way, size: int) -> Recordable:
-        def grow_paths(about: Tensor, gained: Tensor) -> Drawn:
-            place, (written, counts, *_) = self._place(draft, size), gained
-            return draft.grow(way, place, Texts(*about), written, counts, gained[2:].T)
+            def draw_paths(about: Tensor, gained: Tensor) -> Drawn:
+                return draft.grow(choice, self._place(draft, size), Texts(*about), gained)
 
-        def go_on_with_paths(about: Tensor, *judged: Tensor) -> Drawn:
-            return draft.go_on(way, self._place(draft, size), Texts(*about), *judged)
-
-        device, capture = self._target.device, self._target.execution.graphs
-        both = (GraphedFunction(one, device, capture=capture) for one in (grow_paths, go_on_with_paths))
-        assert isinstance(way.read, BatchReading)
-        return Recordable(way.read, *both)
+            self._ways[key] = reading, GraphedFunction(draw_paths, self._target.device, capture=how.graphs)
+            if len(self._ways) > MOST_WAYS:
+                self._ways.popitem(last=False)
+        self._ways.move_to_end(key)
+        self._ways[key][0].assign(reading)
+        self._last = size, sampling, self._ways[key]
+        return self._ways[key]
 
     def _place(self, draft: PathDraft, size: int) -> Drawn:
         """Where paths are written: always the same place on a device, because what reads them is recorded for it. On a
@@ -243,10 +237,9 @@ class PathsAhead:
 
     # Numbers of the host
 
-    def _about(self, sequences: Sequence[SequenceState], size: int) -> Tensor:
+    def _about(self, sequences: Sequence[SequenceState], size: int, draft: PathDraft) -> Tensor:
         """(3, size): slots and seeds of texts, and which are greedy."""
-        assert self._draft is not None, "texts are drafted for in slots"
-        slots = self._following.seats(sequences, self._draft.rows)
+        slots = self._following.seats(sequences, draft.rows)
         numbers = [
             [slot, sequence.rng_seed, int(sequence.sampling.greedy)]
             for slot, sequence in zip(slots, sequences, strict=True)
@@ -257,16 +250,19 @@ class PathsAhead:
         """(fields, size): numbers of texts at a fixed place of the device; rows may be shorter than their padding."""
         filled = [[*row, *padding[len(row) :]] for row in rows] + [padding] * (size - len(rows))
         numbers = [number for column in zip(*filled, strict=True) for number in column]
-        key = kind, size
-        if key not in self._buffers:
-            self._buffers[key] = PinnedBuffer(len(numbers), self._target.device, torch.int64)
-        buffer = self._buffers[key]
+        key, buffer = (kind, size), self._fields(kind, size, len(padding))
         if self._uploaded.get(key) != numbers:
             self._uploaded.pop(key, None)  # after an interrupt nothing counts as uploaded
             buffer.host[:] = numbers
             buffer.copy()
             self._uploaded[key] = numbers
         return buffer.device_copy.view(len(padding), size)
+
+    def _fields(self, kind: str, size: int, count: int) -> PinnedBuffer:
+        """The place of so many numbers of every text."""
+        if (kind, size) not in self._buffers:
+            self._buffers[kind, size] = PinnedBuffer(count * size, self._target.device, torch.int64)
+        return self._buffers[kind, size]
 
     # Trees
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from branchwise.core.rng import GAMMA, mix, race
+from branchwise.core.rng import GAMMA, mix
 from branchwise.core.rows import WORD, pack_bits, words_for
 from branchwise.cuda.inputs import PassTensors
+from branchwise.draft.model.choice import Choice
 from branchwise.draft.sampler import PICKS
 
 Run = Callable[[PassTensors], Tensor]
@@ -46,17 +47,6 @@ class Drawn(NamedTuple):
     """(batch, nodes with children, vocabulary) float32"""
 
 
-class Way(NamedTuple):
-    """How the tokens of a batch are chosen."""
-
-    read: Callable[[Tensor], Tensor]
-    """turns logits (batch, nodes, columns) into distributions (batch, nodes, vocabulary) to draw from"""
-    greedy: bool
-    """whether there are texts that take the most probable tokens"""
-    drawn: bool
-    """whether there are others"""
-
-
 class Layout(NamedTuple):
     """Where the nodes of a pass stand behind the rows of their text; constants on the device."""
 
@@ -80,24 +70,10 @@ class PathDraft:
         """rows behind a text that are written"""
         self._layouts: dict[tuple[int, int | None], Layout] = {}
 
-    def go_on(
-        self, way: Way, place: Drawn, texts: Texts, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor
-    ) -> Drawn:
-        """From verdicts to the next paths. The texts had so many tokens (batch,) before the roots of their trees, whose
-        nodes have these tokens (batch, nodes); of these the paths (batch, steps), padded with -1, were accepted, and
-        one more token (batch,) follows each."""
-        paths = functional.pad(
-            paths, (0, self.steps - paths.shape[1]), value=-1
-        )  # trees that were cut have shorter ones
-        nodes = paths.clamp_min(0)
-        last = functional.pad(paths[:, 1:] < 0, (0, 1), value=True)
-        below = functional.pad(tokens.long().gather(1, nodes[:, 1:]), (0, 1))
-        ahead = torch.where(last, following[:, None], below)
-        return self.grow(way, place, texts, lengths.long() + 1, (paths >= 0).sum(dim=1), ahead)
-
-    def grow(self, way: Way, place: Drawn, texts: Texts, written: Tensor, counts: Tensor, ahead: Tensor) -> Drawn:
-        """Draw paths below texts of which so many rows are `written` and which go on with so many tokens (batch,) of
-        `ahead` (batch, steps), the last of them the root. What is drawn is written to its `place`."""
+    def grow(self, choose: Choice, place: Drawn, texts: Texts, gained: Tensor) -> Drawn:
+        """Draw paths below the ends of texts, given what these have `gained` (see `gain`), and write them to their
+        `place`."""
+        written, counts, ahead = gained[0], gained[1], gained[2:].T
         batch, device = len(ahead), ahead.device
         lengths = written + counts
         logits = self._catch_up(texts.slots, written, counts, ahead)
@@ -107,8 +83,8 @@ class PathDraft:
         node = first = torch.zeros(batch, self.count, dtype=torch.long, device=device)
         size = torch.ones(batch, 1, dtype=torch.long, device=device)
         for level in range(self.length):
-            probs = way.read(logits)  # (batch, nodes, vocabulary): one node at the root, then one for every path
-            token = self._choose(way, probs, first, keys[:, level], texts.greedy, apart=level >= self.common)
+            # Distributions (batch, nodes, vocabulary): one at the root, then one for every path.
+            token, probs = choose(logits, first, keys[:, level], texts.greedy, apart=level >= self.common)
             place.tokens[:, level + 1] = token[:, 0]
             if self.count == 1:
                 place.q[:, level] = probs[:, 0]
@@ -127,31 +103,6 @@ class PathDraft:
         path = torch.arange(self.count, device=seeds.device)
         draws = level * self.count + torch.where(level >= self.common, path, 0)
         return mix(mix(mix(seeds)[:, None, None] + (PICKS + draws)) + (positions * GAMMA)[:, None, None])
-
-    def _choose(self, way: Way, probs: Tensor, first: Tensor, keys: Tensor, greedy: Tensor, *, apart: bool) -> Tensor:
-        """(batch, paths): the next token of every path."""
-        if not way.greedy:
-            return self._drawn(probs, first, keys)
-        best = self._best(probs, first, apart=apart)
-        return torch.where(greedy[:, None] > 0, best, self._drawn(probs, first, keys)) if way.drawn else best
-
-    def _drawn(self, probs: Tensor, first: Tensor, keys: Tensor) -> Tensor:
-        """(batch, paths): a token for each path, from the distribution after the `first` that has come the same way."""
-        if self.count == 1:
-            return race(probs[:, 0], keys[:, 0])[:, None]
-        rows = torch.arange(len(probs), device=probs.device)[:, None] * probs.shape[1] + first
-        return race(probs.flatten(0, 1), keys.flatten(), rows.flatten()).view_as(first)
-
-    def _best(self, probs: Tensor, first: Tensor, *, apart: bool) -> Tensor:
-        """(batch, paths): the paths of a node take its best tokens in turn, and the best if there are no more."""
-        if self.count == 1:
-            return probs.argmax(dim=-1)
-        masses, tokens = probs.topk(min(self.count, probs.shape[2]), dim=-1)
-        earlier = torch.ones(self.count, self.count, dtype=torch.bool, device=probs.device).tril(-1)
-        turn = ((first[:, :, None] == first[:, None, :]) & earlier).sum(dim=2) if apart else torch.zeros_like(first)
-        turn = torch.where(turn < tokens.shape[2], turn, 0)
-        texts = torch.arange(len(probs), device=probs.device)[:, None]
-        return torch.where(masses[texts, first, turn] > 0, tokens[texts, first, turn], tokens[texts, first, 0])
 
     # Passes
 
@@ -193,6 +144,21 @@ class PathDraft:
         padded = functional.pad(columns, (0, WORD * words_for(len(columns)) - len(columns)))
         parts = depths, padded, pack_bits(seen)
         return Layout(*(part.int().expand(batch, *part.shape).contiguous().to(self._device) for part in parts))
+
+
+def gain(gained: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor) -> None:
+    """Write what texts gain by verdicts, (2 + steps, batch): how many rows of each a draft model has written, how many
+    tokens it has gained, and these tokens.
+
+    The texts had so many tokens (batch,) before the roots of their trees, whose nodes have these tokens (batch, nodes);
+    the paths (batch, steps or less), padded with -1, were accepted, and one more token (batch,) follows each."""
+    steps = len(gained) - 2
+    paths = functional.pad(paths, (0, steps - paths.shape[1]), value=-1)  # those of trees that were cut
+    last = functional.pad(paths[:, 1:] < 0, (0, 1), value=True)
+    below = functional.pad(tokens.long().gather(1, paths.clamp_min(0)[:, 1:]), (0, 1))
+    gained[0] = lengths + 1  # and the root
+    gained[1] = (paths >= 0).sum(dim=1)
+    gained[2:] = torch.where(last, following[:, None], below).T
 
 
 def numbered(node: Tensor, token: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
