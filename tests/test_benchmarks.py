@@ -320,3 +320,24 @@ def test_the_record_of_the_controller_is_of_all_worlds_and_of_clean_code() -> No
     assert len({(one["cost"], one["source"]) for one in found}) == 28
     assert len(found) == 28 * 2 * 3
     assert all(one["run"]["dirty"] is False for one in found)
+
+
+def test_chains_are_measured_against_plain_decoding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = script("chains")
+    asked = ["--shape", "tiny", "--device", "cpu", "--limit", "1", "--tokens", "6", "--context", "64"]
+    asked += ["--trees", "chain:2", "--levels", "--out", str(tmp_path / "chains.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["chains.py", *asked])
+    chains.main()
+    found = read(tmp_path / "chains.jsonl")
+    assert [(one["contestant"], one["temperature"]) for one in found] == [
+        (contestant, temperature)
+        for temperature in (0.0, 1.0)
+        for contestant in ("none", "chain:2", "chain:2 by level")
+    ]
+    assert all(0 < one["tokens"] < 6 and one["weights"] == "random" and one["target_seconds"] > 0 for one in found)
+    assert [one["draft_passes"] > 0 for one in found] == [False, True, True] * 2
+    shown = capsys.readouterr().out
+    assert "Random weights" in shown
+    assert len([line for line in shown.splitlines() if "chain:2" in line]) == 4
