@@ -33,7 +33,7 @@ from branchwise.bench.prompts import EDITING, FREE, Item, load_items
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Drafter
-from branchwise.draft.model.ahead import PathsAhead
+from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.engine import Engine, Request
@@ -79,7 +79,7 @@ Span = tuple[Any, Any]
 class LevelByLevel(ModelDrafter):
     """With the host between two levels, on any device."""
 
-    def _on_device(self, target: TargetInfo) -> PathsAhead | None:
+    def _on_device(self, target: TargetInfo) -> ModelAhead | None:
         return None
 
 

@@ -1,4 +1,4 @@
-"""Paths that a draft model draws ahead of the host are those that it draws level by level, token for token and q for q.
+"""Trees that a draft model draws ahead of the host are those that it grows level by level, token for token and q for q.
 
 The kernels of the passes are stood in for by torch (`attention_twins.py`); `tests/gpu/test_model_ahead.py` is the same
 on a device, where all of it is recorded."""
@@ -24,7 +24,7 @@ from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.model import choice, reading
-from branchwise.draft.model.ahead import PathsAhead
+from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.draft.model.reading import BatchReading
@@ -82,7 +82,7 @@ class Noting(ModelDrafter):
 class LevelByLevel(Noting):
     """With the host between two levels."""
 
-    def _on_device(self, target: TargetInfo) -> PathsAhead | None:
+    def _on_device(self, target: TargetInfo) -> ModelAhead | None:
         return None
 
 
@@ -127,9 +127,16 @@ def assert_same(one: Noting, other: Noting) -> None:
 @pytest.mark.parametrize("ways", [WAYS[:1], WAYS[1:2], WAYS], ids=["drawn", "greedy", "of all kinds"])
 @pytest.mark.parametrize(
     ("tree", "verify"),
-    [("chain:4", "block"), ("chain:1", "token"), ("paths:3x3", "cascade"), ("paths:2x4@2", "traversal")],
+    [
+        ("chain:4", "block"),
+        ("chain:1", "token"),
+        ("paths:3x3", "cascade"),
+        ("paths:2x4@2", "traversal"),
+        ("rsd-c:3,2,1", "rrs"),
+        ("template:sequoia-24", "traversal"),
+    ],
 )
-def test_paths_are_those_of_level_by_level(tree: str, verify: str, ways: list[SamplingParams]) -> None:
+def test_trees_are_those_of_level_by_level(tree: str, verify: str, ways: list[SamplingParams]) -> None:
     """Four texts in three slots: some end, one joins, and steps go on with those that are left."""
     ahead, levels = (kind(close_to(), tree=build_policy(tree)) for kind in (Noting, LevelByLevel))
     found, expected = write(ahead, verify, ways), write(levels, verify, ways)
@@ -139,15 +146,18 @@ def test_paths_are_those_of_level_by_level(tree: str, verify: str, ways: list[Sa
     assert sum(one.stats.accepted_tokens for one in found) > 10
 
 
-def test_a_chain_is_drafted_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call draws all its levels, and the pass over it begins before the host knows what it is."""
-    target, drafter = target_of(), Noting(close_to(), tree=build_policy("chain:4"))
+@pytest.mark.parametrize(("tree", "depth"), [("chain:4", 4), ("rsd-c:2,2", 2), ("ranks:mcsd", 3)])
+def test_trees_of_known_shapes_are_drafted_without_the_host(
+    tree: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call draws all levels, and the pass over them begins before the host knows what they are."""
+    target, drafter = target_of(), Noting(close_to(), tree=build_policy(tree))
     monkeypatch.setattr(TransformersTarget, "sprout", None)
-    [text] = write(drafter, "block", WAYS[:1], target, batch=1)
+    [text] = write(drafter, "auto", WAYS[:1], target, batch=1)
     steps = text.stats.steps
     assert drafter.ahead == steps - 1, "only the first tree was drawn from what the host said"
     assert target.served > steps / 2
-    assert 4 * steps <= drafter.passes <= 4 * (steps + 1)
+    assert depth * steps <= drafter.passes <= depth * (steps + 1)
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "paths:2x3"])
@@ -209,7 +219,7 @@ def test_what_decides_on_the_host_is_left_to_it() -> None:
     info = target_of().info
     kinds: list[dict[str, object]] = [
         {"tree": build_policy("chain:4,stop=confidence:0.4")},
-        {"tree": build_policy("rsd-c:2,2")},
+        {"tree": build_policy("rsd-s:2x2")},
         {"recall": 0.3},
     ]
     for options in kinds:
@@ -220,6 +230,27 @@ def test_what_decides_on_the_host_is_left_to_it() -> None:
     drafter = ModelDrafter(Weights("tiny", tiny(1, layers=1), None))
     drafter.bind(plain.info)
     assert drafter._ahead is None, "without kernels passes wait for the host in any case"
+
+
+def test_trees_of_ranks_are_those_of_level_by_level() -> None:
+    """Nothing is drawn of them, so nothing but their tokens has to come from the device."""
+    ways, target = [WAYS[0], WAYS[1]], target_of()
+    ahead, levels = (kind(close_to(), tree=build_policy("ranks:mcsd")) for kind in (Noting, LevelByLevel))
+    found, expected = write(ahead, "match", ways, target), write(levels, "match", ways)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.stats.accepted_per_depth for one in found] == [one.stats.accepted_per_depth for one in expected]
+    assert ahead.ahead > 5
+    assert target.served > 3
+
+
+def test_where_a_distribution_has_too_few_tokens_the_host_grows_the_tree() -> None:
+    """Its nodes are numbered as they are, and those that would have been drawn below a missing one are not there."""
+    few = [SamplingParams(1.0, seed=2, top_k=2), *WAYS[:1]]
+    ahead, levels = (kind(close_to(), tree=build_policy("template:mcsd")) for kind in (Noting, LevelByLevel))
+    found, expected = write(ahead, "rrs", few), write(levels, "rrs", few)
+    assert_same(ahead, levels)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert len({parents for _, _, parents, _, _ in ahead.noted}) > 2, "no token was missing"
 
 
 # Verdicts of all kinds
@@ -259,7 +290,7 @@ class Steps:
         following, verdicts = torch.zeros(size, dtype=torch.long), []
         for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
             tokens[row, : len(tree)] = tree.tokens
-            path = tree.paths[0][: kept[row] + 1]
+            path = tree.path(len(tree) - 1)[: kept[row] + 1]
             paths[row, : len(path)] = torch.tensor(path)
             lengths[row], slots[row] = len(sequence.tokens) - 1, row
             following[row] = (7 * len(sequence.tokens) + row) % VOCABULARY
@@ -274,8 +305,8 @@ class Steps:
             sequence.tokens += [*verdict.kept_of(tree), verdict.token]
 
 
-@pytest.mark.parametrize("tree", ["chain:3", "paths:3x2", "paths:2x3@1"])
-@settings(max_examples=15)
+@pytest.mark.parametrize("tree", ["chain:3", "paths:3x2", "paths:2x3@1", "template:mcsd", "rsd-c:2,2"])
+@settings(max_examples=12)
 @given(data=st.data())
 def test_paths_are_right_whatever_verdicts_keep(tree: str, data: st.DataObject) -> None:
     """In batches that change, behind steps that broke off, with budgets that cut, for texts that were rewritten."""
@@ -311,11 +342,11 @@ def test_a_choice_that_was_traced_serves_other_parameters_and_keys(
     ways = [[SamplingParams(0.7, top_k=4), SamplingParams(0.9, top_k=4)], [SamplingParams(0.5, top_k=4)] * 2]
     readings = [BatchReading(way, vocabulary, trimmed=False) for way in ways]
     assert readings[0].structure == readings[1].structure
-    fused = choice.Choice(readings[0], count, greedy=True, drawn=True, compile=True)
+    fused = choice.Picks(readings[0], count, greedy=True, drawn=True, compile=True)
     readings[0].bring()
     noise = torch.Generator().manual_seed(3)
     for turn in range(4):
-        plain = choice.Choice(BatchReading(ways[turn % 2], vocabulary, trimmed=False), count, greedy=True, drawn=True)
+        plain = choice.Picks(BatchReading(ways[turn % 2], vocabulary, trimmed=False), count, greedy=True, drawn=True)
         readings[0].assign(plain.reading)
         logits = torch.randn(2, count, VOCABULARY, generator=noise)
         first = torch.tensor([[0, 0, 2], [0, 1, 1]])[:, :count]

@@ -1,9 +1,9 @@
-"""A draft model that drafts on the device ahead of the host: the paths that follow a verdict are drawn before the host
+"""A draft model that drafts on the device ahead of the host: the trees that follow a verdict are drawn before the host
 has read it, all levels in one CUDA graph.
 
-Tokens and q of a chain stay on the device, so nothing waits between drafting and scoring. Several paths are drawn in
-the same way, but their tree has the shape that they were drawn in, and verifiers look that up on the host: it reads
-the tokens of the paths once, when the tree is wanted.
+Tokens and q stay on the device, so nothing waits between drafting and scoring. Only the shape of several paths, which
+merge where they agree, is known when they are drawn: verifiers look it up on the host, which reads the tokens of the
+paths once, when their tree is wanted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from torch import Tensor
 from branchwise.backends.base import Scored, TargetInfo, weakly
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
-from branchwise.core.topology import chain_topology
-from branchwise.core.tree import DraftTree, Draw
+from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import GraphedFunction
 from branchwise.cuda.inputs import BATCHES, PassTensors, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
-from branchwise.draft.model.choice import Choice
 from branchwise.draft.model.draft_model import TREE_ROWS, DraftKVCache
-from branchwise.draft.model.paths import Drawn, PathDraft, Texts, gain
+from branchwise.draft.model.passes import Drawn, Run, Texts, TreeDraft, gain
 from branchwise.draft.model.reading import BatchReading
-from branchwise.draft.policies.paths import Paths
 from branchwise.verify import Verdict, Verdicts
 
 MOST_WAYS = 16
@@ -55,24 +52,23 @@ class Foreseen(NamedTuple):
         return same and sequence.tokens[self.before :] == self.gained
 
 
-class PathsAhead:
-    """Paths of a draft model that follow each other on the device of its target."""
+class ModelAhead:
+    """Trees of a draft model that follow each other on the device of its target."""
 
     def __init__(
         self,
-        policy: Paths,
+        made: Callable[[Sequence[Budget]], TreeDraft],
         following: DraftKVCache,
         target: TargetInfo,
         context: int,
-        own: int,
         reading: Callable[[list[SamplingParams]], BatchReading],
         passing: Passing,
     ) -> None:
-        """`context` and `own` are the most tokens and the vocabulary of the draft model, whose tokens are those of the
-        target; `reading` reads its logits for texts that are sampled so."""
-        self._policy, self._following, self._target = policy, following, target
-        self._context, self._own, self._reading, self._passing = context, own, reading, passing
-        self._draft: PathDraft | None = None
+        """`made` makes trees for budgets; `context` is the most tokens of the draft model, whose tokens are those of
+        the target, and `reading` reads its logits for texts that are sampled so."""
+        self._made, self._following, self._target = made, following, target
+        self._context, self._reading, self._passing = context, reading, passing
+        self._draft: TreeDraft | None = None
         self._slots: weakref.ref[Any] | None = None
         """the slots that it drafts in, and that all recordings read and write"""
         self._ways: OrderedDict[Any, Drafting] = OrderedDict()
@@ -85,7 +81,9 @@ class PathsAhead:
         self._sequences: tuple[SequenceState, ...] = ()
         """texts of the pass that is made next or was made last, if their trees were drawn here"""
         self._found: Drawn | None = None
-        """paths below the tokens of the last verdicts"""
+        """trees below the tokens of the last verdicts"""
+        self._told: tuple[Tensor, torch.cuda.Event | None] | None = None
+        """what the host has to know of them, on its way"""
         self._expected: list[Foreseen] = []
         self._next: list[DraftTree] | None = None
 
@@ -93,55 +91,54 @@ class PathsAhead:
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], budgets: Sequence[Budget]
     ) -> list[DraftTree] | None:
         """The next trees of texts, which are given in tokens of the draft model; None if the host has to grow them."""
-        found, trees, self._found, self._next, self._sequences = self._found, self._next, None, None, ()
-        lengths = [self._policy.within(budget) for budget in budgets]
-        if not max(lengths):
+        found, trees, told = self._found, self._next, self._told
+        self._found, self._next, self._told, self._sequences = None, None, None, ()
+        draft = self._draft
+        if draft is None or not draft.serves(budgets):
+            draft, found = self._made(budgets), None
+        if not draft.depth or not any(budget.depth > 0 and budget.nodes > 1 for budget in budgets):
             return None
-        before = self._draft
-        if before is not None and not self._foresaw(sequences, texts):
-            found = None
-        if found is not None and before is not None and max(lengths) <= before.length:
+        if found is not None and self._foresaw(sequences, texts):
             # Its rows are written: those of the tokens that the verdict kept, and of the root.
             known = [len(self._following.cached(sequence)) for sequence in sequences]
             self._following.count(sequences, [text[end:] for text, end in zip(texts, known, strict=True)])
         else:
-            trees, found = None, self._grown(sequences, texts, max(lengths))
-        if found is None:
+            trees, told, found = None, None, self._grown(draft, sequences, texts)
+        if found is None or (draft.tells and draft.fails(arrived(told or fetched(found.told)), budgets)):
             return None
         self._sequences = tuple(sequences)
-        return self._trees(found, sequences, lengths) if trees is None else trees
+        return draft.trees(found, sequences, budgets) if trees is None else trees
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        if self._found is None or self._draft is None or self._policy.count > 1:
+        draft = self._draft
+        if self._found is None or draft is None or not draft.resident or not draft.whole(budgets):
             return None
-        lengths = [self._policy.within(budget) for budget in budgets]
-        if min(lengths) < self._draft.length:  # the trees may have to be smaller
-            return None
-        self._next = self._trees(self._found, self._sequences, lengths)
+        self._next = draft.trees(self._found, self._sequences, budgets)
         return self._next
 
     def update(self, scored: Scored, verdicts: Verdicts) -> None:
-        """Enqueue the rows of what a verdict kept, and the next paths."""
-        self._found = self._next = None
+        """Enqueue the rows of what a verdict kept, and the next trees."""
+        self._found = self._next = self._told = None
         self._expected = []
         nodes, sequences, draft = scored.nodes, self._sequences, self._draft
         if nodes is None or not sequences or draft is None:
             return
         longest = max(len(self._following.cached(sequence)) for sequence in sequences)
-        if longest + draft.steps + draft.length >= self._context:
+        if longest + draft.steps + draft.depth >= self._context:
             return
         size = len(nodes.slots)
-        gained = self._fields("gained", size, 2 + draft.steps)
+        gained = self._fields("gained", size, 2 + draft.steps).device_copy.view(-1, size)
         self._uploaded.pop(("gained", size), None)
         paths = verdicts.paths[:, : draft.steps]  # a recorded verdict has columns for longer ones
         with torch.inference_mode():
-            self._gain(gained.device_copy.view(-1, size), nodes.lengths, nodes.tokens, paths, verdicts.tokens)
-        self._found = self._drawn(sequences, size, draft)
+            self._gain(gained, nodes.lengths, nodes.tokens, paths, verdicts.tokens)
+        self._found = self._drawn(draft, sequences, size)
+        self._told = fetched(self._found.told) if draft.tells else None
 
     def follow(
         self, sequences: Sequence[SequenceState], trees: Sequence[DraftTree], verdicts: Sequence[Verdict]
     ) -> None:
-        """The host has read the verdicts behind which the next paths are drawn."""
+        """The host has read the verdicts behind which the next trees are drawn."""
         if self._found is None:
             return
         self._expected = [
@@ -150,7 +147,7 @@ class PathsAhead:
         ]
 
     def _foresaw(self, sequences: Sequence[SequenceState], texts: Sequence[list[int]]) -> bool:
-        """Whether the texts are those, and as long, that paths were drawn for behind the last verdict."""
+        """Whether the texts are those, and as long, that trees were drawn for behind the last verdict."""
         return len(sequences) == len(self._expected) and all(
             one.is_now(sequence) and text[: one.before] == self._following.cached(sequence)
             for one, sequence, text in zip(self._expected, sequences, texts, strict=True)
@@ -158,49 +155,35 @@ class PathsAhead:
 
     # Drawing
 
-    def _grown(self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], length: int) -> Drawn | None:
-        """Paths of at least this length below the roots of texts that the host knows; None if there is no room."""
-        length = max(length, 0 if self._draft is None else self._draft.length)
-        rows = self._policy.count * length + length + 1
-        if max(map(len, texts)) + length >= self._context or rows > TREE_ROWS:
+    def _grown(self, draft: TreeDraft, sequences: Sequence[SequenceState], texts: Sequence[list[int]]) -> Drawn | None:
+        """Trees below the roots of texts that the host knows; None if there is no room for them."""
+        if max(map(len, texts)) + draft.depth >= self._context or draft.rows > TREE_ROWS:
             return None
-        ahead = self._following.unwritten(sequences, texts, length + 1)
-        draft = self._fitting(length)
+        ahead = self._following.unwritten(sequences, texts, draft.steps)
+        if draft is not self._draft or self._slots is None or self._slots() is not self._following.slots:
+            self._begin(draft)
         size = fitting(len(sequences), BATCHES)
         written = [len(self._following.cached(sequence)) for sequence in sequences]
         numbers = [[start, len(new), *new] for start, new in zip(written, ahead, strict=True)]
         self._upload("gained", size, numbers, [0] * (2 + draft.steps))
-        found = self._drawn(sequences, size, draft)
+        found = self._drawn(draft, sequences, size)
         self._following.count(sequences, ahead)
         return found
 
-    def _drawn(self, sequences: Sequence[SequenceState], size: int, draft: PathDraft) -> Drawn:
-        """Paths of texts, padded to so many, given what each has gained."""
-        _, grow = self._way(sequences, size, draft)
-        about, gained = self._about(sequences, size, draft), self._buffers["gained", size].device_copy.view(-1, size)
-        with self._passing(draft.length), torch.inference_mode():
+    def _begin(self, draft: TreeDraft) -> None:
+        """Draft so, in the slots at hand; whatever is recorded belongs to these."""
+        self._draft, self._slots, self._last = draft, weakref.ref(self._following.slots), None
+        for held in (self._ways, self._places, self._buffers, self._uploaded):
+            held.clear()
+
+    def _drawn(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int) -> Drawn:
+        """Trees of texts, padded to so many, given what each has gained."""
+        _, grow = self._way(draft, sequences, size)
+        about, gained = self._about(draft, sequences, size), self._buffers["gained", size].device_copy.view(-1, size)
+        with self._passing(draft.depth), torch.inference_mode():
             return grow(about, gained)
 
-    def _fitting(self, length: int) -> PathDraft:
-        """Paths of this length in the slots at hand; whatever is recorded belongs to these."""
-        slots, draft = self._following.slots, self._draft
-        if draft is None or self._slots is None or self._slots() is not slots or draft.length != length:
-            run, policy = weakly(slots.run_packed), self._policy
-
-            def logits(inputs: PassTensors) -> Tensor:
-                found: Tensor = run(inputs).logits
-                return found
-
-            draft = PathDraft(logits, policy.count, length, policy.common, self._own, self._target.device)
-            self._draft, self._slots = draft, weakref.ref(slots)
-            self._ways.clear()
-            self._last = None
-            self._places.clear()
-            self._buffers.clear()
-            self._uploaded.clear()
-        return draft
-
-    def _way(self, sequences: Sequence[SequenceState], size: int, draft: PathDraft) -> Drafting:
+    def _way(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int) -> Drafting:
         """How to draft for these texts, padded to so many."""
         sampling = [sequence.sampling for sequence in sequences]
         if self._last is not None and self._last[:2] == (size, sampling):
@@ -210,13 +193,13 @@ class PathsAhead:
         key = size, True in some, False in some, *reading.structure
         if key not in self._ways:
             reading.bring()
-            how = self._target.execution
-            choice = Choice(reading, draft.count, greedy=True in some, drawn=False in some, compile=how.compile)
+            how, run = self._target.execution, self._run()
+            choose = draft.choice(reading, greedy=True in some, drawn=False in some, compile=how.compile)
 
-            def draw_paths(about: Tensor, gained: Tensor) -> Drawn:
-                return draft.grow(choice, self._place(draft, size), Texts(*about), gained)
+            def draw_trees(about: Tensor, gained: Tensor) -> Drawn:
+                return draft.grow(run, choose, self._place(draft, size), Texts(*about), gained)
 
-            self._ways[key] = reading, GraphedFunction(draw_paths, self._target.device, capture=how.graphs)
+            self._ways[key] = reading, GraphedFunction(draw_trees, self._target.device, capture=how.graphs)
             if len(self._ways) > MOST_WAYS:
                 self._ways.popitem(last=False)
         self._ways.move_to_end(key)
@@ -224,20 +207,27 @@ class PathsAhead:
         self._last = size, sampling, self._ways[key]
         return self._ways[key]
 
-    def _place(self, draft: PathDraft, size: int) -> Drawn:
-        """Where paths are written: always the same place on a device, because what reads them is recorded for it. On a
+    def _run(self) -> Run:
+        """A pass in the slots at hand, which it does not keep."""
+        run = weakly(self._following.slots.run_packed)
+
+        def logits(inputs: PassTensors) -> Tensor:
+            found: Tensor = run(inputs).logits
+            return found
+
+        return logits
+
+    def _place(self, draft: TreeDraft, size: int) -> Drawn:
+        """Where trees are written: always the same place on a device, because what reads them is recorded for it. On a
         host nothing is, and trees keep what they hold."""
-        device = self._target.device
-        if size not in self._places or device.type == "cpu":
-            steps = torch.zeros(size, draft.count, draft.length, 2, dtype=torch.long, device=device)
-            tokens = torch.zeros(size, draft.steps, dtype=torch.long, device=device)
-            q = torch.zeros(size, draft.inner, self._target.vocabulary, device=device)
-            self._places[size] = Drawn(tokens, steps, q)
+        if size not in self._places or self._target.device.type == "cpu":
+            with torch.inference_mode(mode=False):  # whoever reads them need not know how they were written
+                self._places[size] = draft.place(size, self._target.vocabulary)
         return self._places[size]
 
     # Numbers of the host
 
-    def _about(self, sequences: Sequence[SequenceState], size: int, draft: PathDraft) -> Tensor:
+    def _about(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int) -> Tensor:
         """(3, size): slots and seeds of texts, and which are greedy."""
         slots = self._following.seats(sequences, draft.rows)
         numbers = [
@@ -264,32 +254,19 @@ class PathsAhead:
             self._buffers[kind, size] = PinnedBuffer(count * size, self._target.device, torch.int64)
         return self._buffers[kind, size]
 
-    # Trees
 
-    def _trees(self, found: Drawn, sequences: Sequence[SequenceState], lengths: list[int]) -> list[DraftTree]:
-        """What was drawn, in so many levels. A draw belongs to its level: fewer levels are drawn as the first of more
-        are."""
-        if self._policy.count == 1:
-            return [self._chain(*one) for one in zip(found.tokens, found.q, lengths, strict=False)]
-        drawn = found.steps.tolist()  # the only synchronisation
-        return [
-            self._tree(sequence.root, *one)
-            for sequence, one in zip(sequences, zip(drawn, found.q, lengths, strict=False), strict=True)
-        ]
+def fetched(told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Numbers on their way to the host: what is enqueued from now on does not delay them."""
+    if told.device.type != "cuda":
+        return told, None
+    numbers, over = told.to("cpu", non_blocking=True), torch.cuda.Event()
+    over.record(torch.cuda.current_stream(told.device))
+    return numbers, over
 
-    def _chain(self, tokens: Tensor, q: Tensor, length: int) -> DraftTree:
-        parents = chain_topology(length + 1).parents
-        return DraftTree(tokens[: length + 1], parents, Draw.PATHS, q[:length] if length else None, (length,))
 
-    def _tree(self, root: int, paths: list[list[list[int]]], q: Tensor, length: int) -> DraftTree:
-        """The first levels of drawn paths, each a list of (token, node)."""
-        nodes, ends = {0: (-1, root)}, [0] * len(paths)
-        for level in range(length):
-            for path, steps in enumerate(paths):
-                token, node = steps[level]
-                nodes[node] = ends[path], token
-                ends[path] = node
-        parents, tokens = zip(*(nodes[node] for node in range(len(nodes))), strict=True)
-        draw = self._policy.draw
-        leaves = tuple(ends) if draw is Draw.PATHS else ()
-        return DraftTree(torch.tensor(tokens), parents, draw, q[: max(parents) + 1] if length else None, leaves)
+def arrived(told: tuple[Tensor, torch.cuda.Event | None]) -> list[int]:
+    numbers, over = told
+    if over is not None:
+        over.synchronize()
+    found: list[int] = numbers.tolist()
+    return found

@@ -1,48 +1,59 @@
-"""Choosing the next tokens of paths where their logits are: warped, drawn and recorded as q without the host."""
+"""Choosing tokens where their logits are: warped and drawn without the host, with the noise that it would use."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from branchwise.core.rng import race
+from branchwise.core.rng import race, race_on
 from branchwise.cuda.compiled import compiled_or_not, traced
 from branchwise.draft.model.reading import BatchReading
 
 
-class Choice:
-    """The next tokens of `count` paths of every text, and the distributions that they come from."""
+class Choice(ABC):
+    """Tokens of a batch of texts, and the distributions that they come from."""
 
-    def __init__(self, reading: BatchReading, count: int, *, greedy: bool, drawn: bool, compile: bool = False) -> None:
+    def __init__(self, reading: BatchReading, *, greedy: bool, drawn: bool, compile: bool = False) -> None:
         """Whether there are `greedy` texts, and whether tokens of others are `drawn`. `compile` fuses it, once for
         every shape."""
         self.reading = reading
-        self._count, self._greedy, self._drawn, self._compile = count, greedy, drawn, compile
-        self._programs: dict[tuple[bool, torch.Size], Any] = {}
+        self._greedy, self._drawn, self._compile = greedy, drawn, compile
+        self._programs: dict[Any, Any] = {}
 
-    def __call__(
-        self, logits: Tensor, first: Tensor, keys: Tensor, greedy: Tensor, *, apart: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, paths), and distributions (batch, nodes, vocabulary) of logits (batch, nodes, columns): one
-        node for all paths, or a node for each. A path draws, by its key (batch, paths), from the distribution of the
-        `first` path (batch, paths) that has come the same way; which texts are `greedy` (batch,) is a number. All paths
-        take the same token unless they go `apart`."""
-        given = logits, first, keys, greedy
+    def __call__(self, *given: Tensor, **options: int) -> tuple[Tensor, Tensor]:
+        """Tokens, and distributions (batch, nodes, vocabulary) of logits (batch, nodes, columns), the first of what is
+        given; `options` are what a program is compiled for."""
         if not self._compile:
-            return self._choose(*given, apart=apart)
-        shape = apart, logits.shape
-        if shape not in self._programs:
-            program = partial(self._choose, apart=apart)
-            self._programs[shape] = compiled_or_not(traced(program, given), given, "The draws of a draft model run")
-        tokens, probs = self._programs[shape](*given)
+            return self._choose(*given, **options)
+        kind = tuple(options.values()), given[0].shape
+        if kind not in self._programs:
+            program = partial(self._choose, **options)
+            self._programs[kind] = compiled_or_not(traced(program, given), given, "The draws of a draft model run")
+        tokens, probs = self._programs[kind](*given)
         return tokens, probs
+
+    @abstractmethod
+    def _choose(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]: ...
+
+
+class Picks(Choice):
+    """The next tokens of `count` paths of every text."""
+
+    def __init__(self, reading: BatchReading, count: int, **how: bool) -> None:
+        super().__init__(reading, **how)
+        self._count = count
 
     def _choose(
         self, logits: Tensor, first: Tensor, keys: Tensor, greedy: Tensor, *, apart: bool
     ) -> tuple[Tensor, Tensor]:
+        """Tokens (batch, paths), given logits after one node for all paths, or after a node of each. A path draws, by
+        its key (batch, paths), from the distribution of the `first` path (batch, paths) that has come the same way;
+        which texts are `greedy` (batch,) is a number. All paths take the same token unless they go `apart`."""
         probs = self.reading(logits)
         if not self._greedy:
             return self._race(probs, first, keys), probs
@@ -66,3 +77,25 @@ class Choice:
         turn = torch.where(turn < tokens.shape[2], turn, 0)
         texts = torch.arange(len(probs), device=probs.device)[:, None]
         return torch.where(masses[texts, first, turn] > 0, tokens[texts, first, turn], tokens[texts, first, 0])
+
+
+class Orders(Choice):
+    """Several tokens after each node, none of them twice; -1 where a distribution has no more."""
+
+    def _choose(self, logits: Tensor, keys: Tensor, greedy: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
+        """Tokens (batch, nodes, width), drawn one after the other by the key of their node (batch, nodes), or the most
+        probable ones first."""
+        probs = self.reading(logits)
+        if not self._greedy:
+            return self._race_on(probs, keys, width), probs
+        best = self._best(probs, width)
+        if not self._drawn:
+            return best, probs
+        return torch.where(greedy[:, None, None] > 0, best, self._race_on(probs, keys, width)), probs
+
+    def _race_on(self, probs: Tensor, keys: Tensor, width: int) -> Tensor:
+        return race_on(probs.flatten(0, 1), keys.flatten(), width).view(*keys.shape, width)
+
+    def _best(self, probs: Tensor, width: int) -> Tensor:
+        masses, tokens = probs.topk(min(width, probs.shape[2]), dim=-1)
+        return functional.pad(torch.where(masses > 0, tokens, -1), (0, width - tokens.shape[2]), value=-1)

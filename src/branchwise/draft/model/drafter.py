@@ -11,7 +11,7 @@ all texts.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,11 +26,16 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
-from branchwise.draft.model.ahead import PathsAhead
+from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights
+from branchwise.draft.model.passes import TreeDraft
+from branchwise.draft.model.paths import PathDraft
 from branchwise.draft.model.reading import BatchReading, Reading
+from branchwise.draft.model.shapes import Shaped, ShapeDraft, shape_of
 from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
 from branchwise.draft.policies.paths import Chain, Paths
+from branchwise.draft.policies.rsd import Branching
+from branchwise.draft.policies.template import Ranks, Template
 from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
@@ -71,7 +76,7 @@ class ModelDrafter(TreeDrafter):
         self.recall = None if recall is None else TargetProbsMixer(recall)
         self._spelled: dict[SequenceState, Spelled] = {}
         self._readings: OrderedDict[object, Reading] = OrderedDict()
-        self._ahead: PathsAhead | None = None
+        self._ahead: ModelAhead | None = None
         """drafts on the device, where it can"""
 
     def bind(self, target: TargetInfo) -> None:
@@ -184,16 +189,24 @@ class ModelDrafter(TreeDrafter):
             own |= {"top_k": self.top_k or sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         return SamplingParams(temperature=self.temperature or sampling.temperature or FOR_GREEDY, **own)
 
-    def _on_device(self, target: TargetInfo) -> PathsAhead | None:
-        """Drafting ahead of the host, where passes are made by kernels, over paths of tokens that both models share. A
-        policy that decides as it goes, and recall, decide on the host."""
-        paths = self.tree if type(self.tree) in (Chain, Paths) else None
-        if not target.execution.kernels or not isinstance(paths, Paths):
+    def _on_device(self, target: TargetInfo) -> ModelAhead | None:
+        """Drafting ahead of the host, where passes are made by kernels, in tokens that both models share. A policy that
+        decides as it goes, and recall, decide on the host."""
+        made = self._trees_on(target)
+        if made is None or not target.execution.kernels or not self.vocabulary.same or self.recall is not None:
             return None
-        if not self.vocabulary.same or self.recall is not None:
-            return None
-        parts = self._following, target, self._context, self.vocabulary.own, self._batch_reading, self._passing
-        return PathsAhead(paths, *parts)
+        return ModelAhead(made, self._following, target, self._context, self._batch_reading, self._passing)
+
+    def _trees_on(self, target: TargetInfo) -> Callable[[Sequence[Budget]], TreeDraft] | None:
+        """Makes trees of the policy on a device; None if only the host can."""
+        tree, own = self.tree, self.vocabulary.own
+        if isinstance(tree, Paths) and type(tree) in (Paths, Chain):
+            return lambda budgets: PathDraft(tree, max(map(tree.within, budgets)), own, target.device)
+        if isinstance(tree, Shaped) and type(tree) in (Template, Branching, Ranks):
+            whole = not isinstance(tree, Branching) or shape_of(tree, 0).depth == len(tree.branching)
+            width = len(self.vocabulary.tokens)
+            return (lambda budgets: ShapeDraft(tree, width, own, target.device)) if whole else None
+        return None
 
     def _batch_reading(self, sampling: list[SamplingParams]) -> BatchReading:
         own = [self._sampling(params) for params in sampling]
