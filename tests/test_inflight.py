@@ -23,6 +23,8 @@ from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget, Drafter, NoDrafter
 from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.model.draft_model import Weights
+from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
@@ -274,6 +276,27 @@ def test_a_table_that_rests_foresees_its_trees_again(target: Watched, plain: lis
     assert generation.stats.drafted_tokens > 0
     assert generation.stats.rested > 0
     assert target.served > 0
+
+
+@pytest.mark.parametrize(("tree", "verify"), [("chain:2", "block"), ("paths:2x2", "cascade"), ("rsd-c:2,1", "rrs")])
+def test_trees_of_a_draft_model_are_passed_over_before_the_host_knows_where_they_stand(
+    target: Watched, tree: str, verify: str
+) -> None:
+    """By the kernels themselves; `test_model_ahead.py` has the rest, with stand-ins for them."""
+    found = []
+    for shown in (False, True):  # whoever keeps distributions has trees grown level by level
+        drafter = ModelDrafter(Weights("same", target.model, None), temperature=1.5, tree=build_policy(tree))
+        drafter.kept_probs = {} if shown else None
+        target.served = 0
+        engine = Engine(target, drafter, VERIFIERS.build(verify))
+        sampling = SamplingParams(temperature=0.9, seed=3)
+        asked = [engine.submit(Request(prompt, sampling, max_new_tokens=9)) for prompt in PROMPTS[:2]]
+        while engine.busy:
+            engine.step()
+        assert sum(one.stats.accepted_tokens for one in asked) > 0
+        assert (target.served > 0) == (not shown and "paths" not in tree)
+        found.append(texts_of(asked))
+    assert found[0] == found[1]
 
 
 def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(

@@ -140,7 +140,8 @@ def test_trees_are_those_of_level_by_level(tree: str, verify: str, ways: list[Sa
     """Four texts in three slots: some end, one joins, and steps go on with those that are left."""
     ahead, levels = (kind(close_to(), tree=build_policy(tree)) for kind in (Noting, LevelByLevel))
     found, expected = write(ahead, verify, ways), write(levels, verify, ways)
-    assert ahead.ahead > 10
+    if len(ways) == 1 or tree.startswith(("chain", "paths")):  # others lack tokens of distributions that are cut
+        assert ahead.ahead > 10
     assert_same(ahead, levels)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert sum(one.stats.accepted_tokens for one in found) > 10
@@ -253,6 +254,16 @@ def test_where_a_distribution_has_too_few_tokens_the_host_grows_the_tree() -> No
     assert len({parents for _, _, parents, _, _ in ahead.noted}) > 2, "no token was missing"
 
 
+def test_a_draft_model_runs_as_the_target_does() -> None:
+    """Recorded where it is recorded, compiled where it is compiled."""
+    for how in ({"compile": True}, {"graphs": False}):
+        target = Watched(tiny(0, layers=1), slots=1, context=32, kernels=True, **how)
+        drafter = ModelDrafter(Weights("tiny", tiny(1, layers=1), None))
+        drafter.bind(target.info)
+        [(_, slots)] = drafter.weights._idle
+        assert slots.info.execution == target.info.execution
+
+
 # Verdicts of all kinds
 
 
@@ -308,7 +319,7 @@ class Steps:
 @pytest.mark.parametrize("tree", ["chain:3", "paths:3x2", "paths:2x3@1", "template:mcsd", "rsd-c:2,2"])
 @settings(max_examples=12)
 @given(data=st.data())
-def test_paths_are_right_whatever_verdicts_keep(tree: str, data: st.DataObject) -> None:
+def test_trees_are_right_whatever_verdicts_keep(tree: str, data: st.DataObject) -> None:
     """In batches that change, behind steps that broke off, with budgets that cut, for texts that were rewritten."""
     draw = data.draw
     texts = [SequenceState(list(PROMPTS[row]), draw(st.sampled_from(WAYS))) for row in range(3)]

@@ -55,6 +55,15 @@ SLOW: dict[str, str] = {
     "test_fork.py::test_with_one_branch_short_texts_have_the_law_of_the_target": NONE,
     "test_recycle.py::test_the_text_is_that_of_plain_decoding": NONE,
     "test_model_drafter.py::test_the_text_is_that_of_plain_decoding": "another model-wild",
+    "test_model_ahead.py::test_trees_are_those_of_level_by_level": (
+        "chain:4-block-of all kinds|paths:3x3-cascade-drawn|rsd-c.*-greedy"
+    ),
+    "test_model_ahead.py::test_trees_are_right_whatever_verdicts_keep": "chain:3",
+    "test_model_ahead.py::test_an_interrupted_step_is_drafted_for_again": "1-chain:3",
+    "test_model_ahead.py::test_distributions_are_those_of_the_drafter": "fewer tokens",
+    "test_inflight.py::test_trees_of_a_draft_model_are_passed_over_before_the_host_knows_where_they_stand": (
+        "chain:2-block"
+    ),
     "test_lookup.py::test_texts_of_one_seed_do_not_tell_a_memory_of_each_others_draws": NONE,
     "test_verify_identities.py::test_with_one_path_all_block_verifiers_agree_on_any_laws": NONE,
     "test_stand.py::test_memory_is_bounded_over_200_000_tokens": NONE,

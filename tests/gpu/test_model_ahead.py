@@ -21,7 +21,14 @@ from tests.test_model_drafter import tiny
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 KINDS = [WAYS[:1], WAYS[1:2], WAYS]
-TREES = [("chain:4", "block"), ("chain:1", "token"), ("paths:3x3", "cascade"), ("paths:2x4@2", "traversal")]
+TREES = [
+    ("chain:4", "block"),
+    ("chain:1", "token"),
+    ("paths:3x3", "cascade"),
+    ("paths:2x4@2", "traversal"),
+    ("rsd-c:3,2,1", "rrs"),
+    ("template:sequoia-24", "traversal"),
+]
 
 
 def target_of(slots: int = 3, **how: bool) -> Watched:
@@ -53,29 +60,50 @@ def texts_of(asked: Sequence[Generation]) -> list[list[int]]:
 @pytest.mark.parametrize("ways", KINDS, ids=["drawn", "greedy", "of all kinds"])
 @pytest.mark.parametrize(("tree", "verify"), TREES)
 @pytest.mark.parametrize("batch", [1, 4])
-def test_paths_are_those_of_level_by_level(tree: str, verify: str, ways: list[SamplingParams], batch: int) -> None:
+def test_trees_are_those_of_level_by_level(tree: str, verify: str, ways: list[SamplingParams], batch: int) -> None:
     """Four texts in three slots: some end, one joins, and steps go on with those that are left."""
     ahead, levels = (kind(on_device(), tree=build_policy(tree)) for kind in (Noting, LevelByLevel))
     target = target_of()
     found, expected = write(ahead, verify, ways, target, batch), write(levels, verify, ways, target_of(), batch)
     assert_same(ahead, levels)
     assert texts_of(found) == texts_of(expected)
-    assert ahead.ahead > 3
-    if tree.startswith("chain"):
-        assert target.served > 2, "passes waited for the host"
     assert ahead._ahead is not None
+    if len(ways) > 1 and not tree.startswith(("chain", "paths")):
+        return  # where distributions are cut, some lack tokens
+    assert ahead.ahead > 3
+    if not tree.startswith("paths"):
+        assert target.served > 2, "passes waited for the host"
     recorded = [function for _, function in ahead._ahead._ways.values() if function._recorded]
     assert recorded, "nothing was recorded"
     assert all(function.captures for _, function in ahead._ahead._ways.values())
 
 
-@pytest.mark.parametrize("tree", ["chain:4", "paths:3x3"])
+@pytest.mark.parametrize("ways", KINDS[:2], ids=["drawn", "greedy"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees_of_ranks_are_those_of_level_by_level(ways: list[SamplingParams], batch: int) -> None:
+    target = target_of()
+    ahead, levels = (kind(on_device(), tree=build_policy("ranks:mcsd")) for kind in (Noting, LevelByLevel))
+    found, expected = write(ahead, "match", ways, target, batch), write(levels, "match", ways, target_of(), batch)
+    assert texts_of(found) == texts_of(expected)
+    assert [one.stats.accepted_tokens for one in found] == [one.stats.accepted_tokens for one in expected]
+    assert target.served > 2
+
+
+def test_where_a_distribution_has_too_few_tokens_the_host_grows_the_tree() -> None:
+    few = [SamplingParams(1.0, seed=2, top_k=2), *WAYS[:1]]
+    ahead, levels = (kind(on_device(), tree=build_policy("template:mcsd")) for kind in (Noting, LevelByLevel))
+    found, expected = write(ahead, "rrs", few, target_of()), write(levels, "rrs", few, target_of())
+    assert_same(ahead, levels)
+    assert texts_of(found) == texts_of(expected)
+
+
+@pytest.mark.parametrize("tree", ["chain:4", "paths:3x3", "rsd-c:2,2"])
 def test_what_is_recorded_draws_what_is_launched(tree: str) -> None:
     """Kernel by kernel, with the same passes of the target."""
     found = []
     for graphs in (True, False):
         drafter = Noting(on_device(), tree=build_policy(tree))
-        found.append((drafter, texts_of(write(drafter, "cascade", WAYS, target_of(graphs=graphs)))))
+        found.append((drafter, texts_of(write(drafter, "auto", WAYS, target_of(graphs=graphs)))))
     assert_same(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 

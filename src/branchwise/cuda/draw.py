@@ -18,9 +18,12 @@ from torch import Tensor
 from branchwise.core import rng, rows
 from branchwise.core.sampling import COLDEST
 from branchwise.cuda.choices import PARAMETERS
-from branchwise.cuda.noise import GAMMA, arrivals, mix
 
 BLOCK = tl.constexpr(rows.BLOCK)
+GAMMA = tl.constexpr(rng.GAMMA)
+FIRST_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[0]))
+SECOND_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[1]))
+STEP = tl.constexpr(2.0**-52)
 STREAM = tl.constexpr(rng.stream_of("verify", "token", 0))
 LEAST = tl.constexpr(COLDEST)
 NOBODY = tl.constexpr(1 << 40)
@@ -177,3 +180,22 @@ def _raced(row, shift, biased, vocabulary, cold, high, floor, key, at_once: tl.c
     mass = _masses(row, shift, biased, names, vocabulary, cold, high, floor)
     times = arrivals(key, names, mass.to(tl.float64))
     return tl.min(tl.where(times == tl.min(times, 0), names, NOBODY), 0)
+
+
+# `core.rng` in Triton, for all kernels that draw
+
+
+@triton.jit
+def mix(x):
+    """`rng.mix`."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def arrivals(keys, names, mass):
+    """When runners of this mass arrive, float64; those without any never do."""
+    bits = (mix(keys + names * GAMMA) >> 12) & 0xFFFFFFFFFFFFF
+    wait = -tl.log((bits.to(tl.float64) + 0.5) * STEP)
+    return tl.where(mass > 0, wait / tl.where(mass > 0, mass, 1.0), float("inf"))

@@ -32,6 +32,9 @@ from branchwise.verify import Verdict, Verdicts
 MOST_WAYS = 16
 """ways of sampling, for a number of texts, that are kept recorded, those used last"""
 
+RESTS = 16
+"""batches that are left to the host after one that it had to grow: what a text lacks once it lacks often"""
+
 Drafting = tuple[BatchReading, GraphedFunction[Drawn]]
 """for one number of texts and one structure of their sampling: how logits are read, and all that follows"""
 Passing = Callable[[int], AbstractContextManager[None]]
@@ -86,6 +89,8 @@ class ModelAhead:
         """what the host has to know of them, on its way"""
         self._expected: list[Foreseen] = []
         self._next: list[DraftTree] | None = None
+        self._rests = 0
+        """batches that are left to the host"""
 
     def draft(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], budgets: Sequence[Budget]
@@ -93,6 +98,9 @@ class ModelAhead:
         """The next trees of texts, which are given in tokens of the draft model; None if the host has to grow them."""
         found, trees, told = self._found, self._next, self._told
         self._found, self._next, self._told, self._sequences = None, None, None, ()
+        self._rests, rests = max(self._rests - 1, 0), self._rests
+        if rests:
+            return None
         draft = self._draft
         if draft is None or not draft.serves(budgets):
             draft, found = self._made(budgets), None
@@ -104,7 +112,10 @@ class ModelAhead:
             self._following.count(sequences, [text[end:] for text, end in zip(texts, known, strict=True)])
         else:
             trees, told, found = None, None, self._grown(draft, sequences, texts)
-        if found is None or (draft.tells and draft.fails(arrived(told or fetched(found.told)), budgets)):
+        if found is None:
+            return None
+        if draft.tells and draft.fails(arrived(told or fetched(found.told)), budgets):
+            self._rests = RESTS
             return None
         self._sequences = tuple(sequences)
         return draft.trees(found, sequences, budgets) if trees is None else trees
@@ -113,6 +124,8 @@ class ModelAhead:
         draft = self._draft
         if self._found is None or draft is None or not draft.resident or not draft.whole(budgets):
             return None
+        if draft.tells and self._target.device.type == "cpu" and draft.fails(self._found.told.tolist(), budgets):
+            return None  # a device does not know yet, and a pass over such trees is made in vain
         self._next = draft.trees(self._found, self._sequences, budgets)
         return self._next
 

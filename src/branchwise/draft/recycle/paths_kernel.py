@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.core import rows
-from branchwise.cuda.noise import GAMMA, arrivals, mix
+from branchwise.cuda.draw import GAMMA, arrivals, mix
 from branchwise.draft import sampler
 
 BLOCK = tl.constexpr(rows.BLOCK)
