@@ -120,6 +120,11 @@ class ModelAhead:
         self._sequences = tuple(sequences)
         return draft.trees(found, sequences, budgets) if trees is None else trees
 
+    def rest(self) -> None:
+        """Nothing is drafted in this step, and nothing behind it: the next trees begin with what texts are by then."""
+        self._found, self._next, self._told, self._sequences = None, None, None, ()
+        self._expected = []
+
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         draft = self._draft
         if self._found is None or draft is None or not draft.resident or not draft.whole(budgets):

@@ -123,6 +123,11 @@ class ModelDrafter(TreeDrafter):
                 return trees
         return super().draft(sequences, budgets)
 
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        if self._ahead is not None:
+            self._ahead.rest()
+        return super().rest(sequences)
+
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         return None if self._ahead is None else self._ahead.draft_next(budgets)
 
