@@ -119,3 +119,12 @@ def test_one_long_step_changes_no_choice() -> None:
 def test_what_steps_cost_is_not_forgotten() -> None:
     ladder = warmed(Machine(free=64, row=0.002, level=0.06, gain=0.6), 1)
     assert all(ladder.speed(1, rung) > 0 for rung in ladder.rungs(1))
+
+
+def test_what_is_chosen_can_be_told() -> None:
+    ladder = warmed(Machine(free=64, row=0.002, level=0.06, gain=0.6, noise=0.0), 1)
+    told = ladder.reasons(1)
+    assert len(told) == len(ladder.rungs(1))
+    assert told[0] == "For 1 text plain decoding: 1.00 tokens a step of 1000.00 ms, 1 tokens/s."
+    assert told[-1].startswith("For 1 text trees of 63 nodes: ")
+    assert ladder.reasons(64) == [], "never timed"

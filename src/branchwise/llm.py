@@ -262,7 +262,9 @@ class LLM:
         if completion is None:
             raise UsageError("Nothing was written yet that could be explained; generate something first.")
         info, drafter = self.engine.target.info, self.engine.drafter
-        return explain(completion.stats, info, drafter.name, None if plain is None else plain.stats)
+        stats = completion.stats
+        reasons = drafter.reasons(stats.each[-1].batch) if stats.each else []
+        return explain(stats, info, drafter.name, None if plain is None else plain.stats, reasons)
 
     def save_state(self, path: str | PathLike[str] | None = None) -> None:
         """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.

@@ -126,3 +126,16 @@ class Ladder:
         """Tokens a second of a text, by what is known; 0 where steps of this rung were never timed."""
         pace = self._paces[fitting(batch, BATCHES), rung]
         return self.tokens(rung) / pace.seconds if pace.seconds else 0.0
+
+    def reasons(self, batch: int) -> list[str]:
+        """What the choice for so many texts is made by."""
+        size, found = fitting(batch, BATCHES), []
+        for rung in self.rungs(size):
+            pace, nodes = self._paces[size, rung], self.nodes[rung]
+            if pace.seconds:
+                what = f"trees of {nodes} nodes" if nodes else "plain decoding"
+                found.append(
+                    f"For {size} text{'s' * (size > 1)} {what}: {self.tokens(rung):.2f} tokens a step of "
+                    f"{1e3 * pace.seconds:.2f} ms, {self.speed(size, rung):.0f} tokens/s."
+                )
+        return found

@@ -86,6 +86,10 @@ class Drafter(ABC):
         """The texts so far were for warming up: what they said of later texts counts for nothing. What a learning
         drafter knows is restored besides."""
 
+    def reasons(self, batch: int) -> list[str]:
+        """What it would choose for so many texts, and by which numbers, in sentences."""
+        return []
+
     def derive_seed(self, sequence: SequenceState) -> int:
         """The seed that the draws of a text come from. Texts of one seed share their draws: a drafter that draws from
         what it learned from one of them would know something of the draws that judge it, so it must give every text a

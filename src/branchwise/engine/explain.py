@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
 from branchwise.backends.base import TargetInfo
 from branchwise.control.choice import WORTH
-from branchwise.control.costs import plain_seconds_of
+from branchwise.control.costs import cost_models, plain_seconds_of
+from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.engine.stats import PHASES, Stats
 
 FEW = 3
@@ -19,6 +21,8 @@ DEAR_DRAFT = 0.25
 """plain steps that drafting may take in a step before it is worth a word"""
 DEAR_PASS = 1.5
 """plain passes that the pass over a tree may cost before it is worth a word"""
+ROWS = (2, 4, 8, 16)
+"""of passes whose costs are told"""
 FEW_KEPT = 1.3
 """tokens a step below which too little of what is drafted is kept"""
 
@@ -65,6 +69,8 @@ class Explanation:
     """steps in which a guard let nothing be drafted"""
     drafting_speed: float | None = None
     """that of drafted steps, in plain decoding, by which the guard decided"""
+    reasons: tuple[str, ...] = ()
+    """what was chosen, and by which numbers"""
 
     @property
     def wall(self) -> float:
@@ -120,6 +126,8 @@ class Explanation:
                 f"  {source.name:16}{source.kept} of {source.drafted} nodes kept, {source.kept / source.drafted:.1%}"
                 for source in self.sources
             ]
+        if self.reasons:
+            lines += ["", "How that was decided:", *(f"  - {sentence}" for sentence in self.reasons)]
         if self.advice:
             lines += ["", "What would help:", *(f"  - {sentence}" for sentence in self.advice)]
         return "\n".join(lines)
@@ -138,6 +146,7 @@ class Explanation:
             "plain_step_seconds": self.plain,
             "rested": self.rested,
             "drafting_speed": self.drafting_speed,
+            "reasons": list(self.reasons),
             "advice": list(self.advice),
         }
 
@@ -152,9 +161,12 @@ MEANING = {
 }
 
 
-def explain(stats: Stats, target: TargetInfo, method: str, plain: Stats | None = None) -> Explanation:
+def explain(
+    stats: Stats, target: TargetInfo, method: str, plain: Stats | None = None, reasons: Sequence[str] = ()
+) -> Explanation:
     """Explain a request. `plain` are the statistics of the same request without a drafter, if it was made; otherwise a
-    plain step takes as long as those among its own steps, or as those that were timed on this target before."""
+    plain step takes as long as those among its own steps, or as those that were timed on this target before. `reasons`
+    are those of the drafter."""
     seconds = {"prefill": stats.prefill_seconds, **{phase: stats.seconds.get(phase, 0.0) for phase in PHASES}}
     # Wall clocks are compared with each other, and steps with steps: what a reader of a stream does between two steps
     # would slow down plain decoding as well.
@@ -181,7 +193,30 @@ def explain(stats: Stats, target: TargetInfo, method: str, plain: Stats | None =
         stats.rested,
         stats.drafting_speed,
     )
-    return replace(found, advice=tuple(_advice(found, target)))
+    decided = (*reasons, *_costs(stats, target))
+    return replace(found, reasons=decided, advice=(*_late(stats), *_advice(found, target)))
+
+
+def _costs(stats: Stats, target: TargetInfo) -> list[str]:
+    """What passes cost here, where that is known."""
+    model = cost_models(target).get(fitting(stats.each[-1].batch, BATCHES)) if stats.each else None
+    if model is None or not model.knows_plain or not any(step.nodes for step in stats.each):
+        return []
+    found = [f"{cost:.2f}" for cost in model.costs(ROWS)]
+    return [f"Passes over {_listed(map(str, ROWS))} rows of a text cost {_listed(found)} plain ones here."]
+
+
+def _late(stats: Stats) -> list[str]:
+    if not stats.prepared:
+        return []
+    kinds = _listed(f"{kind} in {steps} of them" for kind, steps in sorted(stats.prepared.items()))
+    line = f"Of {stats.steps} steps some were not ready ({kinds}): warm-up makes ready what max_batch allows."
+    return [line]
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _sizes(stats: Stats) -> tuple[Size, ...]:

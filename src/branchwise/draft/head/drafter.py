@@ -28,7 +28,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft.base import NOTHING, Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
-from branchwise.draft.head.file import TrainedHead
+from branchwise.draft.head.file import TrainedHead, own_or_shared
 from branchwise.draft.head.following import Following, Unread, draft_params
 from branchwise.draft.head.network import Look
 from branchwise.draft.head.prompt import MOST, read_prompts, reads_at_once, together
@@ -106,7 +106,7 @@ class HeadDrafter(TreeDrafter):
             raise ModelError(f"{target.name} shows no embeddings, and a head reads them.")
         embeddings, self._output = target.embeddings
         self._taps = self.trained.taps(target)
-        self._embeddings = _own(self.trained.embeddings, embeddings)
+        self._embeddings = own_or_shared(self.trained.embeddings, embeddings)
         # A copy: other targets may share the file's own weights. Frequencies are never rounded: positions grow, and
         # keys of the target would not fit queries of the head.
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
@@ -119,7 +119,7 @@ class HeadDrafter(TreeDrafter):
             table = usual.table if table is None and self.trained.ranked else table
         self._table = self.trained.table[:table].to(target.device)
         shared = self._output[self._table].contiguous()
-        self._rows = _own(self.trained.rows, shared)
+        self._rows = own_or_shared(self.trained.rows, shared)
         self._product = matrix(self._rows)
         self._listed = np.zeros(target.vocabulary, dtype=np.bool_)
         self._listed[self._table.cpu()] = True
@@ -225,6 +225,9 @@ class HeadDrafter(TreeDrafter):
     def forget(self) -> None:
         if self._ahead is not None:
             self._ahead.forget()
+
+    def reasons(self, batch: int) -> list[str]:
+        return [] if self._ahead is None else self._ahead.reasons(batch)
 
     def finish(self, sequence: SequenceState) -> None:
         self._cache.close(sequence)
@@ -390,11 +393,3 @@ class HeadDrafter(TreeDrafter):
 
 def read_head(path: Path) -> TrainedHead:
     return load_speculators(path) if path.is_dir() else TrainedHead.load(path)
-
-
-def _own(given: Tensor | None, theirs: Tensor) -> Tensor:
-    """Rows that came with a head, or the target's where they are the same."""
-    if given is None:
-        return theirs
-    own = given.to(theirs.device, theirs.dtype)
-    return theirs if torch.equal(own, theirs) else own

@@ -102,3 +102,11 @@ class TrainedHead:
     def taps(self, target: TargetInfo) -> tuple[str, ...]:
         """The layers of the target that it reads, by name."""
         return self.head.config.taps
+
+
+def own_or_shared(given: Tensor | None, theirs: Tensor) -> Tensor:
+    """Rows that came with a head, or the target's where they are the same."""
+    if given is None:
+        return theirs
+    own = given.to(theirs.device, theirs.dtype)
+    return theirs if torch.equal(own, theirs) else own

@@ -357,6 +357,9 @@ class DefaultDrafter(Fusion):
     def forget(self) -> None:
         self._speaker.forget()
 
+    def reasons(self, batch: int) -> list[str]:
+        return self._speaker.reasons(batch)  # type: ignore[no-any-return]
+
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
         return self._speaker.rest(sequences)  # type: ignore[no-any-return]
 

@@ -204,6 +204,9 @@ class Ahead:
         if self._ladder is not None:
             self._ladder.forget()
 
+    def reasons(self, batch: int) -> list[str]:
+        return [] if self._ladder is None else self._ladder.reasons(batch)
+
     def _grown(self, sequences: Sequence[SequenceState]) -> tuple[Tensor, ...]:
         """Whole trees below the roots of these texts."""
         cache = self._cache
