@@ -17,6 +17,10 @@ class InputMover:
     """Moves inputs without the host, in as few launches as can be: these take longer than what is launched."""
 
     def __init__(self, device: torch.device, *, capture: bool) -> None:
+        self._device = device
+        self._moves: dict[int, Tensor] = {}
+        """by the size of a batch: a place for what verdicts say of it"""
+        self._note = GraphedFunction(note_moves, device, capture=capture)
         self._advance = GraphedFunction(advance_inputs, device, still=inputs_restored, capture=capture)
         self._bring_and_advance = GraphedFunction(bring_and_advance, device, still=brought_restored, capture=capture)
 
@@ -34,19 +38,36 @@ class InputMover:
         behind the verdicts that come before. `still`: they lie at the same place at every step."""
         tokens, positions, lengths, *shapes = inputs.places(batch)
         starts, known = inputs.starts[:batch], inputs.drafted[:batch]
+        moves = None if after is None else self._noted(after)
         if drafted is None:
-            if after is not None:
-                self._advance(tokens, positions, lengths, starts, after.paths, after.tokens)
+            if moves is not None:
+                self._advance(tokens, positions, lengths, starts, moves)
             return
         nodes = [drafted] if laid is None else [drafted, laid.depths, laid.ancestor_bits]
-        if laid is not None and after is not None and still:
+        if laid is not None and moves is not None and still:
             places = tokens, positions, lengths, starts, known, *shapes
-            self._bring_and_advance(*places, after.paths, after.tokens, *nodes)
+            self._bring_and_advance(*places, moves, *nodes)
             return
         bring_nodes(tokens, positions, lengths, *shapes, *nodes)
-        if after is not None:
-            self._advance(tokens, positions, lengths, starts, after.paths, after.tokens)
+        if moves is not None:
+            self._advance(tokens, positions, lengths, starts, moves)
         known.copy_(tokens)
+
+    def _noted(self, after: Verdicts) -> Tensor:
+        """What verdicts say of the next inputs, always at the same place: these are recorded for it, whatever the size
+        of the trees that the verdicts are about."""
+        batch = len(after.tokens)
+        if batch not in self._moves:
+            self._moves[batch] = torch.zeros(batch, 2, dtype=torch.int64, device=self._device)
+        self._note(self._moves[batch], after.paths, after.tokens)
+        return self._moves[batch]
+
+
+def note_moves(moves: Tensor, paths: Tensor, following: Tensor) -> None:
+    """Write (batch, 2): how many nodes accepted paths (batch, steps) have, which are padded with -1, and the token that
+    follows each, the new root."""
+    moves[:, 0] = (paths >= 0).sum(dim=1)
+    moves[:, 1] = following
 
 
 def bring_nodes(
@@ -80,27 +101,23 @@ def bring_and_advance(
     depths: Tensor,
     key_depths: Tensor,
     ancestor_bits: Tensor,
-    paths: Tensor,
-    following: Tensor,
+    moves: Tensor,
     *drafted: Tensor,
 ) -> None:
     """`bring_nodes` and `advance_inputs` at once: launching takes longer than what is launched. What verifiers are to
     know of the tokens is written to `known`."""
     bring_nodes(tokens, positions, lengths, depths, key_depths, ancestor_bits, *drafted)
-    advance_inputs(tokens, positions, lengths, starts, paths, following)
+    advance_inputs(tokens, positions, lengths, starts, moves)
     known.copy_(tokens)
 
 
-def advance_inputs(
-    tokens: Tensor, positions: Tensor, lengths: Tensor, starts: Tensor, paths: Tensor, following: Tensor
-) -> None:
-    """Move the inputs of a pass, (batch, nodes) and (batch,), behind accepted paths (batch, steps) padded with -1, each
-    of which is followed by one more token, the new root."""
-    kept = (paths >= 0).sum(dim=1, dtype=lengths.dtype)
+def advance_inputs(tokens: Tensor, positions: Tensor, lengths: Tensor, starts: Tensor, moves: Tensor) -> None:
+    """Move the inputs of a pass, (batch, nodes) and (batch,), behind what verdicts kept (`note_moves`)."""
+    kept = moves[:, 0].to(lengths.dtype)
     lengths += kept
     starts += kept
     positions += kept[:, None]
-    tokens[:, 0] = following
+    tokens[:, 0] = moves[:, 1]
 
 
 def inputs_restored(*places: Tensor) -> AbstractContextManager[None]:
