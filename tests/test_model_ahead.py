@@ -17,6 +17,7 @@ from torch import Tensor
 
 from branchwise.backends.base import Scored, ScoredNodes, TargetInfo
 from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import TreeBatch
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -27,6 +28,7 @@ from branchwise.draft.model import choice, reading
 from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
+from branchwise.draft.model.passes import Drawn, TreeDraft
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.model.vocabulary import Vocabulary, save_counts
 from branchwise.engine import Engine, Generation, Request
@@ -159,6 +161,29 @@ def test_trees_of_known_shapes_are_drafted_without_the_host(
     assert drafter.ahead == steps - 1, "only the first tree was drawn from what the host said"
     assert target.served > steps / 2
     assert depth * steps <= drafter.passes <= depth * (steps + 1)
+
+
+@pytest.mark.parametrize(("tree", "verify"), [("chain:3", "block"), ("rsd-c:2,2", "rrs"), ("ranks:mcsd", "match")])
+def test_as_on_a_device_trees_lie_at_one_place_and_the_host_never_sees_their_tokens(
+    tree: str, verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next trees are written over those that the host is still reading the verdict of."""
+    levels, ways = LevelByLevel(close_to(), tree=build_policy(tree)), WAYS[:2]
+    expected = write(levels, verify, ways)
+    places: dict[tuple[int, int], Drawn] = {}
+
+    def place(self: ModelAhead, draft: TreeDraft, size: int) -> Drawn:
+        return places.setdefault((id(draft), size), draft.place(size, VOCABULARY))
+
+    monkeypatch.setattr(ModelAhead, "_place", place)
+    monkeypatch.setattr(TreeBatch, "host_tokens", None)
+    ahead, target = Noting(close_to(), tree=build_policy(tree)), target_of()
+    found = write(ahead, verify, ways, target)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.stats.accepted_per_depth for one in found] == [one.stats.accepted_per_depth for one in expected]
+    assert target.served > 3
+    if tree != "ranks:mcsd":
+        assert_same(ahead, levels)
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "paths:2x3"])
