@@ -363,6 +363,14 @@ def test_trees_are_right_whatever_verdicts_keep(tree: str, data: st.DataObject) 
             break
 
 
+def test_steps_that_break_off_again_and_again_are_drafted_for_in_the_same_way() -> None:
+    """What a verdict wrote that never counted lies where the host says the same as before."""
+    steps = Steps("chain:3", [SequenceState(list(PROMPTS[0]), WAYS[0])])
+    for _ in range(4):
+        trees = steps.draft([0], [Budget(32, 8)])
+        steps.judge([0], trees, [2], over=False)
+
+
 # Choices
 
 
