@@ -28,6 +28,7 @@ from branchwise.backends.int8 import (
     Way,
     WholeNumbers,
     is_exact,
+    nibbles,
     same_sums,
     slow_product,
 )
@@ -127,12 +128,11 @@ def test_numbers_are_the_nearest_ones(out: int, groups: int, seed: int) -> None:
 
 def test_two_products_of_four_bits_are_one_of_eight() -> None:
     numbers = torch.arange(-MOST, MOST + 1, dtype=torch.int8).view(1, -1)
-    low = (numbers.to(torch.int16) + 8).remainder(16) - 8
-    high = (numbers.to(torch.int16) - low) // 16
-    assert (16 * high + low == numbers).all()
-    assert high.abs().max() <= 8
-    assert high.max() <= 7
-    assert low.max() <= 7
+    high, low = nibbles(numbers).to(torch.int16)
+    assert (16 * high + low == numbers[0]).all()
+    for part in (high, low):
+        assert part.min() >= -8
+        assert part.max() <= 7
     if TwoNibbles in ways():
         matrix, rows = Numbers.of(torch.randn(50, 96)), torch.randn(7, 96)
         torch.testing.assert_close(TwoNibbles(matrix)(rows), rows @ matrix.weight.t(), rtol=0, atol=0.4)

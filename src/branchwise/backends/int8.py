@@ -204,14 +204,17 @@ class TwoNibbles(Way):
 
     def __init__(self, matrix: Numbers) -> None:
         self._out, self._in = matrix.numbers.shape
-        numbers = matrix.numbers.to(torch.int16)
-        low = (numbers + 8).remainder(16) - 8
-        both = torch.cat([(numbers - low) // 16, low]).to(torch.int8)
-        self._packed = packed_nibbles(both, torch.cat([16 * matrix.scale, matrix.scale]), self._in)
+        self._packed = packed_nibbles(nibbles(matrix.numbers), torch.cat([16 * matrix.scale, matrix.scale]), self._in)
 
     def __call__(self, rows: Tensor) -> Tensor:
         found: Tensor = _aten._dyn_quant_matmul_4bit(rows, self._packed, self._in, self._in, 2 * self._out)
         return found[:, : self._out] + found[:, self._out :]
+
+
+def nibbles(numbers: Tensor) -> Tensor:
+    """(2 out, in) int8: a and then b, from -8 to 7, for numbers 16 a + b (out, in)."""
+    shifted = numbers + 8  # up to 127: still int8
+    return torch.cat([shifted >> 4, (shifted & 15) - 8])
 
 
 def packed_nibbles(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
