@@ -168,7 +168,7 @@ def load(
     else:
         from branchwise.backends.transformers.converted import load_converted
 
-        network, tokenizer = load_converted(model, bits, **options)
+        network, tokenizer = load_converted(model, bits, dtype=choose_dtype(dtype, place), **options)
     target = backend(network, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)
     engine = Engine(target, drafter, verifier, guard=guard)

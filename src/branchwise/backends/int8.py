@@ -240,7 +240,7 @@ class Trial(NamedTuple):
     looked at any further."""
 
     seconds: dict[type[Way] | None, float]
-    """of passes over `TRIAL_ROWS` rows together; None stands for float32"""
+    """of passes over `TRIAL_ROWS` rows together; None stands for floating point"""
 
     @property
     def best(self) -> type[Way] | None:
@@ -249,17 +249,17 @@ class Trial(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times as fast as float32 the best way is."""
+        """How many times as fast as floating point the best way is."""
         return 0.0 if self.best is None else self.seconds[None] / self.seconds[self.best]
 
 
-def tried(shapes: Iterable[Shape], bits: int = 8) -> Trial:
-    """Try all ways on matrices of these shapes; the same shapes are tried once in a process."""
-    return _tried(tuple(sorted(Counter(shapes).items())), bits, torch.get_num_threads())
+def tried(shapes: Iterable[Shape], bits: int = 8, dtype: torch.dtype = torch.float32) -> Trial:
+    """Try all ways on matrices of these shapes, beside products in `dtype`; the same is tried once in a process."""
+    return _tried(tuple(sorted(Counter(shapes).items())), bits, dtype, torch.get_num_threads())
 
 
 @cache
-def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, threads: int) -> Trial:
+def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype, threads: int) -> Trial:
     draw = torch.Generator().manual_seed(0)
     weights = {shape: torch.randn(min(shape[0], TRIAL_OUT), shape[1], generator=draw) for shape, _ in counts}
     totals: dict[type[Way] | None, float] = dict.fromkeys((None, *WAYS[bits]), 0.0)
@@ -268,7 +268,7 @@ def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, threads: int) -> Tr
         matrix = Numbers.of(weight, bits)
         for way in list(totals):
             try:
-                product = _Float(weight) if way is None else way(matrix)
+                product = _Float(weight.to(dtype)) if way is None else way(matrix)
                 totals[way] += count * shape[0] / len(weight) * _seconds(product, shape[1])
             except (RuntimeError, AttributeError, ValueError) as error:  # no such product in this torch or on this CPU
                 log.info("%s is not used: %s", name_of(way), error)
@@ -288,7 +288,7 @@ def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, threads: int) -> Tr
 
 
 def name_of(way: type[Way] | None) -> str:
-    return "float32" if way is None else way.name
+    return "floating point" if way is None else way.name
 
 
 class _Float:
@@ -296,7 +296,7 @@ class _Float:
         self._weight = weight
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return functional.linear(rows, self._weight)
+        return functional.linear(rows.to(self._weight.dtype), self._weight)
 
 
 @torch.inference_mode()

@@ -27,7 +27,7 @@ WEIGHTS = (FLOAT, AUTO, *BITS)
 FORMAT = 1
 """of what is kept in the cache; raise it when a conversion would come out differently"""
 PAYS = 1.25
-"""how many times as fast as in float32 products must be for `auto` to take 8 bits"""
+"""how many times as fast as in floating point products must be for `auto` to take 8 bits"""
 
 
 def choose_weights(weights: str, dtype: str | torch.dtype, device: str) -> str:
@@ -180,9 +180,9 @@ def best_way(matrices: Iterable[Numbers], bits: int) -> type[Way]:
     return found
 
 
-def trial(model: nn.Module) -> Trial:
-    """What the products of a model take in 8 bits and in float32."""
-    return tried([(layer.out_features, layer.in_features) for layer in linear_layers(model).values()])
+def trial(model: nn.Module, dtype: torch.dtype) -> Trial:
+    """What the products of a model take in 8 bits and in `dtype`."""
+    return tried([(layer.out_features, layer.in_features) for layer in linear_layers(model).values()], 8, dtype)
 
 
 @torch.no_grad()

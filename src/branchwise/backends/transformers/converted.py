@@ -68,28 +68,33 @@ MOST_TOKENS = 256
 
 
 def load_converted(
-    name: str, weights: str, *, trust_remote_code: bool = False, progress: bool | None = None
+    name: str,
+    weights: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    progress: bool | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model `name` in 8 or 4 bits on the CPU, from the cache if it is there. `auto` is 8 bits if a trial finds that
-    they pay on this machine, else float32."""
+    they pay on this machine, else `dtype`."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     scheme = "int8" if weights == AUTO else weights
     place = _place(name, scheme, progress)
     note = None if place is None else _read_note(place)
-    if place is not None and note is not None and (weights != AUTO or _paid(note)):
+    if place is not None and note is not None and (weights != AUTO or _paid(note, dtype)):
         try:
             return _read(name, place, note, options)
         except _Damaged as error:
             log.warning("The copy of %s in %s is made again: %s.", name, scheme, error)
     model, tokenizer = load_model(name, dtype=torch.float32, device="cpu", **options)
-    if weights == AUTO and trial(model).gain < PAYS:
-        return model, tokenizer
+    if weights == AUTO and trial(model, dtype).gain < PAYS:
+        return (model, tokenizer) if dtype == model.dtype else load_model(name, dtype=dtype, device="cpu", **options)
     place = place or _place(name, scheme, progress)
     numbers, rest = convert(model, tokenizer, scheme, progress)
     if place is not None:
         try:
             bits = {layer: matrix.bits for layer, matrix in numbers.items()}
-            _write(place, name, model, rest | _as_tensors(numbers), bits)
+            _write(place, name, model, rest | _as_tensors(numbers), bits, dtype)
         except ModelError as error:  # it serves without a copy too, and is converted again the next time
             log.warning("%s", error)
     return model, tokenizer
@@ -156,13 +161,15 @@ def _read_note(place: Path) -> dict[str, Any] | None:
     return note if isinstance(note, dict) else None
 
 
-def _here() -> str:
-    return f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+def _here(dtype: torch.dtype) -> str:
+    """What a trial depends on."""
+    machine = device_name(torch.device("cpu"))
+    return f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}, beside {dtype}"
 
 
-def _paid(note: dict[str, Any]) -> bool:
+def _paid(note: dict[str, Any], dtype: torch.dtype) -> bool:
     """Whether a trial on this machine has found that 8 bits pay."""
-    return note.get("machine") == _here() and bool(note.get("gain", 0.0) >= PAYS)
+    return note.get("machine") == _here(dtype) and bool(note.get("gain", 0.0) >= PAYS)
 
 
 def _as_tensors(numbers: dict[str, Numbers]) -> dict[str, Tensor]:
@@ -172,7 +179,9 @@ def _as_tensors(numbers: dict[str, Numbers]) -> dict[str, Tensor]:
     return found
 
 
-def _write(place: Path, name: str, model: PreTrainedModel, tensors: dict[str, Tensor], bits: dict[str, int]) -> None:
+def _write(
+    place: Path, name: str, model: PreTrainedModel, tensors: dict[str, Tensor], bits: dict[str, int], dtype: torch.dtype
+) -> None:
     conversion: Conversion = vars(model)["_conversion"]
     with workspace() as work:
         require_space(sum(tensor.nbytes for tensor in tensors.values()), f"{name} in {conversion.scheme}")
@@ -188,8 +197,8 @@ def _write(place: Path, name: str, model: PreTrainedModel, tensors: dict[str, Te
             "distance": conversion.distance._asdict(),
             "groups": vars(model)["_groups"],
             "bits": bits,
-            "gain": _gain(tensors),
-            "machine": _here(),
+            "gain": _gain(tensors, dtype),
+            "machine": _here(dtype),
             "sha256": _digest(new / "weights.safetensors"),
         }
         (new / "branchwise.json").write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
@@ -202,10 +211,10 @@ def _write(place: Path, name: str, model: PreTrainedModel, tensors: dict[str, Te
                 raise
 
 
-def _gain(tensors: dict[str, Tensor]) -> float:
-    """How many times as fast as in float32 products with 8 bits are here."""
+def _gain(tensors: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """How many times as fast as in floating point products with 8 bits are here."""
     shapes = [(len(tensor), tensor.shape[1]) for name, tensor in tensors.items() if name.endswith(NUMBERS)]
-    return tried(shapes).gain
+    return tried(shapes, 8, dtype).gain
 
 
 def _digest(file: Path) -> str:
