@@ -176,7 +176,7 @@ def best_way(matrices: Iterable[Numbers], bits: int) -> type[Way]:
     shapes = [(len(matrix.numbers), matrix.numbers.shape[1]) for matrix in matrices if matrix.bits == bits]
     found = tried(shapes, bits).best
     if found is None:
-        raise UsageError(f"torch has no exact product with {bits} bits for this CPU; use --weights int8 or float.")
+        raise UsageError(f"torch has no fast exact product with {bits} bits for this CPU; use --weights int8 or float.")
     return found
 
 
