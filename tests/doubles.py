@@ -29,7 +29,7 @@ class ToyInflight:
 
     def result(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> Scored | None:
         same = self.sequences == tuple(sequences) and torch.equal(self.batch.parents, batch.parents)
-        same &= bool((self.batch.tokens[:, 1:] == batch.tokens[:, 1:]).all())  # roots are the verdict's
+        same = same and torch.equal(self.batch.tokens[:, 1:], batch.tokens[:, 1:])  # roots are the verdict's
         if not (same and self.committed and self.target.passes == self.passes):
             return None
         self.target.reuse(sequences, batch)

@@ -513,7 +513,7 @@ MUTANTS = [
     ),
     *family(
         "dice",
-        "draft/model/drafter.py",
+        "draft/model/reading.py",
         ("probs.clone() if self._replayed.fixed else probs", "probs"),
         ("None if trimmed or vocabulary.whole else vocabulary.columns", "None"),
     ),
@@ -591,8 +591,8 @@ MUTANTS = [
         ("return found if speeds[found] > WORTH * speeds[0] else 0", "return found"),
         ("speeds = [gained / cost for", "speeds = [gained for"),
         (" or lost <= 0:", ":"),
-        (" and lost < LOSS)", ")"),
-        ("(lost + self._invested) / SHARE", "lost / SHARE"),
+        (" and lost < self._most)", ")"),
+        ("(at_stake + self._invested) / terms.share", "at_stake / terms.share"),
     ),
     *family(
         "controller",
@@ -654,7 +654,7 @@ MUTANTS = [
         ("order = node * (block_paths + 1) + first", "order = first"),
         ("known = _held(masses, probs, place, width)", "known = probs >= 0"),
         ("    q.zero_()\n", ""),
-        ("tl.where(chances > 0, sums, 0.0), _mix(key))", "tl.where(chances > 0, sums, 0.0), key)"),
+        ("tl.where(chances > 0, sums, 0.0), mix(key))", "tl.where(chances > 0, sums, 0.0), key)"),
         ("(token[:, None] == token[None, :]) & real[None, :]", "(token[:, None] == token[None, :])"),
         ("mask=(weights > 0) & (real & known)[:, None])", "mask=(weights >= 0) & (real & known)[:, None])"),
     ),
@@ -724,8 +724,8 @@ MUTANTS = [
         "copies",
         "draft/head/prompt.py",
         ("value, is_causal=True", "value, is_causal=False"),
-        ("kept[:, :count] = new[0]", "kept[:, : count - 1] = new[0, :, 1:]"),
-        ("= predict[0, -1], carry[0, -1]", "= predict[0, 0], carry[0, -1]"),
+        ("kept[slots, :, :longest] = new", "kept[slots, :, : longest - 1] = new[:, :, 1:]"),
+        ("= predict[rows, last], carry[rows, last]", "= predict[rows, 0 * last], carry[rows, last]"),
     ),
     *family(
         "head",
@@ -747,7 +747,7 @@ MUTANTS = [
         "head",
         "draft/head/trees/ahead.py",
         ("self._cache.lengths[sequence] += len(verdict.path)", "self._cache.lengths[sequence] += len(verdict.path) - 1"),
-        ("wanted = [(sequence, sequence.root) for sequence in sequences]", "wanted = self._expected"),
+        ("return self._expected == [(sequence, sequence.root) for sequence in sequences]", "return bool(self._expected)"),
     ),
     *family(
         "head",

@@ -53,7 +53,7 @@ FOREIGN = {
     "bench/peers/transformers.py": (1, "a transformers generation config has the fields of its version only"),
     "cuda/kernels.py": (1, "not every torch tells how much shared memory a program may ask for"),
     "hf.py": (2, "a transformers generation config, and logits processors and stopping criteria of users"),
-    "llm.py": (1, "torch.cpu names instruction sets of some processors only"),
+    "models/place.py": (1, "torch.cpu names instruction sets of some processors only"),
     "models/load.py": (3, "a transformers config has the fields of its family only"),
     "registry.py": (1, "an annotation may be a class or a string"),
     "train/texts.py": (1, "a transformers config has the fields of its family only"),

@@ -25,7 +25,7 @@ from branchwise.methods import PLAIN, PRESETS, Method, choose_method, find_metho
 from branchwise.testing import ToyTarget
 from branchwise.train.head.run import FORMS
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
-from tests.heads import random_head
+from tests.heads import let_drafting_pay, random_head
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -122,8 +122,11 @@ def test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget(name: str, te
 
 @pytest.mark.parametrize("name", FREE)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same(name: str, temperature: float) -> None:
+def test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same(
+    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sampled, seed for seed, with `match`; what is drawn has its distribution tested elsewhere."""
+    let_drafting_pay(monkeypatch)
     target, texts = ToyTarget(4, seed=3), []
     for method, most in ((PLAIN, None), (PRESETS[name], None), (PRESETS[name], Budget(6, 3))):
         drafter, verifier = method.build()

@@ -287,6 +287,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
         engine = SimpleNamespace(target=ToyTarget(6, slots=options["max_batch"]))
         return SimpleNamespace(
             name=model,
+            conversion=None,
             engine=engine,
             stop_tokens=frozenset(),
             encode=lambda text, raw: [ord(character) % 6 for character in text][:12],

@@ -69,7 +69,7 @@ class Pool:
                 graph = torch.cuda.CUDAGraph()
                 with capture(graph, pool=self._keeper.pool()):
                     found = run()
-                count("recorded", getattr(run, "__qualname__", run))
+                count("recorded", run)
             except BaseException:
                 self._keeper = None  # torch takes nothing more from the pool of a recording that broke off
                 torch.cuda.set_stream(here)  # where it broke off at its end, torch stays on the stream it recorded

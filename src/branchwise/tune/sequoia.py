@@ -200,6 +200,12 @@ class Witness(Drafter):
     def finish(self, sequence: SequenceState) -> None:
         self.drafter.finish(sequence)
 
+    def forget(self) -> None:
+        self.drafter.forget()
+
+    def reasons(self, batch: int) -> list[str]:
+        return self.drafter.reasons(batch)
+
     def derive_seed(self, sequence: SequenceState) -> int:
         return self.drafter.derive_seed(sequence)
 
@@ -211,6 +217,10 @@ class Witness(Drafter):
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self._trees = self.drafter.draft(sequences, budgets)
+        return self._trees
+
+    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
+        self._trees = self.drafter.rest(sequences)
         return self._trees
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
