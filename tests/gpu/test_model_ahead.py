@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from tests.test_model_drafter import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-KINDS = [WAYS[:1], WAYS[1:2], WAYS]
+DRAWN = replace(WAYS[0], seed=6)
+"""with the seed of the host's tests two tokens arrive within 2e-5 of each other, which other sums decide otherwise"""
+KINDS = [[DRAWN], WAYS[1:2], [DRAWN, *WAYS[1:]]]
 TREES = [
     ("chain:4", "block"),
     ("chain:1", "token"),

@@ -185,13 +185,14 @@ class HeadDrafter(TreeDrafter):
         with torch.inference_mode():
             if self._ahead.rests(len(sequences)):
                 return self.rest(sequences)
+            if self._ahead.stands_aside(sequences) or not any(known):
+                read = not any(len(self._texts[sequence].unread) for sequence in sequences)
+                self._drafted = self._ahead.rest(sequences, read=read)
+                return self._drafted
             self._read_prompts(sequences)
             self._ahead.begin()
             if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
                 self._roots(behind)
-            if self._ahead.stands_aside(sequences) or not any(known):
-                self._drafted = self._ahead.rest(sequences)
-                return self._drafted
             self._drafted = self._ahead.draft(sequences, budgets)
         return self._drafted
 

@@ -114,7 +114,7 @@ class Ahead:
         return self._draft.rests(batch)
 
     def stands_aside(self, sequences: Sequence[SequenceState]) -> bool:
-        """Whether nothing is to be drafted for these texts, all of whose rows are read, because that does not pay."""
+        """Whether nothing is to be drafted for these texts, because that does not pay."""
         if self._ladder is not None and not self._foresaw(sequences):
             self._climb(len(sequences))
         return self._rung == 0
@@ -132,12 +132,13 @@ class Ahead:
     def begin(self) -> None:
         self._draft.begin()
 
-    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
-        """Roots alone."""
+    def rest(self, sequences: Sequence[SequenceState], *, read: bool = True) -> list[DraftTree]:
+        """Roots alone. Texts whose prompts are not `read` are let go at once: reading takes as long as drafting."""
         self._found = self._next = None
         self._expected, self._caught = [], False
         self._depth = self._scored_rung = 0
-        self._rested += self._ladder is not None
+        if self._ladder is not None:
+            self._rested = self._rested + 1 if read else PATIENCE + 1
         self._sequences = tuple(sequences)
         trees = [DraftTree.root(sequence.root) for sequence in sequences]
         self._draft.drafted(trees)
