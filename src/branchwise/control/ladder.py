@@ -70,7 +70,7 @@ class Gain:
 
 def worth(texts: int) -> float:
     """How many times as fast as plain ones steps must be to pay for so many texts."""
-    return 1 + THINNING * math.log2(texts)
+    return 1 + THINNING * math.log2(max(texts, 1))
 
 
 class Ladder:
