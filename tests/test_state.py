@@ -27,7 +27,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, state
 from branchwise.draft.base import Budget, LearningDrafter
 from branchwise.draft.lookup.trigram import Trigram
-from branchwise.draft.state import check_state, load_state, save_state
+from branchwise.draft.state import check_state, load_state, parts_of, save_state
 from branchwise.errors import UsageError
 from tests.test_model_drafter import byte_level, tiny
 
@@ -121,6 +121,18 @@ def test_an_empty_memory_makes_a_round_trip_too(tmp_path: Path, model: Any) -> N
     drafter = learned([[1, 2, 3]])
     assert load_state(drafter, tmp_path / "state", model)
     assert not drafter._rows
+
+
+@pytest.mark.parametrize("draft", ["stand", "memories", "trigram"])
+def test_whoever_has_learned_nothing_yet_can_be_saved(draft: str, tmp_path: Path, model: Any) -> None:
+    saved, fresh = build_drafter(draft), build_drafter(draft)
+    for drafter in (saved, fresh):
+        drafter.bind(model)
+    parts = parts_of(saved)
+    save_state(saved, tmp_path / "state", model)
+    assert load_state(fresh, tmp_path / "state", model)
+    for name, part in parts_of(fresh).items():
+        assert all(torch.equal(value, parts[name].save()[key]) for key, value in part.save().items())
 
 
 def test_what_is_restored_is_no_longer_tied_to_the_file(tmp_path: Path, model: Any) -> None:

@@ -99,7 +99,8 @@ def _digest(known: Mapping[str, Any], tensors: Tensors) -> str:
     found = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        if tensor.numel():  # without elements it has no strides to be seen as bytes by
+            found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
