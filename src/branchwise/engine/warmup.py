@@ -8,7 +8,6 @@ Compiled kernels stay in the user's cache.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
@@ -64,8 +63,6 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
             for _ in _steps(engine, texts, temperature, steps):
                 show(f"compiling and recording passes over {texts} text{'s' * (texts > 1)}{took}", done, whole)
                 done += 1
-    gc.collect()
-    gc.freeze()  # what is there now stays: a look at all of it, in the middle of a text, takes as long as many steps
     seconds = time.perf_counter() - start
     _remember(_key(engine), seconds)
     return seconds
