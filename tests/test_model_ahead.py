@@ -46,6 +46,14 @@ WAYS = [
     SamplingParams(temperature=1.0, seed=2, top_k=3),
     SamplingParams(temperature=1.3, seed=1 << 62, top_p=0.7, min_p=0.02),
 ]
+TREES = [
+    ("chain:4", "block"),
+    ("chain:1", "token"),
+    ("paths:3x3", "cascade"),
+    ("paths:2x4@2", "traversal"),
+    ("rsd-c:3,2,1", "rrs"),
+    ("template:sequoia-24", "traversal"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -127,17 +135,7 @@ def assert_same(one: Noting, other: Noting) -> None:
 
 
 @pytest.mark.parametrize("ways", [WAYS[:1], WAYS[1:2], WAYS], ids=["drawn", "greedy", "of all kinds"])
-@pytest.mark.parametrize(
-    ("tree", "verify"),
-    [
-        ("chain:4", "block"),
-        ("chain:1", "token"),
-        ("paths:3x3", "cascade"),
-        ("paths:2x4@2", "traversal"),
-        ("rsd-c:3,2,1", "rrs"),
-        ("template:sequoia-24", "traversal"),
-    ],
-)
+@pytest.mark.parametrize(("tree", "verify"), TREES)
 def test_trees_are_those_of_level_by_level(tree: str, verify: str, ways: list[SamplingParams]) -> None:
     """Four texts in three slots: some end, one joins, and steps go on with those that are left."""
     ahead, levels = (kind(close_to(), tree=build_policy(tree)) for kind in (Noting, LevelByLevel))

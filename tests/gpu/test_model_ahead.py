@@ -16,7 +16,7 @@ from branchwise.draft.model.draft_model import Weights
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS, Verdicts
 from tests.test_inflight import Watched
-from tests.test_model_ahead import PROMPTS, VOCABULARY, WAYS, LevelByLevel, Noting, assert_same, close_to
+from tests.test_model_ahead import PROMPTS, TREES, VOCABULARY, WAYS, LevelByLevel, Noting, assert_same, close_to
 from tests.test_model_drafter import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -24,14 +24,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DRAWN = replace(WAYS[0], seed=6)
 """with the seed of the host's tests two tokens arrive within 2e-5 of each other, which other sums decide otherwise"""
 KINDS = [[DRAWN], WAYS[1:2], [DRAWN, *WAYS[1:]]]
-TREES = [
-    ("chain:4", "block"),
-    ("chain:1", "token"),
-    ("paths:3x3", "cascade"),
-    ("paths:2x4@2", "traversal"),
-    ("rsd-c:3,2,1", "rrs"),
-    ("template:sequoia-24", "traversal"),
-]
 
 
 def target_of(slots: int = 3, **how: bool) -> Watched:

@@ -9,9 +9,6 @@ from collections import Counter
 from importlib.util import find_spec
 from typing import Any
 
-KINDS = ("compiled", "recorded", "eager")
-"""a program was compiled, a graph was recorded, something ran without a graph that has one otherwise"""
-
 log = logging.getLogger(__name__)
 
 _counts: Counter[str] = Counter()
@@ -19,7 +16,8 @@ _watching = False
 
 
 def count(kind: str, what: object = "") -> None:
-    """One more of a kind; the log says of `what`."""
+    """One more of a kind: something was "compiled", a graph was "recorded", or what has a graph otherwise ran "eager".
+    The log says what it was."""
     _counts[kind] += 1
     log.debug("%s: %s", kind, what)
 

@@ -164,6 +164,20 @@ def grow_with(growing: TreeCoroutine, look: Callable[[TreeBuilder, list[int]], N
         answer = request.alone() if isinstance(request, SampleRequest) else look(*request)
 
 
+def tree_of_paths(root: int, paths: list[list[list[int]]], q: Tensor, length: int, draw: Draw) -> DraftTree:
+    """The first levels of paths that a device has drawn and numbered, each a list of (token, node), merged where they
+    agree; `q` are the distributions after its nodes."""
+    nodes, ends = {0: (-1, root)}, [0] * len(paths)
+    for level in range(length):
+        for path, steps in enumerate(paths):
+            token, node = steps[level]
+            nodes[node] = ends[path], token
+            ends[path] = node
+    parents, tokens = zip(*(nodes[node] for node in range(len(nodes))), strict=True)
+    leaves = tuple(ends) if draw is Draw.PATHS else ()
+    return DraftTree(torch.tensor(tokens), parents, draw, q[: max(parents) + 1] if length else None, leaves)
+
+
 class Judged(NamedTuple):
     """What a step found about the tree of one sequence."""
 

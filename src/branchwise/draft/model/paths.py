@@ -16,6 +16,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import chain_topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
+from branchwise.draft.builder import tree_of_paths
 from branchwise.draft.model.choice import Picks
 from branchwise.draft.model.passes import Choose, Drawn, Level, Run, Texts, TreeDraft, draw_keys
 from branchwise.draft.model.reading import BatchReading
@@ -88,22 +89,9 @@ class PathDraft(TreeDraft):
             return [chain(*one) for one in zip(found.tokens, found.q, lengths, strict=False)]
         drawn = found.told.tolist()  # the only synchronisation
         return [
-            self._tree(sequence.root, *one)
+            tree_of_paths(sequence.root, *one, self._policy.draw)
             for sequence, one in zip(sequences, zip(drawn, found.q, lengths, strict=False), strict=True)
         ]
-
-    def _tree(self, root: int, paths: list[list[list[int]]], q: Tensor, length: int) -> DraftTree:
-        """The first levels of drawn paths, each a list of (token, node)."""
-        nodes, ends = {0: (-1, root)}, [0] * len(paths)
-        for level in range(length):
-            for path, steps in enumerate(paths):
-                token, node = steps[level]
-                nodes[node] = ends[path], token
-                ends[path] = node
-        parents, tokens = zip(*(nodes[node] for node in range(len(nodes))), strict=True)
-        draw = self._policy.draw
-        leaves = tuple(ends) if draw is Draw.PATHS else ()
-        return DraftTree(torch.tensor(tokens), parents, draw, q[: max(parents) + 1] if length else None, leaves)
 
 
 def chain(tokens: Tensor, q: Tensor, length: int) -> DraftTree:

@@ -18,11 +18,11 @@ from torch import Tensor
 from branchwise.backends.base import TargetInfo
 from branchwise.core.batch import PadShape
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree, Draw
+from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import GraphedFunction
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
 from branchwise.draft.base import Budget, not_a_state
-from branchwise.draft.builder import Candidate, new
+from branchwise.draft.builder import Candidate, new, tree_of_paths
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.recycle.topk import HostTopTokens, Ints, ReportedTopTokens
 from branchwise.draft.sparse import flaw_of
@@ -161,16 +161,6 @@ class DevicePaths:
         return self._draw(inputs.copy().view(size, FIELDS), self._q[:size])
 
     def _tree(self, root: int, length: int, paths: list[list[list[int]]], q: Tensor) -> DraftTree:
-        """The first levels of drawn paths, each a list of (token, node)."""
         if paths[0][0][0] < 0:
             return DraftTree.root(root)  # the row of the root is empty
-        nodes, ends = {0: (-1, root)}, [0] * len(paths)
-        for level in range(length):
-            for path, steps in enumerate(paths):
-                token, node = steps[level]
-                nodes[node] = ends[path], token
-                ends[path] = node
-        parents, tokens = zip(*(nodes[node] for node in range(len(nodes))), strict=True)
-        draw = self.policy.draw
-        leaves = tuple(ends) if draw is Draw.PATHS else ()
-        return DraftTree(torch.tensor(tokens), parents, draw, q[: max(parents) + 1] if length else None, leaves)
+        return tree_of_paths(root, paths, q, length, self.policy.draw)
