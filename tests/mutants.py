@@ -641,6 +641,10 @@ MUTANTS = [
         "drawn",
         "draft/recycle/adjacency.py",
         ("if paths[0][0][0] < 0:", "if False:"),
+    ),
+    *family(
+        "drawn",
+        "draft/builder.py",
         ("q[: max(parents) + 1] if length else None", "q[: max(parents) + 1]"),
     ),
     *family(

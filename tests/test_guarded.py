@@ -420,9 +420,10 @@ def test_a_drafter_that_is_slow_is_left_out_and_the_answer_says_so() -> None:
     assert found.as_dict()["rested"] == asked.stats.rested
 
 
-def test_a_warm_up_makes_both_kinds_of_steps_and_leaves_no_verdict() -> None:
+@pytest.mark.parametrize("context", [8, 256])
+def test_a_warm_up_makes_both_kinds_of_steps_and_leaves_no_verdict(context: int) -> None:
     engine = Engine(
-        PipelinedToy(64, context=256), build_drafter("recycle", "chain:2"), VERIFIERS.build("match"), guard=True
+        PipelinedToy(64, context=context), build_drafter("recycle", "chain:2"), VERIFIERS.build("match"), guard=True
     )
     made: list[bool] = []
     assert engine.guard is not None

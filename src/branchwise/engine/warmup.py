@@ -86,8 +86,9 @@ def _steps(engine: Engine, texts: int, temperature: float, steps: int) -> Iterat
 
 
 def _request(info: TargetInfo, number: int, temperature: float) -> Request:
-    prompt = tuple((7 * place + 3 + number) % info.vocabulary for place in range(PROMPT_TOKENS))
-    return Request(prompt, SamplingParams(temperature=temperature, seed=number), info.context - PROMPT_TOKENS - 1)
+    length = min(PROMPT_TOKENS, info.context // 2)
+    prompt = tuple((7 * place + 3 + number) % info.vocabulary for place in range(length))
+    return Request(prompt, SamplingParams(temperature=temperature, seed=number), info.context - length)
 
 
 @contextmanager
