@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree, Draw
+from branchwise.cuda.choices import Choices
+from branchwise.cuda.counts import counted, since
 from branchwise.cuda.verify_graph import CapturedVerifier, GraphInputs, compiled_or_not, trace
 from branchwise.draft import TREES
 from branchwise.draft.base import Budget
@@ -81,16 +85,34 @@ def test_a_verdict_waits_for_the_device_only_when_it_is_read(name: str, tree: st
     trees, logits = draft(tree, 0)
     verdicts(name, trees, logits, 0, "cuda")().read()  # tables are looked up, libraries loaded
     run = verdicts(name, trees, logits, 1, "cuda")
+    run()  # the tables of this batch of trees go over once
+    with no_sync():
+        found = run()
+    assert len(found.read()) == BATCH
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Whatever waits for the device meanwhile is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype
-        run()  # the tables of this batch of trees go over once
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = run()
+            yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len(found.read()) == BATCH
+
+
+def test_tokens_are_counted_without_waiting_for_the_device() -> None:
+    choices = Choices(4, VOCABULARY, torch.device("cuda"))
+    texts = [SequenceState([1, 2, 3], SamplingParams(frequency_penalty=0.5, seed=row)) for row in range(3)]
+    choices.bring(texts)
+    with no_sync():
+        for text in texts:
+            text.tokens += [4, 4, 5]
+        choices.bring([*texts, SequenceState([6], SamplingParams(repetition_penalty=1.1))])
+    assert choices.counts.table[:, 4].tolist().count(2) == 3
 
 
 @pytest.mark.parametrize("name", ["match", "block", "cascade", "rrs", "traversal", "k-seq"])
@@ -102,6 +124,38 @@ def test_a_captured_verdict_is_the_eager_one(name: str, compile: bool) -> None:
         eager = verdicts(name, trees, logits, seed, "cuda")().read()
         assert verdicts(name, trees, logits, seed, "cuda", capture)().read() == eager
     assert len(capture._graphs) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_captured_verdict_with_penalties_is_that_of_the_host(temperature: float) -> None:
+    """Texts that grow and change places, in one graph for all."""
+    params = SamplingParams(
+        temperature, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3, logit_bias={1: 2.0}, seed=1
+    )
+    texts = [
+        SequenceState([0, 1, 2, 1], params if row else SamplingParams(temperature, seed=1)) for row in range(BATCH)
+    ]
+    capture, match = CapturedVerifier(VERIFIERS.build("match")), VERIFIERS.build("match")
+    kept, before = 0, counted()
+    for seed in range(6):
+        trees, logits = draft("paths:3x4", seed)
+        for row, tree in zip(logits, trees, strict=True):
+            row[list(tree.parents[1:]), tree.tokens[1:]] = 2.0  # a draft that is often right
+        seeds, roots = torch.full((BATCH,), seed), torch.tensor([len(text.tokens) - 1 for text in texts])
+        batch = TreeBatch(trees, pad_shape=PadShape.for_paths(3, 4))
+        logits = torch.nn.functional.pad(logits, (0, 0, 0, batch.nodes - logits.shape[1]))
+        wanted = match(batch, WarpedProbs(logits, batch, texts), SeededChance(seeds, roots)).read()
+        there = TreeBatch(trees, "cuda", PadShape.for_paths(3, 4))
+        probs = WarpedProbs(logits.cuda(), there, texts)
+        chance = SeededChance(seeds, roots, device=torch.device("cuda"))
+        assert capture(there, probs, chance).read() == wanted
+        for text, tree, verdict in zip(texts, trees, wanted, strict=True):
+            text.tokens += [*tree.tokens[list(verdict.path[1:])].tolist(), verdict.token]
+            kept += len(verdict.path) - 1
+        texts = [*texts[1:], texts[0]]
+    assert kept > 6
+    assert len(capture._graphs) == 1
+    assert "eager" not in since(before)
 
 
 @pytest.mark.parametrize("name", ["token", "block", "gbv", "cascade", "rrs", "traversal", "k-seq", "auto"])

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
 from branchwise.cuda.inputs import PinnedBuffer
 
-PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "biased")
-"""of a text, in this order; `biased` is 1 where it has a bias"""
+PARAMETERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "biased",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "counted",
+)
+"""of a text, in this order; `biased` is 1 where it has a bias, and `counted` is the row in which its tokens are
+counted, -1 where no penalty asks for them"""
+
+IN_PROMPT = 1 << 30
+"""the bit of a count that says that a token is in the prompt; those below say how often it is in the output"""
 
 
 class Choices:
@@ -23,22 +40,93 @@ class Choices:
         self._buffer = PinnedBuffer(most * len(PARAMETERS), device, torch.float32)
         self.parameters: Tensor = self._buffer.device_copy.view(most, len(PARAMETERS))
         self.bias = torch.zeros(most, vocabulary, device=device)
+        self.counts = TokenCounts(most, vocabulary, device)
         self._known: list[SamplingParams] = []
+        self._counted: list[int] = []
 
-    def bring(self, sampling: Sequence[SamplingParams]) -> None:
-        if self._known == list(sampling):
+    def bring(self, texts: Sequence[SequenceState]) -> None:
+        """Have the parameters of these texts on the device, in this order. A text that comes twice is padding."""
+        sampling = [text.sampling for text in texts]
+        known = self._known == sampling
+        if known and max(self._counted) < 0:
+            return
+        rows = self.counts.bring([text for text in dict.fromkeys(texts) if text.sampling.looks_back])
+        counted = [rows.get(text, -1) for text in texts]
+        if known and self._counted == counted:
             return
         self._known = []  # after an interrupt nothing counts as written
-        rows = [
-            (params.temperature, params.top_k, params.top_p, params.min_p, bool(params.logit_bias))
-            for params in sampling
-        ]
-        self._buffer.host[: len(rows) * len(PARAMETERS)] = np.array(rows, dtype=np.float32).reshape(-1)
+        numbers = [
+            (params.temperature, params.top_k, params.top_p, params.min_p, bool(params.logit_bias),
+             params.repetition_penalty, params.presence_penalty, params.frequency_penalty, row)
+            for params, row in zip(sampling, counted, strict=True)
+        ]  # fmt: skip
+        self._buffer.host[: len(texts) * len(PARAMETERS)] = np.array(numbers, dtype=np.float32).reshape(-1)
         self._buffer.copy()
         entries = [(row, *entry) for row, params in enumerate(sampling) for entry in params.logit_bias.items()]
         if entries:
             device = self.bias.device
             places, tokens = torch.tensor([entry[:2] for entry in entries]).T.to(device, non_blocking=True)
-            self.bias[: len(rows)].zero_()
+            self.bias[: len(texts)].zero_()
             self.bias[places, tokens] = torch.tensor([entry[2] for entry in entries]).to(device, non_blocking=True)
-        self._known = list(sampling)
+        self._known, self._counted = sampling, counted
+
+
+class TokenCounts:
+    """Which tokens are in each of up to so many texts, counted on a device: only new tokens go there.
+
+    A text keeps its row whoever joins or leaves beside it. Where there are no more rows, a new text takes that of the
+    text which was asked for longest ago.
+    """
+
+    def __init__(self, most: int, vocabulary: int, device: torch.device) -> None:
+        self.table = torch.zeros(most, vocabulary, dtype=torch.int32, device=device)
+        self._known: WeakKeyDictionary[SequenceState, tuple[int, int]] = WeakKeyDictionary()
+        """by text, the one asked for longest ago first: its row, and how many of its tokens are counted there"""
+
+    def bring(self, texts: Sequence[SequenceState]) -> dict[SequenceState, int]:
+        """Count what is new in these texts; returns their rows."""
+        if not texts:
+            return {}
+        # What is forgotten meanwhile is counted anew after an interrupt.
+        known = {text: self._known.pop(text) for text in texts if text in self._known}
+        spare = self._spare(len(texts) - len(known), [row for row, _ in known.values()])
+        found: dict[SequenceState, tuple[int, int]] = {}
+        anew: list[int] = []
+        read, written = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for text in texts:
+            row, counted = known[text] if text in known else (spare.pop(), 0)
+            if not text.prompt_length <= counted <= len(text.tokens):  # new, or cut back
+                anew.append(row)
+                read.append(self._places(row, text.tokens[: text.prompt_length]))
+                counted = text.prompt_length
+            written.append(self._places(row, text.tokens[counted:]))
+            found[text] = row, len(text.tokens)
+        self._count(np.array(anew, np.int64), np.concatenate(read), np.concatenate(written))
+        self._known.update(found)
+        return {text: row for text, (row, _) in found.items()}
+
+    def _spare(self, count: int, taken: Sequence[int]) -> list[int]:
+        """So many rows that are not taken, those of texts that are gone before others."""
+        if not count:
+            return []
+        held = {row: text for text, (row, _) in self._known.items()}
+        free = [row for row in range(len(self.table)) if row not in held and row not in taken]
+        chosen = [*free, *held][:count]
+        for row in chosen:
+            if row in held:
+                del self._known[held[row]]
+        return chosen
+
+    def _places(self, row: int, tokens: Sequence[int]) -> NDArray[np.int64]:
+        return np.array(tokens, np.int64) + row * self.table.shape[1]
+
+    def _count(self, anew: NDArray[np.int64], read: NDArray[np.int64], written: NDArray[np.int64]) -> None:
+        """Clear rows, then mark tokens of prompts and count those of outputs, in one copy to the device."""
+        numbers = torch.from_numpy(np.concatenate([anew, read, written])).to(self.table.device, non_blocking=True)
+        rows, marked, counted = numbers.split([len(anew), len(read), len(written)])
+        places = self.table.view(-1)
+        if len(anew):
+            self.table.index_fill_(0, rows, 0)
+            places.index_fill_(0, marked, IN_PROMPT)
+        if len(written):
+            places.index_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))

@@ -1,14 +1,20 @@
-"""The target's own token behind every node of a batch of trees, in one Triton kernel: what `match` compares with.
+"""The verdict of `match` in two Triton kernels: the target's own token behind every node of a batch of trees, and the
+walk down each tree while it holds the tokens that were drawn.
 
-Each text has its own temperature, cuts and bias, which are values and not structure: one kernel serves all texts and
-all sizes, so that nothing is compiled or recorded anew for a text with other parameters. A program works on one row
-and never writes a distribution. The truth is `core.sampling.Warp` with `SeededChance.tokens`: the stages are in the
-same order, the noise is the same. Without a CUDA device only tests import this file.
+Each text has its own temperature, cuts, bias and penalties, which are values and not structure: one kernel serves all
+texts and all sizes, so that nothing is compiled or recorded anew for a text with other parameters. A program works on
+one row and never writes a distribution. The truth is `core.sampling.Warp` with `SeededChance.tokens`: the stages are in
+the same order, the noise is the same. Without a CUDA device only tests import this file.
+
+A cut by rank or by mass is a search for the least mass that is kept, over the whole row many times. Nearly always few
+tokens can be at stake: those are gathered first, and the search goes over them.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +23,7 @@ from torch import Tensor
 
 from branchwise.core import rng, rows
 from branchwise.core.sampling import COLDEST
-from branchwise.cuda.choices import PARAMETERS
+from branchwise.cuda.choices import IN_PROMPT, PARAMETERS, Choices
 
 BLOCK = tl.constexpr(rows.BLOCK)
 GAMMA = tl.constexpr(rng.GAMMA)
@@ -26,73 +32,171 @@ SECOND_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[1]))
 STEP = tl.constexpr(2.0**-52)
 STREAM = tl.constexpr(rng.stream_of("verify", "token", 0))
 LEAST = tl.constexpr(COLDEST)
+TIMES = tl.constexpr(IN_PROMPT - 1)
+"""the bits of a count that say how often a token was written"""
 NOBODY = tl.constexpr(1 << 40)
 """more than any token"""
 ONE = tl.constexpr(0x3F800000)
 """1.0 as float32, as an integer: numbers that are not negative rise with their bits"""
+ROOM = tl.constexpr(4096)
+"""tokens of a row that are gathered, if there are no more with a mass that matters"""
+SIFTED, SIEVES = tl.constexpr(512), tl.constexpr(32)
+"""masses of those that are compared together, and with how many numbers"""
+SLIGHT = tl.constexpr(1e-6)
+"""the mass of a token, in that of the best one, below which tokens that are cut by rank are not gathered"""
 FEW_ROWS = 132
 """as many as an H200 has processors: each of so few rows has one to itself"""
 
 
+def judge(
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    seeds: Tensor,
+    roots: Tensor,
+    choices: Choices,
+    *,
+    with_tokens: bool = False,
+) -> Tensor:
+    """The `rows` of `match`'s verdicts on a batch, with the tokens of the nodes if those are wanted; arguments as in
+    `draw_tokens`."""
+    batch, nodes = tokens.shape
+    drawn = draw_tokens(logits, tokens, parents, depths, seeds, roots, choices)
+    rows = torch.empty(batch, 2 * nodes + 1 if with_tokens else nodes + 1, dtype=torch.int64, device=logits.device)
+    _walk[(batch,)](
+        drawn, tokens, parents, rows, nodes, tokens.stride(0), parents.stride(0), rows.stride(0),
+        most=triton.next_power_of_2(nodes), with_tokens=with_tokens, num_warps=1,
+    )  # fmt: skip
+    return rows
+
+
 def draw_tokens(
-    logits: Tensor, depths: Tensor, seeds: Tensor, roots: Tensor, parameters: Tensor, bias: Tensor
+    logits: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, seeds: Tensor, roots: Tensor, choices: Choices
 ) -> Tensor:
     """(batch, nodes) int64: the token that each text draws behind each node, the best one at temperature 0.
 
-    `logits` (batch, nodes, vocabulary) of the unwarped model; `depths` (batch, nodes) of the nodes, 0 for padding, for
-    which nothing is drawn; `seeds` and `roots` (batch,) are those of a `SeededChance`; `parameters` (at least batch,
-    len(PARAMETERS)) float32, and `bias` (at least batch, vocabulary) float32, read where a text is `biased`.
+    `logits` (batch, nodes, vocabulary) of the unwarped model; `tokens`, `parents` and `depths` (batch, nodes) of the
+    nodes, depth 0 for padding, for which nothing is drawn; `seeds` and `roots` (batch,) are those of a `SeededChance`.
     """
     batch, nodes, vocabulary = logits.shape
     assert logits.stride(2) == 1, "a row of logits must lie in one piece"
-    assert parameters.is_contiguous(), "parameters must be contiguous"
-    assert bias.is_contiguous(), "a bias must be contiguous"
+    assert choices.bias.shape[1] == vocabulary, "choices are made for one vocabulary"
     found = torch.zeros(batch, nodes, dtype=torch.int64, device=logits.device)
-    at_once, warps = (64, 32) if batch * nodes <= FEW_ROWS else (16, 8)  # blocks that are read together
+    room = torch.empty(batch * nodes, ROOM.value, device=logits.device)
+    # Blocks that are read together; so many registers let a processor work on two rows of many at a time.
+    at_once, warps, registers = (32, 16, 128) if batch * nodes <= FEW_ROWS else (16, 8, 128)
     _draw[(batch * nodes,)](
-        logits, depths, seeds, roots, parameters, bias, found,
-        nodes, vocabulary, logits.stride(0), logits.stride(1), depths.stride(0), bias.shape[1],
-        width=len(PARAMETERS), at_once=at_once, num_warps=warps,
+        logits, tokens, parents, depths, seeds, roots,
+        choices.parameters, choices.bias, choices.counts.table, room, found,
+        nodes, vocabulary, logits.stride(0), logits.stride(1), tokens.stride(0), parents.stride(0), depths.stride(0),
+        width=len(PARAMETERS), at_once=at_once, num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return found
 
 
-@triton.jit(do_not_specialize=["nodes", "stride_text", "stride_node", "stride_depths"])
+class Row(NamedTuple):
+    """The logits behind one node, and what is done to them before they are tempered. Some are places in memory."""
+
+    logits: Any
+    vocabulary: Any
+    bias: Any
+    biased: Any
+    counts: Any
+    """of the text, to be read where it has a penalty"""
+    tokens: Any
+    """of the tree"""
+    parents: Any
+    node: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    room: Any
+    """for the masses of the tokens that a cut has to choose from"""
+
+
+@triton.jit(
+    do_not_specialize=["nodes", "stride_text", "stride_node", "stride_tokens", "stride_parents", "stride_depths"],
+    do_not_specialize_on_alignment=["tokens", "parents", "depths", "seeds", "roots"],
+)
 def _draw(
-    logits, depths, seeds, roots, parameters, bias, found,
-    nodes, vocabulary, stride_text, stride_node, stride_depths, stride_bias,
+    logits, tokens, parents, depths, seeds, roots, parameters, bias, counts, room, found,
+    nodes, vocabulary, stride_text, stride_node, stride_tokens, stride_parents, stride_depths,
     width: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
     text, node = (tl.program_id(0) // nodes).to(tl.int64), (tl.program_id(0) % nodes).to(tl.int64)
     depth = tl.load(depths + text * stride_depths + node).to(tl.int64)
     if (node == 0) | (depth > 0):
-        row = logits + text * stride_text + node * stride_node
-        own, shift = parameters + text * width, bias + text * stride_bias
-        temperature, most = tl.load(own), tl.load(own + 1)
-        top_p, min_p, biased = tl.load(own + 2), tl.load(own + 3), tl.load(own + 4).to(tl.int32)
-        best, token = _best(row, shift, biased, vocabulary, at_once)
-        if temperature > 0:
-            cold = tl.maximum(temperature, LEAST)
-            high = best / cold
-            floor = 0.0
-            if (most > 0) & (most < vocabulary):
-                floor = _floor(row, shift, biased, vocabulary, cold, high, 0.0, most, False, at_once)
-            if top_p < 1:
-                goal = top_p * _mass(row, shift, biased, vocabulary, cold, high, floor, at_once)
-                floor = _floor(row, shift, biased, vocabulary, cold, high, floor, goal, True, at_once)
-            floor = tl.maximum(floor, min_p)
-            position = tl.load(roots + text) + depth + 1
-            key = mix(mix(mix(tl.load(seeds + text)) + STREAM) + position * GAMMA)
-            token = _raced(row, shift, biased, vocabulary, cold, high, floor, key, at_once)
-        tl.store(found + text * nodes + node, token)
+        own = parameters + text * width
+        biased, counted = tl.load(own + 4).to(tl.int32), tl.load(own + 8).to(tl.int64)
+        row = Row(
+            logits + text * stride_text + node * stride_node, vocabulary, bias + text * vocabulary, biased,
+            counts + counted * vocabulary, tokens + text * stride_tokens, parents + text * stride_parents, node,
+            tl.load(own + 5), tl.load(own + 6), tl.load(own + 7), room + tl.program_id(0).to(tl.int64) * ROOM,
+        )  # fmt: skip
+        position = tl.load(roots + text) + depth + 1
+        key = mix(mix(mix(tl.load(seeds + text)) + STREAM) + position * GAMMA)
+        # Two ways through the same code, so that texts without a penalty pay nothing for those that have one: these
+        # have more to hold of every token, and read fewer blocks together.
+        if counted < 0:
+            tl.store(found + text * nodes + node, _token(row, own, key, False, at_once))
+        else:
+            tl.store(found + text * nodes + node, _token(row, own, key, True, at_once // 2))
 
 
 @triton.jit
-def _adjusted(row, shift, biased, names, vocabulary):
-    """Logits of tokens, with the bias of the text; -inf beyond the vocabulary."""
-    inside = names < vocabulary
-    value = tl.load(row + names, mask=inside, other=float("-inf")).to(tl.float32)
-    return value + tl.load(shift + names, mask=inside & (biased > 0), other=0.0)
+def _token(row, own, key, penalised: tl.constexpr, at_once: tl.constexpr):
+    """What a text with its `own` parameters draws from a row."""
+    temperature, most, top_p, min_p = tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
+    best, token = _best(row, penalised, at_once)
+    if temperature > 0:
+        cold = tl.maximum(temperature, LEAST)
+        high = best / cold
+        most = tl.where(most < row.vocabulary, most, 0.0)
+        floor = 0.0
+        if (most > 0) | (top_p < 1):
+            # Tokens with less mass than that have together less than what a cut by mass takes: the best one has 1.
+            least = tl.where(top_p < 1, (1 - top_p) / (2 * row.vocabulary), SLIGHT)
+            count, total = _gather(row, cold, high, least, penalised, at_once)
+            if (count <= ROOM) & (count >= most):
+                floor = _floor(row, count, total, cold, high, most, top_p, penalised, True, at_once)
+            else:
+                floor = _floor(row, count, total, cold, high, most, top_p, penalised, False, at_once)
+        token = _raced(row, cold, high, tl.maximum(floor, min_p), key, penalised, at_once)
+    return token
+
+
+@triton.jit
+def _adjusted(row, start, names, penalised: tl.constexpr):
+    """Logits of tokens, whose names begin at `start`, with the penalties and the bias of the text; -inf beyond the
+    vocabulary."""
+    inside = names < row.vocabulary
+    value = tl.load(row.logits + names, mask=inside, other=float("-inf")).to(tl.float32)
+    if penalised:
+        value = _penalised(row, value, _seen(row, start, names))
+    return value + tl.load(row.bias + names, mask=inside & (row.biased > 0), other=0.0)
+
+
+@triton.jit
+def _penalised(row, value, seen):
+    """Logits of tokens by what was seen of them before."""
+    damped = tl.where(value > 0, tl.div_rn(value, row.repetition), value * row.repetition)
+    value = tl.where(seen > 0, damped, value)
+    times = (seen & TIMES).to(tl.float32)
+    return value - tl.where(times > 0, row.presence + row.frequency * times, 0.0)
+
+
+@triton.jit
+def _seen(row, start, names):
+    """The counts of tokens in the text, and on the path to the node as if it were written already."""
+    seen = tl.load(row.counts + names, mask=names < row.vocabulary, other=0)
+    node = row.node
+    while node > 0:  # the root is in the text
+        token = tl.load(row.tokens + node)
+        if (token >= start) & (token < start + names.numel):  # of a path few are
+            seen += tl.where(names == token.to(names.dtype), 1, 0)
+        node = tl.load(row.parents + node)
+    return seen
 
 
 @triton.jit
@@ -102,39 +206,104 @@ def _chunk(start, at_once: tl.constexpr):
 
 
 @triton.jit
-def _best(row, shift, biased, vocabulary, at_once: tl.constexpr):
+def _best(row, penalised: tl.constexpr, at_once: tl.constexpr):
     """The highest logit and the first token that has it."""
     high = tl.full((at_once, BLOCK), float("-inf"), tl.float32)
     where = _chunk(0, at_once)
-    for start in range(0, vocabulary, at_once * BLOCK):
+    for start in range(0, row.vocabulary, at_once * BLOCK):
         names = _chunk(start, at_once)
-        value = _adjusted(row, shift, biased, names, vocabulary)
+        value = _adjusted(row, start, names, penalised)
         where = tl.where(value > high, names, where)
         high = tl.maximum(value, high)
     best = tl.max(tl.max(high, 1), 0)
-    token = tl.min(tl.min(tl.where(high == best, where, vocabulary), 1), 0)
+    token = tl.min(tl.min(tl.where(high == best, where, row.vocabulary), 1), 0)
     return best, token.to(tl.int64)
 
 
 @triton.jit
-def _masses(row, shift, biased, names, vocabulary, cold, high, floor):
+def _masses(row, start, names, cold, high, floor, penalised: tl.constexpr):
     """Of tokens, as a share of the best one's; 0 where a cut has taken them."""
-    value = tl.exp(_adjusted(row, shift, biased, names, vocabulary) / cold - high)
+    value = tl.exp(_adjusted(row, start, names, penalised) / cold - high)
     return tl.where(value >= floor, value, 0.0)
 
 
 @triton.jit
-def _mass(row, shift, biased, vocabulary, cold, high, floor, at_once: tl.constexpr):
-    """Of the whole row."""
+def _gather(row, cold, high, least, penalised: tl.constexpr, at_once: tl.constexpr):
+    """Write masses from the least one on that matters into the room of the row, as far as they fit; returns how many
+    there are, and the mass of the whole row."""
+    count = tl.full((), 0, tl.int32)
     total = tl.zeros((at_once, BLOCK), tl.float32)
-    for start in range(0, vocabulary, at_once * BLOCK):
-        total += _masses(row, shift, biased, _chunk(start, at_once), vocabulary, cold, high, floor)
-    return tl.sum(tl.sum(total, 1), 0)
+    for start in range(0, row.vocabulary, at_once * BLOCK):
+        mass = _masses(row, start, _chunk(start, at_once), cold, high, 0.0, penalised)
+        total += mass
+        mass = tl.reshape(mass, (at_once * BLOCK,))
+        matters = (mass >= least).to(tl.int32)
+        places = count + tl.cumsum(matters, 0) - 1
+        tl.store(row.room + places, mass, mask=(matters > 0) & (places < ROOM))
+        count += tl.sum(matters, 0)
+    tl.debug_barrier()  # other threads read them
+    return count, tl.sum(tl.sum(total, 1), 0)
 
 
 @triton.jit
 def _floor(
-    row, shift, biased, vocabulary, cold, high, floor, goal, weighed: tl.constexpr, at_once: tl.constexpr
+    row, count, total, cold, high, most, top_p,
+    penalised: tl.constexpr, gathered: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
+    """The least mass that the cuts by rank and by mass keep, of the row or of so many masses that were gathered."""
+    floor = 0.0
+    if most > 0:
+        if gathered:
+            floor = _sift(row, count, floor, most, False)
+        else:
+            floor = _search(row, cold, high, floor, most, False, penalised, at_once)
+    if top_p < 1:
+        if gathered:
+            if most > 0:
+                total = tl.zeros((), tl.float32)
+                for start in range(0, count, SIFTED):
+                    total += tl.sum(_gathered(row, count, start, floor), 0)
+            floor = _sift(row, count, floor, top_p * total, True)
+        else:
+            if most > 0:
+                kept = tl.zeros((at_once, BLOCK), tl.float32)
+                for start in range(0, row.vocabulary, at_once * BLOCK):
+                    kept += _masses(row, start, _chunk(start, at_once), cold, high, floor, penalised)
+                total = tl.sum(tl.sum(kept, 1), 0)
+            floor = _search(row, cold, high, floor, top_p * total, True, penalised, at_once)
+    return floor
+
+
+@triton.jit
+def _gathered(row, count, start, floor):
+    """A few of the masses that were gathered; 0 where a cut has taken them."""
+    names = start + tl.arange(0, SIFTED)
+    mass = tl.load(row.room + names, mask=names < count, other=0.0)
+    return tl.where(mass >= floor, mass, 0.0)
+
+
+@triton.jit
+def _sift(row, count, floor, goal, weighed: tl.constexpr):
+    """What `_search` finds, of the masses that were gathered. They are few, and a round takes as long as a sum over all
+    threads does: so rounds compare with many numbers at a time."""
+    low, beyond = tl.full((), 0, tl.int32), tl.full((), ONE + 1, tl.int32)
+    while beyond - low > 1:
+        part = (beyond - low + SIEVES) // (SIEVES + 1)
+        edges = low + part * (1 + tl.arange(0, SIEVES))
+        over = tl.zeros((SIEVES,), tl.float32)
+        for start in range(0, count, SIFTED):
+            mass = _gathered(row, count, start, floor)
+            bits = mass.to(tl.int32, bitcast=True)
+            counted = mass if weighed else tl.full((SIFTED,), 1.0, tl.float32)
+            over += tl.sum(tl.where(bits[:, None] >= edges[None, :], counted[:, None], 0.0), 0)
+        reached = tl.sum((over >= goal).to(tl.int32), 0)  # the first so many
+        low, beyond = low + part * reached, tl.minimum(beyond, low + part * (reached + 1))
+    return low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _search(
+    row, cold, high, floor, goal, weighed: tl.constexpr, penalised: tl.constexpr, at_once: tl.constexpr
 ):  # fmt: skip
     """The largest number of which it is true that the tokens with at least this mass are as many as the goal, or if
     they are `weighed` have as much mass together. Found by a search among all floats up to 1, four parts at a time."""
@@ -145,11 +314,10 @@ def _floor(
         over_first = tl.zeros((at_once, BLOCK), tl.float32)
         over_second = tl.zeros((at_once, BLOCK), tl.float32)
         over_third = tl.zeros((at_once, BLOCK), tl.float32)
-        for start in range(0, vocabulary, at_once * BLOCK):
-            names = _chunk(start, at_once)
-            mass = _masses(row, shift, biased, names, vocabulary, cold, high, floor)
+        for start in range(0, row.vocabulary, at_once * BLOCK):
+            mass = _masses(row, start, _chunk(start, at_once), cold, high, floor, penalised)
             bits = mass.to(tl.int32, bitcast=True)
-            counted = mass if weighed else tl.where(names < vocabulary, 1.0, 0.0)
+            counted = mass if weighed else tl.full((at_once, BLOCK), 1.0, tl.float32)
             over_first += tl.where(bits >= first, counted, 0.0)
             over_second += tl.where(bits >= second, counted, 0.0)
             over_third += tl.where(bits >= third, counted, 0.0)
@@ -165,21 +333,52 @@ def _floor(
 
 
 @triton.jit
-def _raced(row, shift, biased, vocabulary, cold, high, floor, key, at_once: tl.constexpr):
+def _raced(row, cold, high, floor, key, penalised: tl.constexpr, at_once: tl.constexpr):
     """The token that wins the race: blocks of tokens race first, then those of the winner."""
     soonest = tl.full((at_once,), float("inf"), tl.float64)
     block = tl.zeros((at_once,), tl.int64)
-    for start in range(0, vocabulary, at_once * BLOCK):
-        mass = _masses(row, shift, biased, _chunk(start, at_once), vocabulary, cold, high, floor)
+    for start in range(0, row.vocabulary, at_once * BLOCK):
+        mass = _masses(row, start, _chunk(start, at_once), cold, high, floor, penalised)
         names = start // BLOCK + tl.arange(0, at_once).to(tl.int64)
         times = arrivals(mix(key), names, tl.sum(mass, 1).to(tl.float64))
         block = tl.where(times < soonest, names, block)
         soonest = tl.minimum(times, soonest)
     winner = tl.min(tl.where(soonest == tl.min(soonest, 0), block, NOBODY), 0)
     names = winner * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    mass = _masses(row, shift, biased, names, vocabulary, cold, high, floor)
+    mass = _masses(row, winner * BLOCK, names, cold, high, floor, penalised)
     times = arrivals(key, names, mass.to(tl.float64))
     return tl.min(tl.where(times == tl.min(times, 0), names, NOBODY), 0)
+
+
+@triton.jit(do_not_specialize=["nodes", "stride_tokens", "stride_parents", "stride_rows"])
+def _walk(
+    drawn, tokens, parents, rows, nodes, stride_tokens, stride_parents, stride_rows,
+    most: tl.constexpr, with_tokens: tl.constexpr,
+):  # fmt: skip
+    """From the root to the child that holds the token drawn behind its parent, as long as there is one."""
+    text = tl.program_id(0).to(tl.int64)
+    drawn, rows = drawn + text * nodes, rows + text * stride_rows
+    names = tl.arange(0, most)
+    inside = names < nodes
+    token = tl.load(tokens + text * stride_tokens + names, mask=inside, other=-1).to(tl.int64)
+    parent = tl.load(parents + text * stride_parents + names, mask=inside, other=-1).to(tl.int64)
+    path = tl.where(names == 0, 0, -1)
+    kept = tl.full((most,), 0, tl.int64) + tl.load(tokens + text * stride_tokens).to(tl.int64)
+    node, depth = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    next_token = tl.load(drawn)
+    going = node < nodes
+    while going:
+        child = tl.min(tl.where((parent == node) & (token == next_token), names, most), 0)
+        going = child < most
+        if going:
+            node, depth = child, depth + 1
+            path = tl.where(names == depth, child, path)
+            kept = tl.where(names == depth, next_token, kept)
+            next_token = tl.load(drawn + child)
+    tl.store(rows + names, path.to(tl.int64), mask=inside)
+    tl.store(rows + nodes, next_token)
+    if with_tokens:
+        tl.store(rows + nodes + 1 + names, kept, mask=inside)
 
 
 # `core.rng` in Triton, for all kernels that draw

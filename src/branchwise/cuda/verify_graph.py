@@ -4,8 +4,9 @@ A verifier on a device is a few hundred small kernels, and launching them costs 
 at a drawn value, so its operations can be recorded once for a shape (`make_fx`), fused by the compiler, captured into a
 graph and replayed on new values. The rule itself stays where it is, in the verifier's own file.
 
-`match` needs no more than the token that each text draws behind each node, which one kernel finds for all of them
-(`draw.py`), whatever their sampling parameters: so one graph for a size serves all texts, and nothing is compiled.
+`match` needs no more than the token that each text draws behind each node. Two kernels of ours find those and the
+verdicts (`draw.py`), whatever the sampling parameters: so one graph for a size serves all texts, and nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from branchwise.core.batch import LOOKED_UP, TABLES, TreeBatch, TreeLayout
 from branchwise.core.rng import Chance, SeededChance
-from branchwise.core.rows import gather_rows
 from branchwise.core.target_probs import TargetProbs, WarpedProbs
 from branchwise.core.tree import Draw
 from branchwise.cuda import compiled
@@ -39,6 +39,8 @@ MOST_SHAPES = 4096
 CAPTURE_AFTER = 3
 """how often a shape comes before it is worth a graph: trees of some policies hardly ever have the same shape again"""
 
+JUDGED = ("tokens", "parents", "depths")
+"""the tables that our kernels for `match` read"""
 Program = Callable[..., Tensor]  # of `GraphInputs.flat`
 
 
@@ -65,11 +67,11 @@ class CapturedVerifier(Verifier):
         assert isinstance(chance, SeededChance), "only seeded randomness is recorded"
         verifier = rule_for(choose(batch) if isinstance(self.verifier, Auto) else self.verifier, batch, probs)
         drawn = not isinstance(verifier, Match | Undrafted)  # which read no q
-        if not probs.capturable or (drawn and batch.q is None):
+        choices = self._brought(probs) if isinstance(verifier, Match) else None
+        if (choices is None and not probs.capturable) or (drawn and batch.q is None):
             count("eager", f"{verifier.name} with a text that looks back")
             return self.verifier(batch, probs, chance)
-        choices = self._brought(probs) if isinstance(verifier, Match) else None
-        reads = verifier.reads
+        reads = verifier.reads if choices is None else JUDGED
         resident = self._resident(batch, reads)
         places = tuple((table.data_ptr(), table.stride(), table.dtype) for table in resident.values())
         key = verifier.name, places, *key_of(batch, probs, reads, by_kernel=choices is not None)
@@ -90,12 +92,13 @@ class CapturedVerifier(Verifier):
             self._pool = self._pool or Pool(probs.logits.device)
             brought = [name for name in reads if name not in resident]
             numbers = Numbers(batch, chance, brought, probs.logits.device)
-            numbers.needless = not brought and isinstance(verifier, Match)  # which draws nothing in greedy texts
+            # Greedy texts draw nothing, and nobody looks for a token below a bare root.
+            numbers.needless = isinstance(verifier, Match) and (not brought or batch.nodes == 1)
             inputs = GraphInputs(numbers.on_device, probs.logits, q, tuple(resident.values()))
-            warped = probs.without_texts()
-            program = as_program(verifier, batch, warped, reads, tuple(resident), choices)
+            bare = choices or probs.without_texts()
+            program = as_program(verifier, batch, bare, reads, tuple(resident))
             fused = self._compile and not probs.greedy and choices is None
-            adjusted = warped if choices is None else None
+            adjusted = bare if isinstance(bare, WarpedProbs) else None
             self._graphs[key] = recording = Recording(self._pool, program, adjusted, numbers, inputs, fused)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
@@ -104,13 +107,14 @@ class CapturedVerifier(Verifier):
         return Verdicts.written(found, with_tokens=batch.host_tokens is None)
 
     def _brought(self, probs: WarpedProbs) -> Choices | None:
-        """The sampling parameters where a kernel reads them; None where there are no kernels."""
-        device, sampling = probs.logits.device, probs._warp.sampling
-        if not have_kernels(device) or len(sampling) > self._texts:
+        """The sampling parameters where a kernel reads them; None where there are no kernels, or where a text has a
+        function of its own for its logits."""
+        device, texts = probs.logits.device, probs._sequences
+        if probs._warp.processes or not have_kernels(device) or len(texts) > self._texts:
             return None
         if self._choices is None:
             self._choices = Choices(self._texts, probs.logits.shape[-1], device)
-        self._choices.bring(sampling)
+        self._choices.bring(texts)
         return self._choices
 
     def _resident(self, batch: TreeBatch, reads: Sequence[str]) -> dict[str, Tensor]:
@@ -132,14 +136,13 @@ class CapturedVerifier(Verifier):
 def as_program(
     verifier: Verifier,
     tree_batch: TreeBatch,
-    probs: WarpedProbs,
+    probs: WarpedProbs | Choices,
     reads: Sequence[str] = TABLES,
     resident: Sequence[str] = (),
-    choices: Choices | None = None,
 ) -> Program:
-    """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts. Of the
-    tables that it reads, `resident` ones are given as they are, and others are among the numbers. With `choices` all
-    that it asks of the distributions is a token behind every node."""
+    """A verifier as a function of tensors alone, for all batches of the same shapes; `probs` have no texts, or are
+    choices, if all that it asks of the distributions is a token behind every node. Of the tables that it reads,
+    `resident` ones are given as they are, and others are among the numbers."""
     brought = [name for name in reads if name not in resident]
     shapes, with_tokens = [tree_batch.host(name).shape for name in brought], tree_batch.host_tokens is None
     bare = shape_of(tree_batch)
@@ -147,39 +150,23 @@ def as_program(
     def program(numbers: Tensor, logits: Tensor, q: Tensor | None, *given: Tensor) -> Tensor:
         batch = len(logits)
         seeds, roots, *parts = numbers.split([batch, batch, *(shape.numel() for shape in shapes)])
-        same = copy.copy(bare)
         tables = {name: part.view(shape) for name, part, shape in zip(brought, parts, shapes, strict=True)}
+        if isinstance(probs, Choices):
+            from branchwise.cuda.draw import judge  # needs Triton
+
+            tables |= dict(zip(resident, given, strict=True))
+            tokens, parents, depths = (tables[name] for name in JUDGED)
+            return judge(logits, tokens, parents, depths, seeds, roots, probs, with_tokens=with_tokens)
+        same = copy.copy(bare)
         tables |= dict(zip(resident, (table.long() for table in given), strict=True))
         if "ancestor_bits" in tables:
             tables["ancestor_bits"] = tables["ancestor_bits"].int()
         same.__dict__.update(tables, q=q)
         chance = SeededChance(seeds, roots)
-        drawn = probs.over(logits, same) if choices is None else Drawn(logits, same, chance, choices)
-        found = verifier(same, drawn, chance)
+        found = verifier(same, probs.over(logits, same), chance)
         return (found.with_tokens(same.tokens) if with_tokens else found).rows
 
     return program
-
-
-class Drawn:
-    """Distributions of which all that is known is the token that was drawn from each: certain ones, for a rule that
-    takes what greedy decoding would."""
-
-    greedy = True
-    lazy = together = False
-
-    def __init__(self, logits: Tensor, batch: TreeBatch, chance: SeededChance, choices: Choices) -> None:
-        self._logits, self._batch, self._chance, self._choices = logits, batch, chance, choices
-
-    def best(self, nodes: Tensor) -> Tensor:
-        from branchwise.cuda.draw import draw_tokens  # needs Triton
-
-        chance, choices = self._chance, self._choices
-        places = self._logits, self._batch.depths, chance.seeds, chance.roots
-        return gather_rows(draw_tokens(*places, choices.parameters, choices.bias), nodes)
-
-    def at(self, nodes: Tensor) -> Tensor:
-        raise NotImplementedError("the distributions themselves are nowhere")
 
 
 def shape_of(batch: TreeBatch) -> TreeBatch:
