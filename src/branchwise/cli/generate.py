@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from branchwise.cli.console import console, print_notice, refuse_incomplete, summarise, write_answer
-from branchwise.cli.options import Drafting, Guard, Loading, MaxNewTokens, Sampling, Seed, ShowDraft, State, grouped
+from branchwise.cli.options import (
+    Constraining,
+    Drafting,
+    Guard,
+    Loading,
+    MaxNewTokens,
+    Sampling,
+    Seed,
+    ShowDraft,
+    State,
+    grouped,
+)
 from branchwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +44,7 @@ def generate(
     sampling: Sampling,
     seed: Seed = None,
     stop: Annotated[list[str] | None, Option(help="Text that ends the answer; may be repeated.")] = None,
+    constraining: Constraining,
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
     show_draft: ShowDraft = False,
@@ -43,7 +55,8 @@ def generate(
     branchwise generate "Write a haiku about rivers." --show-draft
     """
     text = read_prompt(prompt, file, raw)
-    options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw)
+    follows = constraining.read()
+    options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw, **follows)
     llm = loading.load(method=drafting.choose(), state=state, max_batch=1, guard=guard)
     with _saving_state(llm):
         if as_json:

@@ -97,6 +97,33 @@ class Sampling:
     top_k: Annotated[int, Option(help="Sample from the k most probable tokens; 0 means all.")] = 0
 
 
+@dataclass(frozen=True)
+class Constraining:
+    """What an answer must look like."""
+
+    json_schema: Annotated[Path | None, Option(metavar="FILE", help="Answer in JSON of the schema in this file.")] = (
+        None
+    )
+    regex: Annotated[str | None, Option(help="Answer with what this regular expression matches.")] = None
+    grammar: Annotated[Path | None, Option(metavar="FILE", help="Answer by the Lark rules in this file.")] = None
+
+    def read(self) -> dict[str, Any]:
+        """Options for `LLM.generate`."""
+        found = {"json_schema": _read(self.json_schema), "regex": self.regex, "grammar": _read(self.grammar)}
+        given = {name: text for name, text in found.items() if text is not None}
+        if len(given) > 1:
+            raise UsageError("An answer follows --json-schema, --regex or --grammar; give one of them.")
+        return given
+
+
+def _read(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+        raise UsageError(f"The file {file} cannot be read: {reason}.") from None
+
+
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for each field of dataclass parameters, whose defaults are those of its options."""
     parameters: list[inspect.Parameter] = []

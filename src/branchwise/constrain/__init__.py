@@ -1,0 +1,15 @@
+"""Texts that follow a grammar: JSON of a schema, a regular expression, or a grammar of one's own.
+
+    Grammar      what a text may be, compiled for the tokens of a model; serves any number of requests
+    Constraint   the grammar of one request: masks the logits after every node by what may follow the node's own path
+    Place        where a path has led in the grammar: the tokens that may come next
+
+A constraint is a processor of the sampling parameters. The target's distribution after a node is then that of plain
+constrained decoding after the same tokens, masked and renormalised, so every lossless verifier keeps it whatever was
+drafted. Drafters need not know of it; those that ask draft nothing that is forbidden (`draft/constrained.py`).
+"""
+
+from branchwise.constrain.constraint import Constraint, Place, constraint_of
+from branchwise.constrain.grammar import Grammar, GrammarCompiler, Limits, compiler_for
+
+__all__ = ["Constraint", "Grammar", "GrammarCompiler", "Limits", "Place", "compiler_for", "constraint_of"]

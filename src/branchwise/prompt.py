@@ -1,0 +1,32 @@
+"""What a prompt may be: a text, or a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from branchwise.errors import UsageError
+
+Message = Mapping[str, str]
+"""{"role": "user", "content": "…"}"""
+Prompt = str | Sequence[Message]
+"""a text, which a chat model sees as one user message, or a conversation"""
+
+
+def messages_of(prompt: Any) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    try:
+        messages = [{**message} for message in prompt]
+        if all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages):
+            return messages
+    except (TypeError, KeyError):
+        pass
+    raise UsageError('A prompt is a text, or a list of messages like {"role": "user", "content": "a text"}.')
+
+
+def is_one(prompt: Any) -> bool:
+    """A text or a conversation, as against a list of those."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return True
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
