@@ -23,6 +23,7 @@ PLAIN_HELP: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable
 COMMANDS = {
     "generate": ("generate:generate", "Write the answer to a prompt."),
     "chat": ("generate:chat", "Talk with a model."),
+    "serve": ("serve:serve", "Serve a model with OpenAI's protocol."),
     "explain": ("explain:explain", "Say where the time of an answer went, and whether speculation paid."),
     "demo": ("demo:demo", "Show plain and speculative decoding side by side: same tokens, measured speed."),
     "models": ("methods:models", "List the model aliases and the models in the cache."),

@@ -1,0 +1,152 @@
+"""What a request means to the engine: its prompt in tokens, how tokens are chosen, when the text ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+
+from branchwise.constrain import Grammar
+from branchwise.core.sampling import SamplingParams
+from branchwise.engine import Request
+from branchwise.errors import UsageError
+from branchwise.llm import LLM
+from branchwise.serve.protocol.failures import Refusal, refusal_of
+from branchwise.serve.protocol.formats import compiled
+from branchwise.serve.protocol.schema import Asked, ChatAsked, CompletionAsked, Message
+from branchwise.serve.settings import Limits
+
+COMPLETION_TOKENS = 16
+"""of a completion that says nothing, as OpenAI has it; a chat then goes on to the end of the context"""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one request asks the engine for."""
+
+    requests: list[Request]
+    """the choices of the first prompt, then those of the second"""
+    stops: tuple[str, ...]
+    choices: int
+    """of each prompt"""
+    echoes: list[str]
+    """for each prompt the text that its answers begin with"""
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [request.prompt for request in self.requests[:: self.choices]]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+class Prompts:
+    """Reads requests for one model."""
+
+    def __init__(self, llm: LLM, limits: Limits) -> None:
+        self.llm = llm
+        self.limits = limits
+        self.context = llm.engine.target.info.context
+
+    def order(self, asked: Asked) -> Order:
+        """What a request asks for; refuses what the model cannot do. Takes a while for long texts."""
+        echoes = [""]
+        if isinstance(asked, ChatAsked):
+            prompts, usual = [self.conversation(asked.messages)], self.context
+        else:
+            assert isinstance(asked, CompletionAsked)
+            prompts, usual = (
+                [self.tokens(prompt, asked.add_special_tokens) for prompt in asked.prompts],
+                COMPLETION_TOKENS,
+            )
+            echoes = [self._echoed(prompt) if asked.echo else "" for prompt in asked.prompts]
+        choices = asked.n or 1
+        if len(prompts) * choices > self.limits.queue:
+            said = f"The request asks for {len(prompts) * choices} texts, and {self.limits.queue} may wait here."
+            raise Refusal(400, said, param="n", code="limit_exceeded")
+        most = min(asked.wanted_tokens or usual, self.limits.new_tokens or self.context, self.context)
+        stop_tokens = frozenset[int]() if asked.ignore_eos else self.llm.stop_tokens
+        wanted = asked.wanted
+        grammar = None if wanted is None else compiled(self.llm, wanted, self.limits.grammar)
+        try:
+            requests = [
+                Request(
+                    tuple(prompt),
+                    self._sampling(asked, choice, grammar, len(prompt)),
+                    most,
+                    stop_tokens,
+                    logprobs=asked.wants_logprobs,
+                    top_logprobs=asked.alternatives,
+                )
+                for prompt in map(self._checked, prompts)
+                for choice in range(choices)
+            ]
+        except UsageError as error:
+            raise refusal_of(error) from None
+        return Order(requests, asked.stops, choices, echoes)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        try:
+            return self.llm.encode([message.as_dict() for message in messages])
+        except UsageError as error:
+            raise refusal_of(error, "messages") from None
+        except TemplateError as error:  # as templates say that roles must alternate
+            raise Refusal(400, f"The chat template refuses these messages: {error}.", param="messages") from None
+
+    def tokens(self, prompt: str | list[int], special: bool | None = None) -> list[int]:
+        """A prompt that is taken as it is; a text gets the tokens that its tokenizer puts around texts."""
+        if isinstance(prompt, str):
+            return list(self.llm.tokenizer(prompt, add_special_tokens=special is not False, verbose=False)["input_ids"])
+        return prompt
+
+    def text(self, tokens: list[int]) -> str:
+        """All of these tokens as text, special ones too."""
+        self._check_vocabulary(tokens)
+        found = self.llm.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(found)
+
+    def _echoed(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        self._check_vocabulary(prompt)
+        return self.llm.decode(prompt)
+
+    def _checked(self, prompt: list[int]) -> list[int]:
+        most = (
+            self.context - 1 if self.limits.prompt_tokens is None else min(self.limits.prompt_tokens, self.context - 1)
+        )
+        if len(prompt) > most:
+            said = f"The prompt has {len(prompt)} tokens, and it may have {most} of a context of {self.context}."
+            raise Refusal(400, said, param="prompt", code="context_length_exceeded")
+        self._check_vocabulary(prompt)
+        return prompt
+
+    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
+        size = self.llm.engine.target.info.vocabulary
+        if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+            raise Refusal(400, f"The prompt holds token ids outside the vocabulary of {size}.", param="prompt")
+
+    def _sampling(self, asked: Asked, choice: int, grammar: Grammar | None, prompt_length: int) -> SamplingParams:
+        """A request that says nothing samples at temperature 1, as with OpenAI. Every choice has a seed of its own, and
+        its own place in the grammar."""
+        vocabulary = self.llm.engine.target.info.vocabulary
+        top_k = asked.top_k or 0
+        found = SamplingParams(
+            temperature=_said(asked.temperature, 1.0),
+            top_k=0 if top_k < 0 or top_k >= vocabulary else top_k,
+            top_p=_said(asked.top_p, 1.0),
+            min_p=_said(asked.min_p, 0.0),
+            repetition_penalty=_said(asked.repetition_penalty, 1.0),
+            presence_penalty=_said(asked.presence_penalty, 0.0),
+            frequency_penalty=_said(asked.frequency_penalty, 0.0),
+            logit_bias=asked.biases,
+            seed=None if asked.seed is None else asked.seed + choice,
+        )
+        found.check_vocabulary(vocabulary)
+        return found if grammar is None else grammar.applied_to(found, prompt_length)
+
+
+def _said(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value

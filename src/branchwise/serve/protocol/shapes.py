@@ -1,0 +1,134 @@
+"""Answers in OpenAI's two shapes, as one object and as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from branchwise.engine import FinishReason, Piece
+from branchwise.serve.protocol.spelling import Spelling
+
+FINISH = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "length",  # the server ends: to the client the text is cut short, as by a limit
+}
+DONE = "data: [DONE]\n\n"
+Parts = dict[str, Any]
+
+
+def event(data: Parts) -> str:
+    """One event of a stream. JSON has no line ends inside, so an event is one line."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Parts:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+class Shape(ABC):
+    """How the answers of one path look; one is made for each request."""
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def __init__(self, model: str, spelling: Spelling | None) -> None:
+        """With a `spelling`, logprobs are reported."""
+        self.id = f"{self.prefix}-{uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+        self.spelling = spelling
+
+    def answer(self, choices: Sequence[Parts], **more: Any) -> Parts:
+        return self._head(self.whole) | {"choices": list(choices), **more}
+
+    def part(self, choices: Sequence[Parts], **more: Any) -> Parts:
+        return self._head(self.chunk) | {"choices": list(choices), **more}
+
+    def _head(self, kind: str) -> Parts:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def opening(self, index: int, echo: str) -> Parts | None:
+        """What a stream says of a choice before its first token, if anything."""
+        return None
+
+    @abstractmethod
+    def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts: ...
+
+    @abstractmethod
+    def delta(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts: ...
+
+
+class CompletionShape(Shape):
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, spelling: Spelling | None) -> None:
+        super().__init__(model, spelling)
+        self._offsets: dict[int, int] = {}  # letters of every choice so far
+
+    def opening(self, index: int, echo: str) -> Parts | None:
+        return self.delta(index, echo, (), None) if echo else None
+
+    def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
+        return {"index": index, "text": text, "logprobs": self._logprobs(index, pieces), "finish_reason": finish}
+
+    delta = choice
+
+    def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Parts | None:
+        if self.spelling is None:
+            return None
+        offsets = []
+        for piece in pieces:
+            offsets.append(self._offsets.setdefault(index, 0))
+            self._offsets[index] += len(piece.text)
+        return {
+            "tokens": [self.spelling.text(piece.token) for piece in pieces],
+            "token_logprobs": [piece.logprob for piece in pieces],
+            "top_logprobs": [self._top(self.spelling, piece) for piece in pieces]
+            if any(p.top for p in pieces)
+            else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, spelling: Spelling, piece: Piece) -> dict[str, float | None]:
+        """The most probable tokens and, whether it is one of them or not, the token itself. Of tokens that are spelt
+        alike the most probable one is told."""
+        found: dict[str, float | None] = {}
+        for token, logprob in (*piece.top, (piece.token, piece.logprob)):
+            found.setdefault(spelling.text(token), logprob)
+        return found
+
+
+class ChatShape(Shape):
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int, echo: str) -> Parts | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs(pieces), "finish_reason": finish}
+
+    def delta(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
+        said = {"content": text} if text else {}
+        return {"index": index, "delta": said, "logprobs": self._logprobs(pieces), "finish_reason": finish}
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> Parts | None:
+        if self.spelling is None:
+            return None
+        entries = [
+            _entry(self.spelling, piece.token, piece.logprob)
+            | {"top_logprobs": [_entry(self.spelling, *other) for other in piece.top]}
+            for piece in pieces
+        ]
+        return {"content": entries, "refusal": None}
+
+
+def _entry(spelling: Spelling, token: int, logprob: float | None) -> Parts:
+    return {"token": spelling.text(token), "logprob": logprob, "bytes": spelling.utf8(token)}

@@ -1,0 +1,1 @@
+"""HTTP: paths, the door in front of them, connections."""
