@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import kept, progress, provenance
+from measure import interval, kept, progress, provenance
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from branchwise.backends.base import TargetInfo
@@ -118,14 +118,14 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = torch.device(arguments.device)
     (model, tokenizer), weights = models(arguments)
     prompts = prompts_of(arguments, tokenizer, int(model.config.vocab_size))
-    for name in ("model", "draft_model", "prompts"):  # where files lie on this machine is nobody's business
+    trees = "none", *arguments.trees
+    for name in ("model", "draft_model", "prompts", "trees"):  # where files lie on this machine is nobody's business
         setattr(arguments, name, told(getattr(arguments, name)))
     run = {**provenance(device, arguments), "dtype": str(model.dtype).removeprefix("torch.")}
     about = {"weights": "random" if arguments.shape else "real", "batch": arguments.batch, "run": run}
     target = TransformersTarget(
         model, slots=arguments.batch, context=arguments.context, tokenizer=tokenizer, compile=arguments.compile
     )
-    trees = "none", *arguments.trees
     engines = dict(one for tree in trees for one in made(target, weights, tree, levels=arguments.levels))
     groups = [prompts[place : place + arguments.batch] for place in range(0, len(prompts), arguments.batch)]
     for temperature in arguments.temperatures:
@@ -181,8 +181,11 @@ def chatted(tokenizer: Any, prompt: str) -> tuple[int, ...]:
 
 
 def told(value: Any) -> Any:
-    if isinstance(value, list):
+    """A value without the folders of files in it."""
+    if isinstance(value, list | tuple):
         return [told(one) for one in value]
+    if isinstance(value, str) and ":" in value:
+        return ":".join(map(told, value.split(":")))
     return Path(value).name if isinstance(value, str | Path) else value
 
 
@@ -193,7 +196,7 @@ def made(target: TransformersTarget, weights: Weights, tree: str, *, levels: boo
         return
     for kind in (ModelDrafter, LevelByLevel) if levels else (ModelDrafter,):
         engine = Engine(target, kind(weights, tree=build_policy(tree)), VERIFIERS.build("auto"))
-        yield tree if kind is ModelDrafter else f"{tree} by level", engine
+        yield told(tree) if kind is ModelDrafter else f"{told(tree)} by level", engine
 
 
 def written(engine: Engine, prompts: Sequence[tuple[int, ...]], temperature: float, tokens: int) -> dict[str, Any]:
@@ -273,29 +276,31 @@ def settle(device: torch.device) -> None:
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> None:
-    """For each temperature and contestant: speed against plain decoding, and what passes cost."""
+    """For each temperature and contestant: speed against plain decoding, text by text, and what passes cost. Medians of
+    the texts, because a first verdict of its kind may be compiled in the middle of one."""
     if records and records[0]["weights"] == "random":
         print("Random weights: passes cost what they would, and how much is accepted means nothing.")
-    head = f"{'temperature':>11}  {'contestant':24}{'tokens/s':>9}{'of plain':>9}{'a step':>8}{'step ms':>9}"
+    head = f"{'temperature':>11}  {'contestant':24}{'tokens/s':>9}{'of plain':>22}{'a step':>8}{'step ms':>9}"
     print(f"{head}{'draft ms':>10}{'a pass':>8}{'target ms':>11}")
     for temperature in dict.fromkeys(record["temperature"] for record in records):
         these = [record for record in records if record["temperature"] == temperature]
-        plain = speed([record for record in these if record["contestant"] == "none"])
+        plain = {record["texts"]: speed(record) for record in these if record["contestant"] == "none"}
         for name in dict.fromkeys(record["contestant"] for record in these):
             own = [record for record in these if record["contestant"] == name]
             steps, passes = (sum(record[field] for record in own) for field in ("steps", "draft_passes"))
-            draft, target = (
+            step, draft, target = (
                 1e3 * statistics.median(record[field] / record["steps"] for record in own)
-                for field in ("draft_seconds", "target_seconds")
+                for field in ("seconds", "draft_seconds", "target_seconds")
             )
-            line = f"{temperature:11g}  {name:24}{speed(own):9.1f}{speed(own) / plain:9.2f}"
-            line += f"{sum(r['tokens'] for r in own) / steps:8.2f}{1e3 * sum(r['seconds'] for r in own) / steps:9.2f}"
+            ratios = [speed(record) / plain[record["texts"]] for record in own]
+            line = f"{temperature:11g}  {name:24}{statistics.median(map(speed, own)):9.1f}{interval(ratios):>22}"
+            line += f"{sum(r['tokens'] for r in own) / steps:8.2f}{step:9.2f}"
             each = f"{draft * steps / passes:8.2f}" if passes else f"{'':8}"
             print(f"{line}{draft:10.2f}{each}{target:11.2f}")
 
 
-def speed(records: Sequence[dict[str, Any]]) -> float:
-    return sum(record["tokens"] for record in records) / sum(record["seconds"] for record in records)
+def speed(record: dict[str, Any]) -> float:
+    return float(record["tokens"] / record["seconds"])
 
 
 if __name__ == "__main__":

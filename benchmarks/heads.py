@@ -27,7 +27,7 @@ from branchwise.bench.prompts import load_items
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter, LearningDrafter
-from branchwise.draft.head.drafter import read_head
+from branchwise.draft.head.speculators import read_head
 from branchwise.engine import Engine, Generation, Request
 from branchwise.llm import LLM, load
 from branchwise.plots import pyplot, save

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import cells
+import chains
 import controller
 import drafting
 import foundations
@@ -46,6 +47,7 @@ SCRIPTS = {
     "heads": heads,
     "long-heads": long_heads,
     "cells": cells,
+    "chains": chains,
     "controller": controller,
 }
 """whose records are their own, with a summary that prints"""
