@@ -509,7 +509,7 @@ MUTANTS = [
         ("self.temperature or sampling.temperature or FOR_GREEDY", "sampling.temperature or FOR_GREEDY"),
         ("own_head(None if self.trim is None else self.vocabulary.columns)", "own_head(None)"),
         ("if bias and not self.vocabulary.whole:", "if bias:", "of a whole vocabulary the places are the tokens; the guard spares a table of them"),
-        ("self._following.close(sequence)", "pass"),
+        ("self._following.close(sequence)\n        self._spelled", "self._spelled"),
     ),
     *family(
         "dice",
@@ -526,8 +526,8 @@ MUTANTS = [
     ),
     *family(
         "model",
-        "backends/transformers/kv_cache.py",
-        ("self._touched[free]\n", "self._lengths[last]\n"),
+        "backends/transformers/slots.py",
+        ("else self._touched[free]\n", "else self._lengths[last]\n"),
     ),
     *family(
         "longest",
@@ -663,6 +663,33 @@ MUTANTS = [
         ("mask=(weights > 0) & (real & known)[:, None])", "mask=(weights >= 0) & (real & known)[:, None])"),
     ),
     *family(
+        "penalties",
+        "cuda/draw.py",
+        ("while node > 0:  # the root is in the text", "while node >= 0:"),
+        ("node = row.node", "node = tl.load(row.parents + row.node)"),
+        ("(token < start + names.numel)", "(token < start + BLOCK)"),
+        ("(token < start + names.numel)", "(token < row.vocabulary)", "a comparison of all names finds no token that is not among them; the guard spares it"),
+        ("tl.where(seen > 0, damped, value)", "tl.where((seen & TIMES) > 0, damped, value)"),
+        ("row.presence + row.frequency * times", "(row.presence + row.frequency) * times"),
+        ("counts + counted * vocabulary", "counts + text * vocabulary"),
+    ),
+    *family(
+        "penalties",
+        "cuda/choices.py",
+        ("self._known.pop(text) for text", "self._known[text] for text"),
+        ("text.prompt_length <= counted <= len(text.tokens)", "text.prompt_length <= counted"),
+        ("if row not in held and row not in taken", "if row not in held"),
+        ("self.table.index_fill_(0, rows, 0)", "pass"),
+        ("if known and self._counted == counted:", "if known:"),
+        ("if known and max(self._counted) < 0:", "if known:"),
+    ),
+    *family(
+        "penalties",
+        "cuda/verify_graph.py",
+        ("probs._warp.processes or not have_kernels(device)", "not have_kernels(device)"),
+        ("(choices is None and not probs.capturable)", "not probs.capturable"),
+    ),
+    *family(
         "sheet",
         "cuda/inputs.py",
         ("if layout is None or layout is not self._layout:", "if self._layout is None:"),
@@ -700,9 +727,16 @@ MUTANTS = [
         "begun",
         "backends/transformers/target.py",
         ("self._passes += 1  # graphs share memory: whatever an enqueued pass found is overwritten", "pass"),
-        ("self._passes += 1  # slots move", "pass"),
         ("if not self._moved or furthest", "if furthest"),
         (" + after.paths.shape[1] + batch.nodes", " + batch.nodes"),
+    ),
+    *family(
+        "begun",
+        "backends/transformers/sequences.py",
+        (
+            "self._passes += 1  # slots move\n        self._prefills.pop(sequence, None)\n        self.store.close",
+            "self._prefills.pop(sequence, None)\n        self.store.close",
+        ),
     ),
     *family(
         "begun",
@@ -756,9 +790,13 @@ MUTANTS = [
     *family(
         "head",
         "draft/head/drafter.py",
-        ("text.unread.cut(before - lengths[sequence])", "pass"),
-        ("return lengths[sequence] + len(text.unread) == before > 0", "return before > 0"),
         ("self.head.frequencies = self.trained.head.frequencies.float().to(target.device)", "pass"),
+    ),
+    *family(
+        "head",
+        "draft/head/following.py",
+        ("self.unread.cut(before - lengths[sequence])", "pass"),
+        ("self.whole &= lengths[sequence] + len(self.unread) == before", "pass"),
     ),
     *family(
         "head-training",
@@ -826,6 +864,11 @@ TESTS = {
         "tests/test_controller.py",
     ],
     "drawn": ["tests/test_device_paths.py"],
+    "penalties": [
+        "tests/test_choices.py",
+        "tests/test_draw.py::test_each_node_is_penalised_for_its_own_path",
+        "tests/test_draw.py::test_what_looks_back_is_recorded_where_the_kernel_draws",
+    ],
     "sheet": ["tests/test_graphs.py"],
     "begun": ["tests/test_inflight.py"],
     "head": ["tests/test_head_drafter.py"],

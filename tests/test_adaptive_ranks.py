@@ -15,7 +15,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Judged
-from branchwise.draft.lookup.fusion import DefaultDrafter
+from branchwise.draft.lookup.memories import DefaultDrafter
 from branchwise.draft.policies.adaptive import EVERY, AdaptiveRanks
 from branchwise.draft.policies.template import Ranks
 from branchwise.engine import Engine, Request

@@ -22,12 +22,12 @@ SOURCE = ROOT / "src" / "branchwise"
 
 LEVELS = [
     {"errors", "progress"},
-    {"openai_client", "plots", "provenance", "registry"},
+    {"openai_client", "plots", "prompt", "provenance", "registry"},
     {"core", "models", "index"},
-    {"verify", "backends", "cuda", "control", "draft"},
+    {"constrain", "verify", "backends", "cuda", "control", "draft"},
     {"engine", "testing", "methods"},
     {"llm", "hf"},
-    {"tune", "train", "audit", "bench"},
+    {"tune", "train", "audit", "bench", "serve"},
     {"cli", "__main__"},
 ]
 """folders and files of the package from the ground up: each imports from its own level or below, never from above"""

@@ -437,7 +437,13 @@ class Compiled:
         return self._compile
 
     def _compile(
-        self, *given: Any, num_warps: int, num_stages: int = 3, enable_fp_fusion: bool = True, **constants: Any
+        self,
+        *given: Any,
+        num_warps: int,
+        num_stages: int = 3,
+        maxnreg: int | None = None,
+        enable_fp_fusion: bool = True,
+        **constants: Any,
     ) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
@@ -460,7 +466,7 @@ class Compiled:
         in_order = {name: signature[name] for name in self.kernel.arg_names}
         source = ASTSource(self.kernel, in_order, constants, aligned)
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"maxnreg": maxnreg})
         assert compiled.metadata.shared < 227 * 1024
         assert enable_fp_fusion or "fma." not in compiled.asm["ptx"]
         print(self.kernel.fn.__name__)

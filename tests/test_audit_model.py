@@ -29,8 +29,12 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import TargetProbs
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.draft import DRAFTERS, build_drafter
+from branchwise.draft import DRAFTERS, build_drafter, build_policy
+from branchwise.draft.auto import AutoDrafter
 from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.model.draft_model import Weights
+from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.engine import Engine
 from branchwise.errors import PairingError, UnknownName, UsageError
 from branchwise.llm import LLM
@@ -39,6 +43,7 @@ from branchwise.testing import RandomDrafter
 from branchwise.verify import VERIFIERS, Verdicts, Verifier
 from branchwise.verify.match import Match
 from tests.conformance.architectures import COMMON, build
+from tests.heads import random_head
 
 WORDS = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrst"]
 PROMPTS = ["a b c d a b c", "t s r q p", "h h h h i i i i"]
@@ -203,6 +208,18 @@ def test_match_is_lossless(llm: LLM, sampling: SamplingParams) -> None:
     assert found.greedy is not None
     assert found.greedy.differences == []
     assert found.tests.samples == 2400
+
+
+def test_match_is_lossless_whoever_of_several_sources_drafts(llm: LLM) -> None:
+    drafter = AutoDrafter()
+    drafter._head = HeadDrafter(random_head(llm.engine.target.info))
+    drafter._model = ModelDrafter(Weights("tiny", tiny_model(), None), tree=build_policy("topk:1"))
+    found = audit(llm, drafter, plan=QUICK)
+    assert len(drafter.sources) == 3
+    assert found.finding.word is Word.LOSSLESS, found.finding.evidence
+    assert found.activity.accepted > 0
+    assert found.greedy is not None
+    assert found.greedy.differences == []
 
 
 @pytest.mark.parametrize("verify", ["token", "block"])

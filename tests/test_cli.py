@@ -60,6 +60,19 @@ def test_generate_prints_one_json_object_with_everything_in_it() -> None:
     assert done.stderr == ""
 
 
+def test_generate_follows_a_schema_and_says_what_is_wrong_with_one(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "person.json"
+    wanted = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema.write_text(json.dumps(wanted | {"additionalProperties": False}))
+    done = run("generate", "Is water wet?", "--json-schema", str(schema), "-n", "60")
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout)["ok"], bool)
+    assert_one_sentence(run("generate", "Hi.", "--regex", "a("), "unclosed group")
+    assert_one_sentence(run("generate", "Hi.", "--regex", "a", "--json-schema", str(schema)), "one of them")
+    assert_one_sentence(run("generate", "Hi.", "--json-schema", str(tmp_path / "none.json")), "cannot be read")
+
+
 def test_generate_streams_plain_text_to_a_pipe_and_reads_standard_input() -> None:
     words = ("generate", "-n", "8", "--dtype", "float32")
     from_argument = run(*words, "Name a colour.")

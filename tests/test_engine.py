@@ -163,8 +163,16 @@ def test_a_bias_on_a_token_that_the_model_does_not_have_is_refused_before_it_dis
     assert not running.busy
 
 
-@pytest.mark.parametrize("field", [{"prompt": ()}, {"prompt": (1,), "max_new_tokens": 0}])
-def test_a_request_that_asks_for_nothing_is_refused(field: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"prompt": ()},
+        {"prompt": (1,), "max_new_tokens": 0},
+        {"prompt": (1,), "top_logprobs": 21},
+        {"prompt": (1,), "top_logprobs": -1},
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(field: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Request(**field)  # type: ignore[arg-type]
 

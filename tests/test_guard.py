@@ -13,7 +13,7 @@ import torch
 from branchwise.backends.toy import ToyTarget
 from branchwise.control.choice import SHORTEST_WAIT, Rest
 from branchwise.control.costs import RECORDED
-from branchwise.control.guard import TERMS, Guard
+from branchwise.control.guard import PLAIN, TERMS, Guard
 
 Tokens = Callable[[random.Random], float]
 """what a drafted step gives"""
@@ -59,7 +59,8 @@ class World:
 
     def step(self, guard: Guard) -> float:
         """One step; how many tokens a text got."""
-        rested = guard.rests(self.batch)
+        chosen = guard.choose(self.batch)
+        rested = chosen == PLAIN
         tokens, cost = (1.0, 1.0) if rested else (self.tokens(self.rng), self.cost)
         caught_up, self._behind = self._behind and not rested, rested
         self.drafted += not rested
@@ -67,7 +68,7 @@ class World:
             (cost + self.reading * caught_up) * self.pace * self.rng.lognormvariate(-(self.noise**2) / 2, self.noise)
         )
         self.now += spent
-        guard.record(self.batch, 1 if rested else ROWS, tokens, spent, rested=rested, caught_up=caught_up)
+        guard.record(self.batch, chosen, 1 if rested else ROWS, tokens, spent, caught_up=caught_up)
         return tokens
 
     def speed(self, guard: Guard, steps: int) -> float:
@@ -181,7 +182,7 @@ def test_what_is_read_after_a_rest_is_not_blamed_on_the_steps_but_must_be_earned
 def test_one_accident_is_no_verdict() -> None:
     world, guard = World(1.5, geometric(0.7), noise=0.02), Guard()
     world.speed(guard, 100)
-    guard.record(1, ROWS, 1.0, 500.0, rested=False, caught_up=False)
+    guard.record(1, 0, ROWS, 1.0, 500.0, caught_up=False)
     before = world.drafted
     world.speed(guard, 40)
     assert world.drafted - before > 35
@@ -212,19 +213,19 @@ def test_the_first_passes_of_a_size_are_not_judged_on_a_device() -> None:
     object.__setattr__(info, "device", torch.device("meta"))  # any that is no host
     guard = Guard(info)
     plain = 0
-    while guard.rests(1):
-        guard.record(1, 1, 1.0, 60.0 if plain < RECORDED else 1.0, rested=True, caught_up=False)
+    while guard.choose(1) == PLAIN:
+        guard.record(1, PLAIN, 1, 1.0, 60.0 if plain < RECORDED else 1.0, caught_up=False)
         plain += 1
     assert plain == RECORDED + 1
     for _ in range(RECORDED):  # recording takes a minute each
-        assert not guard.rests(1)
-        guard.record(1, ROWS, 3.0, 60.0, rested=False, caught_up=False)
+        assert guard.choose(1) == 0
+        guard.record(1, 0, ROWS, 3.0, 60.0, caught_up=False)
         assert guard.speed is None
     for _ in range(100):
-        if not guard.rests(1):
-            guard.record(1, ROWS, 3.0, 1.5, rested=False, caught_up=False)
+        if guard.choose(1) == 0:
+            guard.record(1, 0, ROWS, 3.0, 1.5, caught_up=False)
         else:
-            guard.record(1, 1, 1.0, 1.0, rested=True, caught_up=False)
+            guard.record(1, PLAIN, 1, 1.0, 1.0, caught_up=False)
     assert guard.speed == pytest.approx(2.0, rel=0.02)
 
 
@@ -233,13 +234,13 @@ def test_a_rehearsal_makes_plain_steps_and_drafted_ones_and_leaves_no_verdict() 
     world.speed(guard, 100)
     for _ in range(2):
         guard.rehearse()
-        assert [guard.rests(1) for _ in range(RECORDED + 1)] == [True] * (RECORDED + 1)
+        assert [guard.choose(1) for _ in range(RECORDED + 1)] == [PLAIN] * (RECORDED + 1)
         before = world.drafted
         world.speed(guard, 12)
         assert world.drafted > before
     guard.forget()
     assert guard.speed is None
-    assert not guard.rests(1)
+    assert guard.choose(1) == 0
 
 
 def test_what_a_source_has_gained_it_may_lose_again_up_to_a_bound() -> None:

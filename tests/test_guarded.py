@@ -15,7 +15,7 @@ from branchwise.audit.exact import TOLERANCE, emitted
 from branchwise.audit.instances import DRAWS, SIMILARITIES, Drafts, Instance
 from branchwise.backends.toy import ToyTarget
 from branchwise.backends.transformers.target import TransformersTarget
-from branchwise.control.guard import Guard
+from branchwise.control.guard import PLAIN, Guard
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
@@ -41,19 +41,19 @@ from tests.test_model_drafter import Checked, target, weights
 class AtRandom(Guard):
     """Rests in about every other step."""
 
-    def __init__(self, seed: int = 0, share: float = 0.5) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 0, share: float = 0.5, sources: Sequence[str] = ("drafter",)) -> None:
+        super().__init__(sources=sources)
         self.rng, self.share = random.Random(seed), share
         self.recorded: list[tuple[bool, bool]] = []
         """of each step: whether it rested, and whether the drafter caught up in it"""
 
-    def rests(self, batch: int) -> bool:
-        return self.rng.random() < self.share
+    def choose(self, batch: int) -> int:
+        return PLAIN if self.rng.random() < self.share else self.rng.randrange(len(self.sources))
 
-    def record(self, batch: int, rows: int, tokens: float, seconds: float, *, rested: bool, caught_up: bool) -> None:
+    def record(self, batch: int, source: int, rows: int, tokens: float, seconds: float, *, caught_up: bool) -> None:
         assert seconds > 0
-        assert tokens == 1 or not rested
-        self.recorded.append((rested, caught_up))
+        assert tokens == 1 or source != PLAIN
+        self.recorded.append((source == PLAIN, caught_up))
 
 
 class InTurns(AtRandom):
@@ -65,8 +65,8 @@ class InTurns(AtRandom):
             itertools.repeat(bool(place % 2), turn) for place, turn in enumerate(turns)
         )
 
-    def rests(self, batch: int) -> bool:
-        return next(self.turns, False)
+    def choose(self, batch: int) -> int:
+        return PLAIN if next(self.turns, False) else 0
 
 
 def run(engine: Engine, sampling: SamplingParams, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[Generation]:
@@ -90,11 +90,13 @@ def test_the_text_of_every_drafter_is_that_of_plain_decoding(name: str, temperat
     verifier = next(rule for rule in ("match", "block", "rrs") if drafter.draw in VERIFIERS.build(rule).accepts)
     sampling = SamplingParams(temperature=temperature, seed=21)
     plain = run(Engine(ToyTarget(VOCABULARY, slots=2), build_drafter("none"), VERIFIERS.build("match")), sampling)
-    guard = AtRandom()
-    engine = Engine(ToyTarget(VOCABULARY, slots=2), drafter, VERIFIERS.build(verifier), guard=guard)
+    target = ToyTarget(VOCABULARY, slots=2)
+    drafter.bind(target.info)
+    guard = AtRandom(sources=[source.name for source in drafter.sources or (drafter,)])
+    engine = Engine(target, drafter, VERIFIERS.build(verifier), guard=guard)
     asked = run(engine, sampling)
     assert texts(asked) == texts(plain)
-    if drafter.paces:
+    if drafter.paces and not drafter.sources:
         assert engine.guard is None
         assert not guard.recorded
     else:
@@ -248,11 +250,11 @@ class AfterLuck(AtRandom):
         super().__init__()
         self.lucky = False
 
-    def rests(self, batch: int) -> bool:
-        return self.lucky
+    def choose(self, batch: int) -> int:
+        return PLAIN if self.lucky else 0
 
-    def record(self, batch: int, rows: int, tokens: float, seconds: float, *, rested: bool, caught_up: bool) -> None:
-        super().record(batch, rows, tokens, seconds, rested=rested, caught_up=caught_up)
+    def record(self, batch: int, source: int, rows: int, tokens: float, seconds: float, *, caught_up: bool) -> None:
+        super().record(batch, source, rows, tokens, seconds, caught_up=caught_up)
         self.lucky = tokens > 1.5
 
 
@@ -344,8 +346,8 @@ def test_a_rest_is_not_padded_like_a_drafted_step() -> None:
     seen: list[tuple[bool, int]] = []
 
     class Counting(AtRandom):
-        def record(self, batch: int, rows: int, tokens: float, seconds: float, **about: bool) -> None:
-            seen.append((about["rested"], rows))
+        def record(self, batch: int, source: int, rows: int, *given: Any, **about: Any) -> None:
+            seen.append((source == PLAIN, rows))
 
     engine = Engine(PipelinedToy(VOCABULARY), Padded(VOCABULARY), VERIFIERS.build("match"), guard=Counting(2))
     run(engine, SamplingParams(), [PROMPTS[0]])
@@ -374,11 +376,11 @@ def test_time_between_steps_counts_unless_a_prompt_was_written_then(monkeypatch:
     spent: list[float] = []
 
     class Told(AtRandom):
-        def rests(self, batch: int) -> bool:
+        def choose(self, batch: int) -> int:
             now[0] += 1.0
-            return False
+            return 0
 
-        def record(self, batch: int, rows: int, tokens: float, seconds: float, **about: bool) -> None:
+        def record(self, batch: int, source: int, rows: int, tokens: float, seconds: float, *, caught_up: bool) -> None:
             spent.append(seconds)
 
     engine = Engine(ToyTarget(VOCABULARY, slots=2), build_drafter("ngram"), VERIFIERS.build("match"), guard=Told())
@@ -429,9 +431,9 @@ def test_a_warm_up_makes_both_kinds_of_steps_and_leaves_no_verdict(context: int)
     assert engine.guard is not None
     own = engine.guard.record
 
-    def record(*given: Any, rested: bool, caught_up: bool) -> None:
-        made.append(rested)
-        own(*given, rested=rested, caught_up=caught_up)
+    def record(batch: int, source: int, *given: Any, caught_up: bool) -> None:
+        made.append(source == PLAIN)
+        own(batch, source, *given, caught_up=caught_up)
 
     engine.guard.record = record  # type: ignore[method-assign]
     warm_up(engine, progress=False)

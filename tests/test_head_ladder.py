@@ -7,12 +7,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from branchwise.control.ladder import Ladder
 from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
 from branchwise.draft import build_drafter
 from branchwise.draft.base import Drafter
 from branchwise.draft.head import drafter as drafter_module
+from branchwise.draft.head import prompt as prompt_module
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.trees import ahead as ahead_module
 from branchwise.draft.head.trees.ahead import best_first
@@ -112,3 +115,41 @@ def test_a_head_with_a_ladder_needs_no_guard(target: Watched) -> None:
     drafter.bind(target.info)
     assert drafter.paces
     assert drafter.reasons(1) == []
+
+
+def test_a_plain_step_is_timed_when_nothing_is_read_in_it_for_drafts_to_come(
+    target: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a head reads along, steps without a draft take longer than plain ones, and drafting would seem to pay."""
+    timed: list[tuple[int, bool]] = []
+    record = Ladder.record
+
+    def watched(ladder: Ladder, batch: int, rung: int, tokens: float, seconds: float | None) -> None:
+        timed.append((rung, seconds is not None))
+        record(ladder, batch, rung, tokens, seconds)
+
+    rungs = iter([1, 1])
+    monkeypatch.setattr(Ladder, "rung", lambda ladder, batch: next(rungs, 0))
+    monkeypatch.setattr(Ladder, "record", watched)
+    monkeypatch.setattr(ahead_module, "PATIENCE", 3)
+    drafter = HeadDrafter(random_head(target.info, table=90))
+    engine = Engine(target, drafter, VERIFIERS.build("match"))
+    text = engine.submit(Request(PROMPTS[0], max_new_tokens=20))
+    while not text.finished:
+        engine.step()
+    plain = [known for rung, known in timed if not rung]
+    assert len(plain) < len(timed), "first it drafts, and so has read its prompt"
+    assert plain == [False] * 4 + [True] * (len(plain) - 4)
+
+
+def test_prompts_that_are_read_together_have_few_rows() -> None:
+    lengths = [10, 3000, 900, 40, *[5] * 20, 9000, 1]
+    texts = [SequenceState(list(range(length))) for length in lengths]
+    groups = prompt_module.together(texts, torch.device("cuda"))
+    assert [text for group in groups for text in group] == texts
+    for group in groups:
+        rows = len(group) * max(len(text.tokens) for text in group)
+        assert rows <= prompt_module.MOST or len(group) == 1
+        assert len(group) <= prompt_module.MOST_TOGETHER
+    assert max(map(len, groups)) > 9
+    assert len(prompt_module.together(texts, torch.device("cpu"))) == len(texts)

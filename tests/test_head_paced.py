@@ -181,8 +181,8 @@ def test_a_head_stands_aside_for_batches_of_the_size_where_it_does_not_pay() -> 
 def test_states_are_read_in_their_order_and_forgotten_from_the_end() -> None:
     states = torch.arange(10.0)[:, None, None]
     unread = Unread(states[:4])
-    unread.add(states[4:5])
-    unread.add(states[5:8])
+    unread.add(states, 4, 5)
+    unread.add(states, 5, 8)
     assert len(unread) == 8
     assert unread.first(3).flatten().tolist() == [0, 1, 2]
     unread.drop(2)
@@ -190,7 +190,7 @@ def test_states_are_read_in_their_order_and_forgotten_from_the_end() -> None:
     unread.cut(7)
     assert len(unread) == 6
     unread.cut(4)
-    unread.add(states[8:])
+    unread.add(states, 8, 10)
     assert unread.first(99).flatten().tolist() == [2, 3, 4, 5, 8, 9]
     unread.drop(6)
     assert len(unread) == len(unread.first(9)) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -25,13 +25,15 @@ from branchwise.draft.base import Budget, Drafter, NoDrafter
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
+from branchwise.draft.model.usual import RankedShape
 from branchwise.draft.policies.template import Ranks
-from branchwise.engine import Engine, Generation, Request
+from branchwise.engine import Engine, Generation, Request, prefixes
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests.conformance.architectures import VOCABULARY, build, served
 from tests.device_twins import OnDevice
 from tests.heads import random_head
 from tests.test_guarded import AtRandom
+from tests.test_sources import Anyhow, Several
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -264,6 +266,78 @@ class Noting(HeadDrafter):
         for sequence, tree, budget in zip(sequences, trees, budgets, strict=True):
             self.drafted[(*sequence.tokens, budget.depth >= 2)] = tree.tokens[1:].tolist()
         return trees
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sources_take_turns_and_passes_still_begin_ahead(target: Watched, seed: int) -> None:
+    """A head, a table and a draft model that all draft behind the verdict. The head's trees are those that it would
+    have drafted alone, though passes ahead have overwritten the states of its texts."""
+    found, texts = [], []
+    for guard in (False, Anyhow(["head", "table", "model"], seed)):
+        head = Noting(random_head(target.info), tree=build_policy("topk:7,depth=2,width=4"))
+        model = ModelDrafter(Weights("same", target.model, None), tree=RankedShape((-1, 0, 0, 1)))
+        drafter: Drafter = Several(head, OnDevice(tree=Ranks("mcsd")), model) if guard else head
+        engine = Engine(target, drafter, VERIFIERS.build("match"), guard=guard)
+        target.served = 0
+        asked = [engine.submit(Request(prompt, max_new_tokens=24)) for prompt in PROMPTS[:2]]
+        while engine.busy:
+            engine.step()
+        assert target.served > 4
+        texts.append(texts_of(asked))
+        found.append(head.drafted)
+        if guard:
+            assert {name for one in asked for name in one.stats.drafted_by_source} == {"head", "recycle", "model"}
+    assert texts[0] == texts[1]
+    common = found[0].keys() & found[1].keys()
+    assert len(common) > 3
+    assert all(found[0][text] == found[1][text] for text in common)
+
+
+def converse(engine: Engine, prompt: Sequence[int], most: int) -> list[Generation]:
+    """A conversation, and others that begin like it while it runs and when it has ended."""
+    first = engine.submit(Request(tuple(prompt), max_new_tokens=most))
+    while engine.busy:
+        engine.step()
+    turn = (*prompt, *first.token_ids, 7, 8, 9)
+    second = engine.submit(Request(turn, max_new_tokens=most + 3))
+    for _ in range(2):
+        engine.step()
+    others = [engine.submit(Request((*turn[: len(turn) - cut], 3, 4), max_new_tokens=most)) for cut in (2, 9)]
+    while engine.busy:
+        engine.step()
+    again = engine.submit(Request(turn, max_new_tokens=most))
+    while engine.busy:
+        engine.step()
+    return [first, second, *others, again]
+
+
+@pytest.mark.parametrize("name", ["none", "table", "model", "head"])
+def test_texts_that_begin_with_cached_rows_are_written_and_drafted_for_alike(
+    target: Watched, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows change places while a pass that stands behind them has begun."""
+    monkeypatch.setattr(prefixes, "WORTHWHILE", 2)
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "table": lambda: OnDevice(tree=Ranks("mcsd")),
+        "model": lambda: ModelDrafter(Weights("tiny", target.model, None), tree=build_policy("chain:2")),
+        "head": lambda: Noting(random_head(target.info), tree=build_policy("topk:7,depth=2,width=4")),
+    }
+    found = []
+    for cached in (False, True):
+        engine = Engine(target, drafters[name](), VERIFIERS.build("match"), prefix_cache=cached)
+        found.append((converse(engine, (5, 6, 11, 4, 60, 2), 8), engine))
+        engine.drop_prefixes()
+        assert target.free_slots == 4
+    (whole, _), (begun, _) = found
+    assert texts_of(begun) == texts_of(whole)
+    assert [one.stats.reused_tokens > 0 for one in begun] == [False, True, True, True, True]
+    if name == "model":  # it drafts what the target writes
+        assert sum(one.stats.accepted_tokens for one in begun) == sum(one.stats.accepted_tokens for one in whole) > 0
+    if name == "head":
+        drafted = [engine.drafter.drafted for _, engine in found]  # type: ignore[attr-defined]
+        assert len(drafted[0].keys() & drafted[1].keys()) > 10
+        assert all(drafted[1][text] == drafted[0][text] for text in drafted[0].keys() & drafted[1].keys())
 
 
 def test_a_table_that_rests_foresees_its_trees_again(target: Watched, plain: list[list[int]]) -> None:

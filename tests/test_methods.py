@@ -206,6 +206,8 @@ def test_a_draft_model_joins_a_preset_with_its_options() -> None:
         ("head:a/b.st,table=3/paths:2x2/block", ("head:a/b.st,table=3", "paths:2x2", "block")),
         ("fused:model(a/b)+retrieval(c/d)/topk:4", ("fused:model(a/b)+retrieval(c/d)", "topk:4", "match")),
         ("fused:ngram(max=3,min=1)+suffix", ("fused:ngram(max=3,min=1)+suffix", None, "match")),
+        ("auto:model(a/b,top-k=2)+head(c/d)", ("auto:model(a/b,top-k=2)+head(c/d)", None, "match")),
+        ("auto:head(/a/b.st)/chain:3/block", ("auto:head(/a/b.st)", "chain:3", "block")),
         ("recycle/ranks:/a/b.json/match", ("recycle", "ranks:/a/b.json", "match")),
         ("disturbed/chain:9,stop=learned:a/b.st/token", ("disturbed", "chain:9,stop=learned:a/b.st", "token")),
     ],
@@ -224,7 +226,8 @@ def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
     assert choose_method(draft_model="small", verify="auto").draft == "model:small"
     assert choose_method("cascade", draft_model="small") == find_method("cascade", "small")
     assert choose_method(index="dir").draft == "retrieval:dir"
-    assert choose_method(head="file").draft == "head:file"
+    assert choose_method(head="file").draft == "auto:head(file)"
+    assert choose_method(head="file", tree="chain:4").draft == "head:file"
     assert choose_method(draft="head", tree="chain:4", head="file") == Method("head/chain:4", "head:file", "chain:4")
     assert choose_method(index="dir", draft_model="small").draft == "fused:model(small)+retrieval(dir)"
     assert choose_method(index="dir", draft="fused:ngram+retrieval").draft == "fused:ngram+retrieval(dir)"
@@ -251,6 +254,10 @@ def test_what_a_user_says_part_by_part_is_a_method_too() -> None:
         ({"draft": "model"}, "'model' needs a draft model; name one with --draft-model"),
         ({"method": "eagle", "draft_model": "small"}, "leave out --draft-model"),
         ({"method": "cascade", "draft_model": "small", "head": "file"}, "leave out --head"),
+        ({"method": "default", "draft_model": ""}, "needs a draft model; name one with --draft-model"),
+        ({"method": "default", "index": "dir"}, "leave out --index"),
+        ({"draft": "auto", "index": "dir"}, "'auto' drafts without an index; leave out --index"),
+        ({"method": "auto:head(one)", "head": "two"}, "leave out --head"),
         ({"draft": "ngram", "head": "file"}, "--draft or --head, not both"),
         ({"method": "ngram/chain:8/match/more"}, "more than three parts"),
         ({"method": "model:a/b/chain:8/token/more"}, "more than three parts"),
@@ -270,6 +277,23 @@ def test_a_method_of_a_pair_that_does_not_fit_is_refused() -> None:
 
 def test_a_misspelt_verifier_is_not_taken_for_a_folder() -> None:
     assert find_method("model:a/b/chain:8/tokn").verify == "tokn"
+
+
+def test_whoever_names_a_draft_model_or_a_head_lets_the_default_choose_from_it_too() -> None:
+    default = PRESETS["default"]
+    assert choose_method(draft_model="org/small,top-k=5") == replace(default, draft="auto:model(org/small,top-k=5)")
+    assert choose_method(draft_model="small", head="a/head").draft == "auto:model(small)+head(a/head)"
+    assert choose_method("default", draft_model="small") == choose_method(draft_model="small")
+    assert choose_method(draft="auto", draft_model="small").draft == "auto:model(small)"
+    assert choose_method("auto:head(h)", draft_model="small").draft == "auto:head(h)+model(small)"
+    assert choose_method(draft_model="small", verify="match").draft == "auto:model(small)"
+    assert [method.draft for method in find_methods(["default", "block", "plain"], "small")] == [
+        "auto:model(small)", "model:small", "none"
+    ]  # fmt: skip
+    assert default.takes == ["model", "head"]
+    assert find_method("default", "small").takes == ["head"]
+    assert not default.blanks, "it needs none of them"
+    assert default.command == "branchwise generate PROMPT --method default [--draft-model ID] [--head FILE]"
 
 
 # What users see
@@ -326,6 +350,8 @@ MISTAKES = [
     (("--method", "ngram", "--head", "x"), "leave out --head"),
     (("--method", "eagle", "--head", "no/such/file"), "The head no/such/file cannot be read"),
     (("--method", "block", "--draft-model", "no/such/folder/at/all"), "no/such/folder/at/all"),
+    (("--method", "default", "--draft-model", "no/such/folder/at/all"), "no/such/folder/at/all"),
+    (("--method", "default", "--head", "no/such/file"), "The head no/such/file cannot be read"),
 ]
 
 

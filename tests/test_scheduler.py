@@ -10,6 +10,7 @@ from branchwise.backends.toy import ToyTarget
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, FinishReason, Generation, Piece, Request
+from branchwise.engine.scheduler import MOST_PIECES
 from branchwise.errors import QueueFull
 from branchwise.verify import VERIFIERS
 
@@ -76,6 +77,33 @@ def test_several_prompts_are_written_in_one_pass() -> None:
         engine.submit(Request(prompt, max_new_tokens=2))
     engine.step()
     assert target.prefills == [[2, 1, 4]]
+
+
+def test_prompts_that_a_pass_writes_piece_by_piece_are_written_side_by_side() -> None:
+    target = ToyTarget(6, prefill_chunk=8, prefill_piece=2)
+    engine = engine_for(target)
+    for length in (9, 10, 4):
+        engine.submit(Request(tuple(i % 6 for i in range(length)), max_new_tokens=2))
+    engine.step()
+    # When the third runs there are two left, each of which may have two pieces of what is written at once.
+    assert target.prefills == [[2, 2, 2], [2, 2, 1]]
+    finish(engine)
+    assert target.prefills[2:] == [[4, 4], [1]]
+
+
+def test_a_prompt_alone_gets_all_that_may_be_written_and_less_while_others_wait() -> None:
+    prompt = tuple(i % 6 for i in range(41))
+    alone, target = ToyTarget(6, prefill_chunk=32, prefill_piece=2), ToyTarget(6, prefill_chunk=32, prefill_piece=2)
+    engine = engine_for(alone)
+    engine.submit(Request(prompt, max_new_tokens=1))
+    finish(engine)
+    assert alone.prefills == [[32], [8]]
+    engine = engine_for(target)
+    engine.submit(Request((1, 2), max_new_tokens=20))
+    engine.step()
+    engine.submit(Request(prompt, max_new_tokens=1))
+    finish(engine)
+    assert target.prefills == [[1], *[[2 * MOST_PIECES]] * 5]
 
 
 def test_the_queue_is_bounded() -> None:

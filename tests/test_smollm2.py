@@ -102,7 +102,7 @@ def test_logprobs_equal_a_plain_forward_under_speculation(smollm2: LLM, sampled:
     truth = {tuple(smollm2.encode(prompt)): sampled[prompt]}
     drafter = TruthDrafter(truth, smollm2.engine.target.vocabulary, decoys=1)
     llm = drafting(smollm2, drafter)
-    completion = llm.generate(prompt, max_new_tokens=LENGTH, temperature=0.8, seed=17, logprobs=True)
+    completion = llm.generate(prompt, max_new_tokens=LENGTH, temperature=0.8, seed=17, logprobs=True, top_logprobs=3)
     assert completion.stats.accepted_tokens > 0
     assert completion.logprobs is not None
     ids = smollm2.encode(prompt) + completion.token_ids
@@ -111,6 +111,10 @@ def test_logprobs_equal_a_plain_forward_under_speculation(smollm2: LLM, sampled:
     start = len(ids) - len(completion.token_ids)
     expected = [probs[start + i - 1, token].item() for i, token in enumerate(completion.token_ids)]
     assert completion.logprobs == pytest.approx(expected, abs=2e-3)
+    best = probs[start - 1 : -1].topk(3, dim=-1)
+    for piece, tokens, values in zip(completion.pieces, best.indices.tolist(), best.values.tolist(), strict=True):
+        assert [value for _, value in piece.top] == pytest.approx(values, abs=2e-3)
+        assert piece.top[0][0] == tokens[0] or values[0] - values[1] < 4e-3
 
 
 def test_penalties_write_the_same_with_and_without_drafting(smollm2: LLM) -> None:

@@ -118,8 +118,9 @@ def generate(
     target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT), tokenizer=tokenizer)
     engine = Engine(target, drafting, VERIFIERS.build(verifier), guard=guard)
     Method(drafting.name, drafting.name, tree, verifier).warn_if_lossy()
-    if isinstance(drafter, str) and isinstance(drafting, ModelDrafter):
-        _drafting.setdefault(model, {})[drafter] = drafting.weights
+    for part in (drafting, *drafting.sources):
+        if isinstance(drafter, str) and isinstance(part, ModelDrafter):
+            _drafting.setdefault(model, {})[drafter] = part.weights
     stop_tokens = {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id}
     others = StoppingCriteriaList([c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))])
 

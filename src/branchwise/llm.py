@@ -12,6 +12,7 @@ import torch
 
 from branchwise.backends import TARGETS
 from branchwise.backends.quantized import FLOAT, Conversion, choose_weights, conversion_of
+from branchwise.constrain import Grammar, compiler_for
 from branchwise.control.memory import remember_costs
 from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.core.text import TextStream
@@ -25,16 +26,12 @@ from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
 from branchwise.models import DEFAULT_MODEL, load_model
 from branchwise.models.place import choose_device, choose_dtype
+from branchwise.prompt import Message, Prompt, is_one, messages_of
 from branchwise.registry import nearest
 from branchwise.verify import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Message = Mapping[str, str]
-"""{"role": "user", "content": "…"}"""
-Prompt = str | Sequence[Message]
-"""a text, which a chat model sees as one user message, or a conversation"""
 
 
 class Options(TypedDict, total=False):
@@ -45,10 +42,18 @@ class Options(TypedDict, total=False):
     """texts that end the answer; they are not part of it"""
     logprobs: bool
     """report the log-probability of every token under the unwarped model"""
+    top_logprobs: int
+    """report so many of the most probable tokens in the place of each, 20 at most, in `Piece.top`"""
     raw: bool
     """take a text as it is, without the chat template"""
     ignore_eos: bool
     """write on where the model would end"""
+    json_schema: Mapping[str, Any] | str
+    """write JSON of this schema"""
+    regex: str
+    """write what this regular expression matches as a whole"""
+    grammar: str
+    """write what these rules describe, in the dialect of Lark that llguidance reads; of these three one at most"""
 
     temperature: float
     top_k: int
@@ -119,6 +124,7 @@ def load(
     compile: bool = False,
     warmup: bool = True,
     guard: bool = True,
+    prefix_cache: int | bool = False,
     trust_remote_code: bool = False,
     progress: bool | None = None,
 ) -> LLM:
@@ -130,8 +136,10 @@ def load(
     more wait their turn. On a CPU `weights` may be "int8" or "int4": the quantised model is then the target, and "auto"
     takes int8 where a trial finds that it pays. `compile` compiles layers before a GPU records them. `warmup` compiles
     and records at load what a request needs, so that the first request runs at the speed of the second; on a CPU there
-    is nothing to warm up. With a `guard` nothing is drafted while the method is slower than plain decoding. A method
-    that changes the output distribution warns (`LossyWarning`).
+    is nothing to warm up. With a `guard` nothing is drafted while the method is slower than plain decoding. With a
+    `prefix_cache` a prompt that begins like another text, as the next turn of a conversation does, is prefilled from
+    there on: it is how many texts are kept for that when they have ended, in slots that nobody needs, or True for as
+    many as there are slots. A method that changes the output distribution warns (`LossyWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
@@ -171,7 +179,7 @@ def load(
         network, tokenizer = load_converted(model, bits, dtype=choose_dtype(dtype, place), **options)
     target = backend(network, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)
-    engine = Engine(target, drafter, verifier, guard=guard)
+    engine = Engine(target, drafter, verifier, guard=guard, prefix_cache=prefix_cache)
     if state is not None:
         load_state(drafter, state, target.info)
     if warmup:
@@ -239,7 +247,7 @@ class LLM:
 
         See `Options` for what else can be said; the default is greedy, 256 tokens at most.
         """
-        return self._complete([prompt], options)[0] if _is_one(prompt) else self._complete(prompt, options)
+        return self._complete([prompt], options)[0] if is_one(prompt) else self._complete(prompt, options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Write the answer step by step. Leaving the loop early cancels the rest."""
@@ -261,10 +269,9 @@ class LLM:
         completion = completion or self.last
         if completion is None:
             raise UsageError("Nothing was written yet that could be explained; generate something first.")
-        info, drafter = self.engine.target.info, self.engine.drafter
-        stats = completion.stats
-        reasons = drafter.reasons(stats.each[-1].batch) if stats.each else []
-        return explain(stats, info, drafter.name, None if plain is None else plain.stats, reasons)
+        stats, engine = completion.stats, self.engine
+        reasons = engine.reasons(stats.each[-1].batch) if stats.each else []
+        return explain(stats, engine.target.info, engine.drafter.name, None if plain is None else plain.stats, reasons)
 
     def save_state(self, path: str | PathLike[str] | None = None) -> None:
         """Write what the drafter has learned to a file, by default to the `state` that this was loaded with.
@@ -279,7 +286,7 @@ class LLM:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The token ids of a prompt as the model will see it, chat template included."""
-        messages = _messages(prompt)
+        messages = messages_of(prompt)
         if not any(message["content"].strip() for message in messages):
             raise UsageError("The prompt is empty; there is nothing to continue.")
         if raw and not isinstance(prompt, str):
@@ -303,6 +310,15 @@ class LLM:
         ends = [stated] if isinstance(stated, int) else list(stated or ())
         return frozenset(token for token in (*ends, self.tokenizer.eos_token_id) if token is not None)
 
+    def grammar(self, options: Options) -> Grammar | None:
+        """What the `json_schema`, `regex` or `grammar` of options describes, in the tokens of the model."""
+        given: Any = {name: options.get(name) for name in ("json_schema", "regex", "grammar")}
+        if all(source is None for source in given.values()):
+            return None
+        if options.get("ignore_eos"):
+            raise UsageError("A text that follows a grammar ends with it; leave out ignore_eos.")
+        return compiler_for(self.tokenizer, self.engine.target.info.vocabulary, self.stop_tokens).compile(**given)
+
     def _complete(self, prompts: Sequence[Prompt], options: Options) -> list[Completion]:
         with self._running(prompts, options, streaming=False) as generations:
             while not all(generation.finished for generation in generations):
@@ -320,15 +336,18 @@ class LLM:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stop:
             raise UsageError("A stop string must not be empty.")
+        grammar = self.grammar(options)
+        encoded = [tuple(self.encode(prompt, raw=options.get("raw", False))) for prompt in prompts]
         requests = [
             Request(
-                prompt=tuple(self.encode(prompt, raw=options.get("raw", False))),
-                sampling=sampling,
+                prompt=prompt,
+                sampling=sampling if grammar is None else grammar.applied_to(sampling, len(prompt)),
                 max_new_tokens=options.get("max_new_tokens", 256),
                 stop_tokens=frozenset() if options.get("ignore_eos") else self.stop_tokens,
                 logprobs=options.get("logprobs", False),
+                top_logprobs=options.get("top_logprobs", 0),
             )
-            for prompt in prompts
+            for prompt in encoded
         ]
         generations: list[Generation] = []
         try:
@@ -360,22 +379,3 @@ class LLM:
         )
         self.last = found
         return found
-
-
-def _messages(prompt: Any) -> list[dict[str, str]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    try:
-        messages = [{**message} for message in prompt]
-        if all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages):
-            return messages
-    except (TypeError, KeyError):
-        pass
-    raise UsageError('A prompt is a text, or a list of messages like {"role": "user", "content": "a text"}.')
-
-
-def _is_one(prompt: Any) -> bool:
-    """A text or a conversation, as against a list of those."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return True
-    return len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -2,7 +2,7 @@
 
 A method is the name of a preset (presets.toml) or a spec `draft/tree/verify` whose empty or missing parts take their
 defaults: `ngram/chain:8`, `model/paths:4x6/cascade`, `ngram//match`. The drafter `model` runs the user's draft model,
-`head` the user's trained head.
+`head` the user's trained head, and `auto` chooses among these and what it has itself.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ BLANKS = {
 }
 """drafters that need a model, a folder or a file"""
 FUSED = "fused:"
+AUTO = "auto"
+"""the drafter that chooses among all that there is"""
+CHOICES = (MODEL, HEAD)
+"""what it may choose from besides, if the user names it"""
 DEFAULT = "default"
 """the method if none is asked for"""
 LOSSY = "lossy"
@@ -77,6 +81,14 @@ class Method:
         return [name for name, positional, _ in named if name in BLANKS and not positional]
 
     @property
+    def takes(self) -> list[str]:
+        """The drafters whose model, index or head the user may name: those that it needs, or may choose from."""
+        drafter, named, _ = split_spec(self.draft)
+        if drafter != AUTO:
+            return self.blanks
+        return [name for name in CHOICES if not any(f"{name}(" in part for part in named)]
+
+    @property
     def needs_draft_model(self) -> bool:
         return MODEL in self.blanks
 
@@ -91,7 +103,8 @@ class Method:
     @property
     def command(self) -> str:
         """The command line that runs it."""
-        words = [f" {BLANKS[name].option} {BLANKS[name].value}" for name in self.blanks]
+        options = {name: f"{BLANKS[name].option} {BLANKS[name].value}" for name in self.takes}
+        words = [f" {said}" if name in self.blanks else f" [{said}]" for name, said in options.items()]
         return f"branchwise generate PROMPT --method {self.name}{''.join(words)}"
 
     def drafting_with(
@@ -104,10 +117,13 @@ class Method:
         """
         given = {MODEL: draft_model, RETRIEVAL: index, HEAD: head}
         for name, (what, option, _, hint) in BLANKS.items():
-            if given[name] is not None and name not in self.blanks:
+            if given[name] is not None and name not in self.takes:
                 raise UsageError(f"Method {self.name!r} drafts without {what}; leave out {option}.")
-            if not given[name] and name in self.blanks:
+            if not given[name] and (name in self.blanks or given[name] is not None):
                 raise UsageError(f"Method {self.name!r} needs {what}; name one with {option}, {hint}.")
+        if split_spec(self.draft)[0] == AUTO:
+            joined = [*split_spec(self.draft)[1], *(f"{name}({given[name]})" for name in CHOICES if given[name])]
+            return replace(self, draft=":".join([AUTO, *filter(None, ["+".join(joined)])]))
         specs = []
         for spec in members_of(self.draft):
             name, positional, options = split_spec(spec)
@@ -154,21 +170,18 @@ PLAIN = PRESETS["plain"]
 
 
 def find_method(spec: str, draft_model: str | None = None, index: str | None = None, head: str | None = None) -> Method:
-    """The method of a name or of a spec `draft/tree/verify`, with the draft model, index and head if it needs them."""
+    """The method of a name or of a spec `draft/tree/verify`, with the draft model, index and head if it takes them."""
     method = find_any(spec)
-    return method.drafting_with(
-        draft_model if method.needs_draft_model else None,
-        index if method.needs_index else None,
-        head if method.needs_head else None,
-    )
+    given = {MODEL: draft_model, RETRIEVAL: index, HEAD: head}
+    return method.drafting_with(*(given[name] if name in method.takes else None for name in BLANKS))
 
 
 def find_methods(
     specs: Sequence[str], draft_model: str | None = None, index: str | None = None, head: str | None = None
 ) -> list[Method]:
-    """Methods that share a draft model, an index and a head; at least one must need each."""
+    """Methods that share a draft model, an index and a head; at least one must take each."""
     for (name, blank), value in zip(BLANKS.items(), (draft_model, index, head), strict=True):
-        if value is not None and not any(name in find_any(spec).blanks for spec in specs):
+        if value is not None and not any(name in find_any(spec).takes for spec in specs):
             raise UsageError(f"No method here drafts with {blank.what}; leave out {blank.option}.")
     return [find_method(spec, draft_model, index, head) for spec in specs]
 
@@ -196,16 +209,18 @@ def choose_method(
         named = draft_model is not None or index is not None or head is not None
         return method.drafting_with(draft_model, index, head) if named else method
     said = [name for name, value in zip(BLANKS, (draft_model, index, head), strict=True) if value is not None]
-    if draft is not None and said and not Method("", draft).blanks:
+    if draft is not None and said and not Method("", draft).takes:
         raise UsageError(f"Give --draft or {BLANKS[said[0]].option}, not both.")
-    if draft is None and tree is None and not said:
-        default = PRESETS[DEFAULT]
+    default = PRESETS[DEFAULT]
+    chosen_from = index is None and verify in (None, default.verify)
+    if draft is None and tree is None and (chosen_from or not said):
+        default = default.drafting_with(draft_model, head=head)
         return default if verify is None else replace(default, name=f"{DEFAULT}//{verify}", verify=verify)
     if draft is None:
         draft = FUSED + "+".join(said) if len(said) > 1 else next(iter(said), "ngram")
     name = "/".join(part or "" for part in (draft, tree, verify)).rstrip("/")
     chosen = Method(name, draft, tree, verify or "match")
-    return chosen.drafting_with(draft_model, index, head) if chosen.blanks else chosen
+    return chosen.drafting_with(draft_model, index, head) if chosen.takes else chosen
 
 
 def find_any(spec: str) -> Method:
@@ -244,7 +259,7 @@ def members_of(draft: str) -> list[str]:
     return split_members(draft.removeprefix(FUSED))
 
 
-FILES = ("model:", "model(", "retrieval:", "retrieval(", "head:", "template:", "ranks:", "learned:")
+FILES = ("model:", "model(", "retrieval:", "retrieval(", "head:", "head(", "template:", "ranks:", "learned:")
 """parts of a spec after which a name with slashes may follow"""
 
 

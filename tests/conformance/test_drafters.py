@@ -13,7 +13,9 @@ from branchwise.backends.base import TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.draft import DRAFTERS, TREES, build_drafter
+from branchwise.draft.auto import AutoDrafter
 from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.engine import Engine, Request
@@ -64,7 +66,17 @@ def any_head() -> Drafter:
         return build_drafter(f"head:{folder}/head")
 
 
+class AnyAuto(AutoDrafter):
+    """With a random head and a random draft model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._head = HeadDrafter(random_head(INFO, table=4))
+        self._model = ModelDrafter(Weights("tiny", tiny(1, layers=1, vocabulary=VOCABULARY), None))
+
+
 NOT_BY_NAME: dict[str, Callable[[], Drafter]] = {
+    "auto": AnyAuto,
     "model": AnyModel,
     "retrieval": any_index,
     "head": any_head,

@@ -115,6 +115,26 @@ def test_logprobs_are_those_of_the_model_before_warping(step: type[Step]) -> Non
         assert engine.target.used > 10  # a request for logprobs does not end pipelining
 
 
+@steps
+def test_the_most_probable_tokens_are_those_of_a_plain_forward(step: type[Step]) -> None:
+    """Also where texts that ask for different numbers of them, or for none, share a batch."""
+    target, sampling = ToyTarget(VOCABULARY), SamplingParams(temperature=1.3, seed=4, logit_bias={1: 2.0})
+    engine = engine_for(step, PipelinedDouble(VOCABULARY))
+    wanted = [0, 3, 20]
+    made = [engine.submit(Request((1, n % 5), sampling, max_new_tokens=30, top_logprobs=n)) for n in wanted]
+    while engine.busy:
+        engine.step()
+    assert any(piece.drafted for generation in made for piece in generation.pieces)
+    for number, generation in zip(wanted, made, strict=True):
+        tokens = generation.sequence.tokens
+        assert len(generation.pieces) == 30
+        for place, piece in enumerate(generation.pieces, start=generation.sequence.prompt_length):
+            best = target.logits(tokens[:place]).log_softmax(dim=-1).topk(min(number, VOCABULARY))
+            assert [token for token, _ in piece.top] == best.indices.tolist()
+            assert [value for _, value in piece.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+            assert piece.logprob is None
+
+
 class Watcher(Drafter):
     """Writes down what it is called with."""
 

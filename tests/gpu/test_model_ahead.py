@@ -134,6 +134,7 @@ class Unwatched(Noting):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("ways", KINDS[:2], ids=["drawn", "greedy"])
 def test_nothing_waits_between_a_verdict_and_the_next_chain(batch: int, ways: list[SamplingParams]) -> None:

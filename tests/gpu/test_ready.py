@@ -30,6 +30,9 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_k": 5, "min_p": 0.01},
     {"logit_bias": {3: -torch.inf, 5: 2.0}},
     {"temperature": 1.3, "logit_bias": {7: 1.0}},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.2},
+    {"temperature": 1.0, "repetition_penalty": 0.9, "frequency_penalty": 0.7, "logit_bias": {5: 1.0}},
 ]
 
 

@@ -7,6 +7,12 @@
     commit(sequences, verdicts)  keep the cache rows of the accepted paths
     close(sequence)              give the slot back
 
+A target that `keeps_rows` has three more, by which a text begins with what is cached of another (engine/prefixes.py):
+
+    inherit(source, sequence, rows)  take a slot whose first rows are those of another sequence
+    retire(sequence)             give the slot back, and leave the rows there until it is needed
+    holds(sequence)              whether they are still there
+
 A prompt is written without its last token, which is the first root. So between steps the cache of a sequence holds
 exactly its tokens without the last one. docs/add-a-target.md builds a target step by step.
 """
@@ -14,7 +20,7 @@ exactly its tokens without the last one. docs/add-a-target.md builds a target st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +50,17 @@ class Needs:
     cached_layer: str | None = None
     """name of a layer (`TargetInfo.layers`) whose part of the KV cache it reads between steps (`TargetInfo.cached`);
     nothing is computed for it"""
+
+    @classmethod
+    def joined(cls, parts: Iterable[Needs]) -> Needs:
+        """What several drafters ask for, but for the shape of their trees."""
+        every = list(parts)
+        return cls(
+            prefill_logits=max(needs.prefill_logits for needs in every),
+            hidden_layers=tuple(dict.fromkeys(layer for needs in every for layer in needs.hidden_layers)),
+            topk=max(needs.topk for needs in every),
+            cached_layer=next((needs.cached_layer for needs in every if needs.cached_layer is not None), None),
+        )
 
 
 @dataclass(frozen=True)
@@ -158,6 +175,11 @@ class Prefill:
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
     """layer -> (tokens, width), for the layers that the drafter needs"""
 
+    def part_for(self, needs: Needs) -> Prefill:
+        """Of what several drafters need what one of them does; fewer logits if it was given fewer."""
+        hidden = {layer: self.hidden[layer] for layer in needs.hidden_layers}
+        return Prefill(self.logits[max(len(self.logits) - needs.prefill_logits, 0) :], hidden)
+
     @classmethod
     def joined(cls, parts: Sequence[Prefill]) -> Prefill:
         """Consecutive chunks as one."""
@@ -171,7 +193,8 @@ class Target(ABC):
     """A backend subclasses it, sets `info` and supplies the six verbs."""
 
     info: TargetInfo
-    prefill_chunk = 512  # tokens of a prompt that one pass writes at most
+    prefill_chunk = 512  # tokens of prompts that are written at once at most
+    keeps_rows = False  # whether texts can begin with cached rows of others, and rows outlive their texts
 
     @property
     def vocabulary(self) -> int:
@@ -209,6 +232,11 @@ class Target(ABC):
         """For how many trees and nodes a pass is made, given how many are wanted."""
         return batch, nodes
 
+    def prefill_piece(self, prompt: int) -> int:
+        """Tokens of a prompt of so many that one pass writes. Where passes over pieces of several prompts take hardly
+        longer than over one, it is small; by default all that may be written at once is one piece."""
+        return self.prefill_chunk
+
     @abstractmethod
     def reserve(self, sequence: SequenceState) -> None: ...
 
@@ -226,7 +254,22 @@ class Target(ABC):
     def commit(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None: ...
 
     @abstractmethod
-    def close(self, sequence: SequenceState) -> None: ...
+    def close(self, sequence: SequenceState) -> None:
+        """Also of one that is retired."""
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        """Take a slot, as `reserve` does, whose first rows are those of another sequence: open or retired, and with the
+        same tokens up to there. They are copied, or `moved` if that one is retired and not needed any more."""
+        raise NotImplementedError
+
+    def retire(self, sequence: SequenceState) -> None:
+        """Give the slot of an open sequence back, and leave the rows of its tokens without the last one there as long
+        as no other sequence needs the slot; those used longest ago go first. Retired ones count as `free_slots`."""
+        self.close(sequence)
+
+    def holds(self, sequence: SequenceState) -> bool:
+        """Whether there are rows of a sequence that was opened: until it is closed, or retired and its slot needed."""
+        raise NotImplementedError
 
     def open(self, sequence: SequenceState, keep: int = 0) -> Prefill:
         """Reserve a slot and write the whole prompt; the logits after its last `keep` tokens before the root."""

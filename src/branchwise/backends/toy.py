@@ -24,6 +24,8 @@ class ToyTarget(Target):
     values of its one layer, "embedding". Its embeddings are random rows, which its own logits do not read. It keeps the
     books of a KV cache and checks that a real cache would hold what is committed."""
 
+    keeps_rows = True
+
     def __init__(
         self,
         vocabulary: int = 8,
@@ -34,11 +36,13 @@ class ToyTarget(Target):
         seed: int = 0,
         padded: bool = False,
         prefill_chunk: int = 512,
+        prefill_piece: int | None = None,
     ) -> None:
         """`padded` makes passes for more trees and nodes than are wanted, as CUDA graphs do."""
         self.padded = padded
         self.seed = seed
         self.prefill_chunk = prefill_chunk
+        self._piece = prefill_piece or prefill_chunk
         self.passes = 0
         self.prefills: list[list[int]] = []  # tokens of every chunk of every prefill pass
         info = TargetInfo("toy", vocabulary, context, max_nodes, slots, fingerprint=f"toy-{vocabulary}-{seed}")
@@ -56,8 +60,12 @@ class ToyTarget(Target):
         )
         self._needs = Needs()
         self._cached: dict[SequenceState, list[int]] = {}
+        self._retired: dict[SequenceState, list[int]] = {}  # the one used longest ago first
         self._prefilled: dict[SequenceState, list[Prefill]] = {}
         self._scored: dict[SequenceState, tuple[DraftTree, Tensor]] = {}
+
+    def prefill_piece(self, prompt: int) -> int:
+        return self._piece
 
     @property
     def free_slots(self) -> int:
@@ -94,8 +102,13 @@ class ToyTarget(Target):
         return CachedRows(rows[0], rows[1])
 
     def reserve(self, sequence: SequenceState) -> None:
+        self._seat(sequence, [])
+
+    def _seat(self, sequence: SequenceState, cached: list[int], spared: SequenceState | None = None) -> None:
         assert self.free_slots > 0, "more sequences are opened than there are slots"
-        self._cached[sequence] = []
+        if len(self._cached) + len(self._retired) == self.slots:
+            del self._retired[next(one for one in self._retired if one is not spared)]
+        self._cached[sequence] = cached
         self._prefilled[sequence] = []
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]:
@@ -115,8 +128,7 @@ class ToyTarget(Target):
 
     def fork(self, source: SequenceState, sequence: SequenceState) -> Prefill:
         assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
-        self.reserve(sequence)
-        self._cached[sequence] = list(self._cached[source])
+        self._seat(sequence, list(self._cached[source]))
         self._prefilled[sequence] = self._prefilled[source]
         return Prefill.joined(self._prefilled[source])
 
@@ -143,5 +155,24 @@ class ToyTarget(Target):
             assert tuple(tree.path(verdict.path[-1])) == verdict.path, "an accepted path has a gap"
             self._cached[sequence] += tokens[list(verdict.path)].tolist()
 
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        cached = self._retired.pop(source) if source in self._retired else self._cached[source]
+        assert rows <= len(cached), "a sequence inherits more rows than there are"
+        assert cached[:rows] == sequence.tokens[:rows], "a sequence inherits rows of other tokens"
+        assert not moved or source not in self._cached, "rows of a running text are taken away"
+        if not moved and source not in self._cached:
+            self._retired[source] = cached
+        self._seat(sequence, cached[:rows], spared=source)
+
+    def retire(self, sequence: SequenceState) -> None:
+        cached = self._cached.pop(sequence)[: len(sequence.tokens) - 1]
+        assert cached == sequence.tokens[: len(cached)], "the cache is out of step with its sequence"
+        self._retired[sequence] = cached
+        del self._prefilled[sequence]
+
+    def holds(self, sequence: SequenceState) -> bool:
+        return sequence in self._cached or sequence in self._retired
+
     def close(self, sequence: SequenceState) -> None:
-        del self._cached[sequence], self._prefilled[sequence]
+        if self._retired.pop(sequence, None) is None:
+            del self._cached[sequence], self._prefilled[sequence]

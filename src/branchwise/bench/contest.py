@@ -94,7 +94,7 @@ class Ours(Contestant):
         """`most` bounds every tree, to compare methods at an equal budget or depth. Under a `guard` a method drafts
         nothing while it is slower than plain decoding."""
         self.name = f"{method.name}+guard" if guard else method.name
-        self._guard = Guard(llm.engine.target.info) if guard else False
+        self._guard: Guard | bool = guard
         self.kind = PLAIN if method == PLAIN_METHOD else METHOD
         self.comparable = method.verify == "match"
         self._llm = llm
@@ -105,6 +105,7 @@ class Ours(Contestant):
     def forget(self) -> None:
         drafter, verifier = self._method.build()
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most, guard=self._guard)
+        self._guard = self._engine.guard or self._guard  # what steps take is known of the machine, not of the prompts
         self.learns = drafter.learns
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:

@@ -144,8 +144,8 @@ def export(
     branchwise train export --format speculators smollm2.head --model smollm2 --out smollm2-eagle3
     """
     check_known("format", layout, ("speculators",))
-    from branchwise.draft.head.drafter import read_head
     from branchwise.draft.head.export import Verifier, check_exportable, check_folder, export_speculators
+    from branchwise.draft.head.speculators import read_head
 
     head = read_head(file)
     check_exportable(head)

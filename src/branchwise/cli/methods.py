@@ -60,7 +60,7 @@ def _print_table(methods: list[Method]) -> None:
     shown.print(table)
     shown.print(
         "\nThe drafter `model` is the model that --draft-model names; `retrieval` reads the --index, `head` "
-        "runs the trained --head. "
+        "runs the trained --head; `auto` chooses among the model, the head and memories. "
         "branchwise methods NAME describes a method.",
         style="dim",
     )

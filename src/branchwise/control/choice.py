@@ -76,8 +76,8 @@ class Rest:
         lost where these do not pay."""
         self._invested += passes
 
-    def record(self, tokens: float, passes: float) -> None:
-        """A step with it gave so many tokens and took as long as so many plain passes."""
+    def record(self, tokens: float, passes: float) -> bool:
+        """A step with it gave so many tokens and took as long as so many plain passes; whether it stands aside now."""
         terms = self._terms
         due = (1 - FADING) * self._invested
         self._invested -= due
@@ -89,7 +89,7 @@ class Rest:
         if lost < -terms.first:
             self._most, self._paid = terms.first, True
         if (self._steps < terms.trial and lost < self._most) or lost <= 0:
-            return
+            return False
         if self._paid and terms.forgiving:
             self._left = SHORTEST_WAIT
         else:
@@ -97,8 +97,26 @@ class Rest:
             at_stake = min(lost, terms.again + passes - tokens)
             self._left = max(SHORTEST_WAIT, round((at_stake + self._invested) / terms.share))
             self._most = terms.again
+        self._begin_anew()
+        return True
+
+    def _begin_anew(self) -> None:
         self._gained = self._spent = self._invested = 0.0
         self._steps, self._paid = 0, False
+
+    @property
+    def proved(self) -> bool:
+        """Whether this trial is over, and not lost: it has gained as much as counts, or taken as long as one may."""
+        return self._gained - self._spent >= self._terms.credit or self._steps >= self._terms.trial
+
+    def stand_aside(self) -> None:
+        """Another source is better: this one gets a short trial, soon if it was not to wait longer anyhow."""
+        self._most, self._left = self._terms.again, max(self._left, SHORTEST_WAIT)
+        self._begin_anew()
+
+    def come_forward(self) -> None:
+        """Its next trial begins now, and may lose as much as the first."""
+        self._most, self._left = self._terms.first, min(self._left, 0)
 
     def elsewhere(self) -> Rest:
         """What is known of it, for circumstances that are not the same: it tries soon whether it pays there."""

@@ -166,6 +166,11 @@ class PassCostModel:
         """How long a pass over one row of each text takes at the present pace."""
         return math.exp(self._guess(1) + float(_seen(self._batch) @ self._known))
 
+    def keep_pace(self, other: PassCostModel) -> None:
+        """Another model has followed the same machine since: its pace is the present one."""
+        if self._spread[0, 0] and other._spread[0, 0]:
+            self._known[0] += math.log(other.plain_seconds / self.plain_seconds)
+
     def settled(self, rows: int) -> bool:
         """Whether passes of this size are timed, beyond the first ones."""
         return self._counts.get(rows, 0) >= self._settling

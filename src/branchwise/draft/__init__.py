@@ -17,7 +17,7 @@ DRAFTERS = Registry(
         "disturbed": "branchwise.draft.noisy_target:NoisyTarget",
         "fused": "branchwise.draft.lookup.fusion:Fusion",
         "head": "branchwise.draft.head.drafter:HeadDrafter",
-        "memories": "branchwise.draft.lookup.fusion:DefaultDrafter",
+        "memories": "branchwise.draft.lookup.memories:DefaultDrafter",
         "model": "branchwise.draft.model.drafter:ModelDrafter",
         "ngram": "branchwise.draft.lookup.ngram:NGram",
         "none": "branchwise.draft.base:NoDrafter",

@@ -38,7 +38,9 @@ class Drafter(ABC):
     """A drafter that needs nothing, keeps nothing and learns nothing; a subclass says what it does beyond that.
 
     The engine calls `bind` once, `start` when the prompt of a sequence is in the cache, then for every step `draft` or
-    `rest`, and `update`, and `finish` when the sequence ends.
+    `rest`, and `update`, and `finish` when the sequence ends. In a step of another drafter it calls `follow` alone.
+    Where cached rows outlive their texts it may be `retire`, and `drop` later; `inherit` comes before `start` then, in
+    a text that begins with such rows.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Drafter(ABC):
     paces: bool = False
     """whether it drafts nothing by itself where that would lose; if not, the engine may let it rest. Read after `bind`.
     """
+    sources: Sequence[Drafter] = ()
+    """drafters of which the engine lets one draft in every step, or none, in place of this one. Read after `bind`."""
 
     @property
     def needs(self) -> Needs:
@@ -65,7 +69,8 @@ class Drafter(ABC):
         """Called before anything else, and again for another target."""
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
-        """A prompt is in the cache. `prefill` holds the logits and hidden states that `needs` asks for."""
+        """A prompt is in the cache. `prefill` holds the logits and hidden states that `needs` asks for, without those
+        of rows that were inherited."""
 
     @abstractmethod
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -79,8 +84,32 @@ class Drafter(ABC):
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         """Learn from a step; called before its tokens join the sequences."""
 
+    def follow(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        """In place of `update`, after a step in which another drafter drafted, or nobody: keep what could not be read
+        later. It must take next to no time."""
+
     def finish(self, sequence: SequenceState) -> None:
         """A sequence has ended."""
+
+    # Texts that begin alike (engine/prefixes.py)
+
+    def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
+        """How many of the first cached rows of a text the prompt of another may begin with, of so many that it could,
+        if drafts are not to suffer: of these there will be no hidden states and no logits. By default none for a
+        drafter that needs hidden states, and all for others."""
+        return 0 if self.needs.hidden_layers else rows
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        """The prompt of a sequence begins with so many rows of another one, which is running or retired, and is gone
+        from now on if they were `moved`. `start` follows, with what was found for the tokens behind them."""
+
+    def retire(self, sequence: SequenceState) -> None:
+        """A sequence has ended, in place of `finish`, and its rows stay in the cache of the target: others may inherit
+        them, until it is dropped. By default nothing is kept for these."""
+        self.finish(sequence)
+
+    def drop(self, sequence: SequenceState) -> None:
+        """The rows of a retired sequence are gone."""
 
     def forget(self) -> None:
         """The texts so far were for warming up: what they said of later texts counts for nothing. What a learning
@@ -100,6 +129,9 @@ class Drafter(ABC):
 
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
         """Learn from a step without the host. The next pass may overwrite `scored` before `update` is called."""
+
+    def follow_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        """In place of `update_on_device`, in a step of another drafter."""
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         """The next trees of the same sequences, computed on the device after the verdict; None if it cannot. Their
@@ -121,6 +153,13 @@ class LearningDrafter(Drafter):
     @abstractmethod
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Go on from what `save` returned; a UsageError says why that cannot be."""
+
+
+def reusable_by_all(drafters: Sequence[Drafter], source: SequenceState, sequence: SequenceState, rows: int) -> int:
+    """How many rows each of several drafters can do with. One that could do with more may not with any fewer."""
+    while (fewest := min(drafter.reusable(source, sequence, rows) for drafter in drafters)) < rows:
+        rows = fewest
+    return rows
 
 
 def not_a_state(name: str, why: str) -> UsageError:

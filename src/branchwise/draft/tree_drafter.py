@@ -20,6 +20,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import NO_NEEDS, Budget, Drafter
 from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.constrained import allowed_probs, place_of
 from branchwise.draft.sampler import DeviceSampler, SampleRequest, sample_batch, sampler_for
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
@@ -169,6 +170,12 @@ class TreeDrafter(Drafter):
 
     def _look_and_keep(self, requests: list[ExpandRequest]) -> list[NodeProbs]:
         answers = self.look(requests) if requests else []
+        answers = [
+            found
+            if (here := place_of(request.sequence)) is None
+            else allowed_probs(here, request.tree, request.nodes, found)
+            for request, found in zip(requests, answers, strict=True)
+        ]
         if self.kept_probs is not None:
             for request, found in zip(requests, answers, strict=True):
                 paths = [tuple(request.tree.path(node)) for node in request.nodes]

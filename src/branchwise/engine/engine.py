@@ -19,8 +19,8 @@ from branchwise.cuda.counts import counted, since
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine.guarded import GuardedDrafter, may_rest
 from branchwise.engine.pipelined import PipelinedStep
-from branchwise.engine.request import FinishReason, Generation, Piece, Request
-from branchwise.engine.scheduler import PREFILL_TOKENS, Scheduler
+from branchwise.engine.request import FinishReason, Generation, Pending, Piece, Request
+from branchwise.engine.scheduler import Scheduler
 from branchwise.engine.step import Outcome, Step
 from branchwise.errors import UsageError
 from branchwise.verify import Verifier, check_pairing
@@ -37,12 +37,16 @@ class Engine:
         most: Budget | None = None,
         *,
         queue: int | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
+        prefix_cache: int | bool = False,
         guard: Guard | bool = False,
     ) -> None:
         """`most` bounds every tree; by default only the target does. `queue` bounds how many requests may wait, and
-        `prefill_tokens` how much of their prompts is written between two steps. With a `guard` nothing is drafted while
-        that would be slower than plain decoding, unless the drafter sees to it itself."""
+        `prefill_tokens` how much of their prompts is written between two steps, as `Scheduler` says. With a
+        `prefix_cache` prompts begin with cached rows of texts that begin alike, running or ended; it is how many that
+        have ended are kept, or True for as many as there are slots. With a `guard` nothing is drafted while that would
+        be slower than plain decoding, unless the drafter sees to it itself. One that has several sources has a guard in
+        any case, which chooses among them."""
         check_pairing(verifier, drafter.draw, drafter.name)
         drafter.bind(target.info)
         target.require(drafter.needs)
@@ -54,10 +58,12 @@ class Engine:
         self.guard: Guard | None = None
         self._guarded: GuardedDrafter | None = None
         stepping = drafter
-        if guard and may_rest(drafter):
-            self.guard = guard if isinstance(guard, Guard) else Guard(target.info)
+        if drafter.sources or (guard and may_rest(drafter)):
+            names = [source.name for source in drafter.sources or (drafter,)]
+            self.guard = guard if isinstance(guard, Guard) else Guard(target.info, names)
             stepping = self._guarded = GuardedDrafter(drafter, self.guard, same_text=verifier.name == "match")
-        self.scheduler = Scheduler(target, stepping, queue=queue, prefill_tokens=prefill_tokens)
+        kept = target.info.slots if prefix_cache is True else int(prefix_cache)
+        self.scheduler = Scheduler(target, stepping, queue=queue, prefill_tokens=prefill_tokens, prefix_cache=kept)
         if isinstance(target, PipelinedTarget) and target.pipelined:
             self._step: Step = PipelinedStep(target, stepping, verifier, self.most)
         else:
@@ -95,6 +101,11 @@ class Engine:
             raise UsageError(f"The prompt holds token ids outside the vocabulary of {info.vocabulary}.")
         request.sampling.check_vocabulary(info.vocabulary)
         generation = Generation(request, SequenceState(list(request.prompt), request.sampling), text, on_output, like)
+        if (constraint := generation.constraint) is not None:
+            if constraint.prompt_length != len(request.prompt):
+                raise UsageError("A constraint belongs to one request; make one of the grammar for each prompt.")
+            if not request.stop_tokens.issuperset(constraint.ends):
+                raise UsageError(f"A grammar ends its text with tokens {constraint.ends}; they must be stop_tokens.")
         with self._seeding:
             self._assign_seed(generation.sequence)
         self.scheduler.submit(generation)
@@ -109,6 +120,12 @@ class Engine:
                     self.scheduler.release()
             finally:
                 self.turn.release()
+
+    def drop_prefixes(self) -> None:
+        """Let go of the cached rows of texts that have ended."""
+        with self.turn:
+            if self.scheduler.prefixes is not None:
+                self.scheduler.prefixes.clear()
 
     def step(self) -> list[Generation]:
         """Advance every running sequence by at least one token; returns the generations that moved."""
@@ -161,28 +178,40 @@ class Engine:
         """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
         if generation.finished:  # cancelled during the step
             return
-        tree, verdict, logprobs = outcome
+        tree, verdict, logprobs, tops = outcome
         accepted = verdict.kept_of(tree)
-        sources = [tree.sources[node] if tree.sources else self.drafter.name for node in verdict.path[1:]]
+        drafter = self.drafter.name if self._guarded is None else self._guarded.drafting
+        sources = [tree.sources[node] if tree.sources else drafter for node in verdict.path[1:]]
         tokens, found = [*accepted, verdict.token], logprobs if generation.request.logprobs else None
-        pending = list(zip(tokens, [*sources, ""], found or repeat(None), strict=False))
+        asked = [top[: generation.request.top_logprobs] for top in tops or [[]] * len(tokens)]
+        pending = list(map(Pending, tokens, [*sources, ""], found or repeat(None), asked))
         emitted = len(tokens)
+        if generation.constraint is not None:
+            generation.constraint.settle([*generation.sequence.tokens, *tokens])
+            generation.error = generation.constraint.error
         if self._goes_on(generation, tokens):
             generation.sequence.tokens += tokens
             generation.pending += pending
         else:
             for number, one in enumerate(pending, start=1):
-                if (reason := self._append(generation, *one)) is not None:
+                if (reason := self._append(generation, one)) is not None:
                     self._finish(generation, reason)
                     emitted = number
                     break
+        if generation.error is not None and not generation.finished:
+            self._finish(generation, FinishReason.ERROR)
         if generation.prefill_clock is not None:  # the verdict came after it, so it is over
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
-        generation.stats.record(tree, emitted, seconds, sources[:emitted], self.drafter.name, batch, prepared)
+        generation.stats.record(tree, emitted, seconds, sources[:emitted], drafter, batch, prepared)
         if self._guarded is not None and self.guard is not None:
             generation.stats.rested += self._guarded.rested
-            generation.stats.drafting_speed = self.guard.speed
+            generation.stats.drafting_speed = None if self.drafter.sources else self.guard.speed
+
+    def reasons(self, batch: int) -> list[str]:
+        """What would be drafted for so many texts, and by which numbers, in sentences."""
+        chosen = self.guard.reasons(batch) if self.guard is not None and self.drafter.sources else []
+        return [*chosen, *self.drafter.reasons(batch)]
 
     def _goes_on(self, generation: Generation, tokens: Sequence[int]) -> bool:
         """Whether a text surely does not end with any of these tokens, and need not become text before the next step:
@@ -192,13 +221,13 @@ class Engine:
         looks = request.stop_when is not None or (generation.text is not None and generation.text.may_stop)
         return self.pipelined and not looks and len(tokens) < room and request.stop_tokens.isdisjoint(tokens)
 
-    def _append(self, generation: Generation, token: int, source: str, logprob: float | None) -> FinishReason | None:
+    def _append(self, generation: Generation, one: Pending) -> FinishReason | None:
         """Add one token; returns why the text ends with it, if it does."""
         request, sequence, text = generation.request, generation.sequence, generation.text
-        sequence.tokens.append(token)
-        generation.pending.append((token, source, logprob))
+        sequence.tokens.append(one.token)
+        generation.pending.append(one)
         asked = request.stop_when is not None and request.stop_when(sequence.tokens)
-        stops = asked or token in request.stop_tokens
+        stops = asked or one.token in request.stop_tokens
         full = len(sequence.tokens) >= self.target.info.context
         full |= len(sequence.tokens) - sequence.prompt_length >= request.max_new_tokens
         if stops or full:
@@ -229,5 +258,7 @@ class Engine:
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         generation.flush()
         generation.stop_clock()
+        if generation.error is not None:
+            reason = FinishReason.ERROR
         generation.finish_reason = reason  # set last: another thread that sees it finds all of the text
         self.scheduler.leave(generation)

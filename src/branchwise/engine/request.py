@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
 
 from branchwise.backends.base import Prefill
+from branchwise.constrain import Constraint, constraint_of
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.text import TextStream
 from branchwise.draft.base import Budget
 from branchwise.engine.stats import Stats, Stopwatch
 from branchwise.errors import ModelError, UsageError
+
+MOST_TOP = 20
+"""tokens that can be reported in the place of one"""
+Top = list[tuple[int, float]]
+"""the most probable tokens at a place under the unwarped model, best first, with their log-probabilities"""
 
 
 class FinishReason(StrEnum):
@@ -23,7 +31,7 @@ class FinishReason(StrEnum):
     """the wanted length or the end of the context"""
     CANCELLED = "cancelled"
     ERROR = "error"
-    """the device had no memory for it"""
+    """the device had no memory for it, or its grammar could not be followed to the end"""
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,18 @@ class Request:
     """called after every emitted token with all tokens so far"""
     logprobs: bool = False
     """report the log-probability of each emitted token under the unwarped model"""
+    top_logprobs: int = 0
+    """report so many of the most probable tokens in the place of each emitted one, with theirs"""
+    scope: Hashable = None
+    """whose it is: prompts begin with cached rows of texts of an equal scope and of no others (engine/prefixes.py)"""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise UsageError("The prompt is empty; there is nothing to continue.")
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
+        if not 0 <= self.top_logprobs <= MOST_TOP:
+            raise UsageError(f"top_logprobs must be at least 0 and at most {MOST_TOP}, not {self.top_logprobs}.")
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,17 @@ class Piece:
     logprob: float | None
     source: str = ""
     """the drafter that proposed it, or the one of its members that did"""
+    top: Top = field(default_factory=list)
+    """what else could have come, if the request asks for it"""
+
+
+class Pending(NamedTuple):
+    """An emitted token that is not detokenized yet."""
+
+    token: int
+    source: str
+    logprob: float | None
+    top: Top
 
 
 @dataclass(eq=False)
@@ -73,8 +98,8 @@ class Generation:
     like: SequenceState | None = None
     """an open sequence of the same tokens, whose cache rows are copied in place of a prefill"""
     pieces: list[Piece] = field(default_factory=list)
-    pending: list[tuple[int, str, float | None]] = field(default_factory=list)
-    """(token, source, logprob) that are not detokenized yet: on a GPU that happens while the next step runs"""
+    pending: list[Pending] = field(default_factory=list)
+    """not detokenized yet: on a GPU that happens while the next step runs"""
     prefilled: int = 0
     """prompt tokens that are in the cache"""
     prefill: list[Prefill] = field(default_factory=list)
@@ -92,6 +117,11 @@ class Generation:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """The grammar that it follows, if it does."""
+        return constraint_of(self.request.sampling)
 
     @property
     def token_ids(self) -> list[int]:
@@ -130,11 +160,11 @@ class Generation:
     def detokenize(self, *, last: bool = False) -> None:
         """Turn pending tokens into pieces; another thread may read each piece as soon as it is appended."""
         while self.pending:
-            token, source, logprob = self.pending.pop(0)
+            token, source, logprob, top = self.pending.pop(0)
             silent = self.text is None or token in self.request.stop_tokens
             shown = "" if silent else self.text.push(token)  # type: ignore[union-attr]
             shown += self._held() if last and not self.pending else ""
-            self.pieces.append(Piece(token, shown, bool(source), logprob, source))
+            self.pieces.append(Piece(token, shown, bool(source), logprob, source, top))
 
     def flush(self) -> None:
         """Nothing will follow: release the text that was held back, with the last piece if there is one."""

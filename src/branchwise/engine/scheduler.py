@@ -3,7 +3,11 @@
 `submit` and `cancel` only touch an inbox and never wait for a running step. Between two steps the scheduler lets
 requests in, first come first served: it reserves slots while there are any and prefills prompts in chunks, several of
 them in one pass, at most `prefill_tokens` tokens a step while texts are running. So a long prompt delays the others by
-one chunk a step, and never by all of it.
+one chunk a step, and never by all of it. Where a pass over pieces of several prompts takes hardly longer than one over
+a piece, as on a GPU, prompts that wait are written side by side.
+
+With a prefix cache (`prefixes.py`) a prompt that begins like another text has the cached rows of that one, and only the
+rest of it is prefilled.
 """
 
 from __future__ import annotations
@@ -16,23 +20,33 @@ import torch
 
 from branchwise.backends.base import Chunk, Prefill, Target
 from branchwise.draft.base import Drafter
+from branchwise.engine.prefixes import Prefixes
 from branchwise.engine.request import FinishReason, Generation
 from branchwise.engine.stats import Stopwatch
 from branchwise.errors import QueueFull
 
-PREFILL_TOKENS = 512
-"""prompt tokens that are written between two steps while texts are running"""
+MOST_PIECES = 4
+"""of a prompt that are written one after the other while texts wait for the next step"""
 
 
 class Scheduler:
     def __init__(
-        self, target: Target, drafter: Drafter, *, queue: int | None = None, prefill_tokens: int = PREFILL_TOKENS
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        queue: int | None = None,
+        prefill_tokens: int | None = None,
+        prefix_cache: int = 0,
     ) -> None:
-        """`queue` is how many requests may wait for a slot; None for any number."""
+        """`queue` is how many requests may wait for a slot; None for any number. `prefill_tokens` of prompts are
+        written between two steps while texts are running, by default as many as a pass may write. `prefix_cache` is how
+        many texts that have ended are kept for prompts that begin like them; with 0 all prompts are prefilled."""
         self.target = target
         self.drafter = drafter
         self.queue = queue
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens = prefill_tokens or target.prefill_chunk
+        self.prefixes = Prefixes(target, drafter, prefix_cache) if prefix_cache else None
         self.prefilling: list[Generation] = []
         """they have a slot, and their prompts are not wholly in the cache"""
         self.running: list[Generation] = []
@@ -105,17 +119,18 @@ class Scheduler:
                 place, last = group.index(generation), group.pop()
                 if last is not generation:
                     group[place] = last
-                self.target.close(generation.sequence)
-                self.drafter.finish(generation.sequence)
+                # Drafters know a text from when it runs, and after an error memory is scarce.
+                whole = group is self.running and generation.finish_reason is not FinishReason.ERROR
+                if self.prefixes is not None and whole:
+                    self.prefixes.keep(generation)
+                else:
+                    self.target.close(generation.sequence)
+                    self.drafter.finish(generation.sequence)
 
     def _enter(self, generation: Generation) -> list[Generation]:
         generation.prefill_clock, generation.began = Stopwatch(self.target.info.device), time.perf_counter()
         try:
-            if generation.like is None:
-                self.target.reserve(generation.sequence)
-            else:
-                generation.prefill = [self.target.fork(generation.like, generation.sequence)]
-                generation.prefilled = len(generation.sequence.tokens) - 1
+            self._seat(generation)
         except torch.OutOfMemoryError:
             return [generation]
         except BaseException:
@@ -124,19 +139,40 @@ class Scheduler:
         self.prefilling.append(generation)
         return []
 
+    def _seat(self, generation: Generation) -> None:
+        """Take a slot, with the rows of a text that the prompt begins like, if there is one."""
+        sequence = generation.sequence
+        if generation.like is not None:
+            generation.prefill = [self.target.fork(generation.like, sequence)]
+            generation.prefilled = len(sequence.tokens) - 1
+        elif self.prefixes is not None and (found := self.prefixes.find(generation, self.running)) is not None:
+            self.prefixes.begin(found, sequence)
+            generation.prefilled = generation.stats.reused_tokens = found.rows
+        else:
+            self.target.reserve(sequence)
+        if self.prefixes is not None:
+            self.prefixes.sync()  # somebody may have made room
+
     def _chunks(self, budget: int) -> list[Chunk]:
         """The next tokens of the prompts that are being written, the oldest first, at most `budget` of them."""
-        left = min(budget, self.target.prefill_chunk)
+        left = budget = min(budget, self.target.prefill_chunk)
         keep = self.drafter.needs.prefill_logits
         chunks = []
         for generation in self.prefilling:
             prompt = generation.sequence.tokens[:-1]
-            tokens = prompt[generation.prefilled : generation.prefilled + left]
+            share = self._share(len(prompt), budget // len(self.prefilling))
+            tokens = prompt[generation.prefilled : generation.prefilled + min(share, left)]
             if tokens:
                 after = len(prompt) - generation.prefilled - len(tokens)
                 chunks.append(Chunk(generation.sequence, tokens, min(max(keep - after, 0), len(tokens))))
                 left -= len(tokens)
         return chunks
+
+    def _share(self, prompt: int, fair: int) -> int:
+        """How many tokens of a prompt are written at once, if that many would be a fair share."""
+        piece = self.target.prefill_piece(prompt)
+        pieces = max(1, fair // piece)
+        return piece * (min(pieces, MOST_PIECES) if self.running else pieces)
 
     def _prefill(self, chunks: list[Chunk]) -> list[Generation]:
         written = {chunk.sequence: chunk for chunk in chunks}
@@ -166,7 +202,7 @@ class Scheduler:
             parts, generation.prefill = generation.prefill, []
             self.prefilling.remove(generation)
             self.running.append(generation)
-            if not parts:  # a prompt of one token, which is the root
+            if not parts:  # a prompt of one token, which is the root, or one of which all rows were inherited
                 parts = self.target.prefill([Chunk(generation.sequence, [])])
             try:
                 self.drafter.start(generation.sequence, Prefill.joined(parts))

@@ -41,6 +41,8 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """time of the steps this request took part in, by phase"""
     prefill_seconds: float = 0.0
+    reused_tokens: int = 0
+    """prompt tokens whose keys and values came from another text, in place of a prefill"""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     """whose drafted tokens were emitted"""
     drafted_by_source: dict[str, int] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class Stats:
             "tokens_per_second": self.tokens_per_second,
             "seconds": dict(self.seconds),
             "prefill_seconds": self.prefill_seconds,
+            "reused_tokens": self.reused_tokens,
             "prepared": dict(self.prepared),
         }
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget, Drafter
-from branchwise.engine.request import Generation
+from branchwise.engine.request import Generation, Top
 from branchwise.engine.stats import Stopwatch
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts, Verifier
@@ -37,7 +38,19 @@ class Outcome(NamedTuple):
     tree: DraftTree
     verdict: Verdict
     logprobs: list[float] | None
-    """of the emitted tokens under the unwarped model, if the request asks for them"""
+    """of the emitted tokens under the unwarped model, if a request asks for them"""
+    tops: list[Top] | None
+    """the most probable tokens in the place of each, as many as any request asks for"""
+
+
+class Reported(NamedTuple):
+    """What is reported of the tokens of verdicts, under the unwarped model; on its way to the host."""
+
+    logprobs: Tensor
+    """(batch, depth + 1)"""
+    top_tokens: Tensor
+    """(batch, depth + 1, tokens), the most probable first"""
+    top_logprobs: Tensor
 
 
 class Step:
@@ -119,12 +132,15 @@ class Step:
 
     def logprobs(
         self, generations: Sequence[Generation], batch: TreeBatch, scored: Scored, found: Verdicts
-    ) -> Tensor | None:
-        """(batch, depth + 1): the log-probability of every token of the verdicts under the unwarped model.
+    ) -> Reported | None:
+        """The log-probability of every token of the verdicts under the unwarped model, and the most probable tokens in
+        its place.
 
         Computed where the logits are, before the next pass overwrites them; None if no request asks for it.
         """
-        if not any(generation.request.logprobs for generation in generations):
+        requests = [generation.request for generation in generations]
+        most = min(max(request.top_logprobs for request in requests), scored.logits.shape[-1])
+        if not most and not any(request.logprobs for request in requests):
             return None
         nodes = found.paths.clamp_min(0)
         last = torch.nn.functional.pad(found.paths[:, 1:] < 0, (0, 1), value=True)  # the node that ends its path
@@ -132,17 +148,27 @@ class Step:
         tokens = torch.where(last, found.tokens[:, None], below)
         rows = torch.arange(len(nodes), device=nodes.device)[:, None]
         picked = scored.logits[rows, nodes].float().log_softmax(dim=-1)
-        return picked.gather(2, tokens[..., None])[..., 0].to("cpu", non_blocking=True)  # there with the verdicts
+        own = picked.gather(2, tokens[..., None])[..., 0]
+        best, likely = picked.topk(most, dim=-1) if most else (picked[..., :0], nodes[..., None][..., :0])
+        return Reported(*(part.to("cpu", non_blocking=True) for part in (own, likely, best)))  # there with the verdicts
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         with self.sparing_memory():
             self.drafter.update(sequences, scored, verdicts)
 
-    def outcomes(self, batch: TreeBatch, verdicts: Sequence[Verdict], logprobs: Tensor | None) -> list[Outcome]:
-        values = None if logprobs is None else logprobs.tolist()
+    def outcomes(self, batch: TreeBatch, verdicts: Sequence[Verdict], reported: Reported | None) -> list[Outcome]:
+        pairs = list(zip(batch.trees, verdicts, strict=False))
+        if reported is None:
+            return [Outcome(tree, verdict, None, None) for tree, verdict in pairs]
+        rows = zip(pairs, *(part.tolist() for part in reported), strict=False)
         return [
-            Outcome(tree, verdict, None if values is None else values[row][: len(verdict.path)])
-            for row, (tree, verdict) in enumerate(zip(batch.trees, verdicts, strict=False))
+            Outcome(
+                tree,
+                verdict,
+                logprobs[: len(verdict.path)],
+                [list(zip(*one, strict=True)) for one in islice(zip(tokens, values, strict=True), len(verdict.path))],
+            )
+            for (tree, verdict), logprobs, tokens, values in rows
         ]
 
     @contextmanager

@@ -28,7 +28,7 @@ from branchwise.models.cache import cache_dir, workspace
 from branchwise.progress import showing, silent
 
 STEPS = 64
-"""enough for every size of tree to be tried, recorded and timed"""
+"""of each source of drafts: enough for every size of tree to be tried, recorded and timed"""
 SAMPLED_STEPS = 12
 TEMPERATURES = (0.7, 1.0)
 """of one text each: where a rule is not a kernel of ours, its verdicts on tempered texts and on those at temperature 1
@@ -50,8 +50,9 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
     if not engine.pipelined:
         return 0.0
     start = time.perf_counter()
-    sizes = [size for size in BATCHES if size < info.slots] + [info.slots]
-    rounds = [(texts, 0.0, STEPS) for texts in sizes] + [(1, warmth, SAMPLED_STEPS) for warmth in TEMPERATURES]
+    sizes, turns = [size for size in BATCHES if size < info.slots] + [info.slots], max(1, len(engine.drafter.sources))
+    rounds = [(texts, 0.0, turns * STEPS) for texts in sizes]
+    rounds += [(1, warmth, turns * SAMPLED_STEPS) for warmth in TEMPERATURES]
     shown = showing() if progress is not False else nullcontext(silent)
     with shown as show, _forgetting(engine), recording_at_first_sight():
         last = _last_times().get(_key(engine))
@@ -59,7 +60,7 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
         whole, done = sum(steps for _, _, steps in rounds), 0
         for texts, temperature, steps in rounds:
             if engine.guard is not None:
-                engine.guard.rehearse()
+                engine.guard.rehearse(steps)
             for _ in _steps(engine, texts, temperature, steps):
                 show(f"compiling and recording passes over {texts} text{'s' * (texts > 1)}{took}", done, whole)
                 done += 1
@@ -88,7 +89,8 @@ def _steps(engine: Engine, texts: int, temperature: float, steps: int) -> Iterat
 def _request(info: TargetInfo, number: int, temperature: float) -> Request:
     length = min(PROMPT_TOKENS, info.context // 2)
     prompt = tuple((7 * place + 3 + number) % info.vocabulary for place in range(length))
-    return Request(prompt, SamplingParams(temperature=temperature, seed=number), info.context - length)
+    sampling = SamplingParams(temperature=temperature, seed=number)
+    return Request(prompt, sampling, info.context - length, scope=object())  # every prompt is prefilled
 
 
 @contextmanager
@@ -99,6 +101,7 @@ def _forgetting(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
+        engine.drop_prefixes()
         for part, state in before:
             part.restore(state)
         engine.drafter.forget()

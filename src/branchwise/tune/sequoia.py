@@ -200,6 +200,18 @@ class Witness(Drafter):
     def finish(self, sequence: SequenceState) -> None:
         self.drafter.finish(sequence)
 
+    def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
+        return self.drafter.reusable(source, sequence, rows)
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        self.drafter.inherit(source, sequence, rows, moved=moved)
+
+    def retire(self, sequence: SequenceState) -> None:
+        self.drafter.retire(sequence)
+
+    def drop(self, sequence: SequenceState) -> None:
+        self.drafter.drop(sequence)
+
     def forget(self) -> None:
         self.drafter.forget()
 
@@ -212,6 +224,9 @@ class Witness(Drafter):
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
         self.drafter.update_on_device(scored, verdicts)
 
+    def follow_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        self.drafter.follow_on_device(scored, verdicts)
+
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         return self.drafter.draft_next(budgets)
 
@@ -222,6 +237,9 @@ class Witness(Drafter):
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
         self._trees = self.drafter.rest(sequences)
         return self._trees
+
+    def follow(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        self.drafter.follow(sequences, scored, verdicts)
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         self.drafter.update(sequences, scored, verdicts)

@@ -1,8 +1,8 @@
 """The KV cache: one preallocated place for the keys and values of all running sequences.
 
 A slot holds the rows of one sequence: its committed tokens from row 0 on, and behind them, during a pass, the nodes of
-its tree. Running sequences occupy the first slots (the last moves into a gap), so that a pass over all of them
-reads views and copies nothing. There is one tensor per shape of keys or values, since shapes can differ by layer.
+its tree. Who has which slot is in `slots.py`. There is one tensor per shape of keys or values, since shapes can differ
+by layer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import Cache
 
 from branchwise.backends.base import CachedRows
 from branchwise.backends.transformers.attention import attend, tree_mask
+from branchwise.backends.transformers.slots import Slots
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rows import unpack_bits
 from branchwise.core.sequence import SequenceState
@@ -123,7 +124,7 @@ class BlankCache(Cache):
         return query_length, 0
 
 
-class KVCache(BlankCache):
+class KVCache(BlankCache, Slots):
     """Keys and values in slots. During a pass it is the `Cache` that the model writes to and reads from."""
 
     def __init__(
@@ -139,68 +140,27 @@ class KVCache(BlankCache):
     ) -> None:
         """`by_kernels` moves rows with a kernel for all layers, and may `record` that."""
         super().__init__()
-        self.slots = slots
-        self.rows = rows
         self.by_kernels = by_kernels
         self._device = device
         self._tensors: dict[tuple[str, Shape], Tensor] = {}
-        self.layers_keys = self._allocated("keys", layout.keys, dtype)
-        self.layers_values = self._allocated("values", layout.values, dtype)
-        self._running: list[SequenceState] = []
-        self._lengths: dict[SequenceState, int] = {}
-        self._touched = [0] * slots  # rows of each slot that may hold something
+        form = slots, rows, dtype
+        self.layers_keys = self._allocated("keys", layout.keys, *form)
+        self.layers_values = self._allocated("values", layout.values, *form)
         tensors = list(self._tensors.values())
+        Slots.__init__(self, tensors, slots, rows)
         self.move = GraphedFunction(move, device, tensors, still=nowhere, capture=by_kernels and record)
         """moves the rows of accepted paths, (batch, steps) padded with -1, by kernels; `keep` counts them afterwards"""
         self._moves: dict[tuple[int, int], PinnedBuffer] = {}  # by the most sequences and steps that they hold
         self.current: Pass | PassTensors | None = None
 
-    def _allocated(self, kind: str, shapes: tuple[Shape, ...], dtype: torch.dtype) -> list[Tensor]:
+    def _allocated(
+        self, kind: str, shapes: tuple[Shape, ...], slots: int, rows: int, dtype: torch.dtype
+    ) -> list[Tensor]:
         """(slots, heads, rows, width) of every layer: its part of the one tensor for its shape."""
         for heads, width in dict.fromkeys(shapes):
-            size = (shapes.count((heads, width)), self.slots, heads, self.rows, width)
+            size = (shapes.count((heads, width)), slots, heads, rows, width)
             self._tensors[kind, (heads, width)] = zeros(size, dtype, self._device)
         return [self._tensors[kind, shape][shapes[:layer].count(shape)] for layer, shape in enumerate(shapes)]
-
-    # Slots
-
-    @property
-    def free_slots(self) -> int:
-        return self.slots - len(self._running)
-
-    def open(self, sequence: SequenceState) -> None:
-        assert self.free_slots > 0, "opened more sequences than there are slots"
-        self._running.append(sequence)
-        self._lengths[sequence] = 0
-
-    def fork(self, source: SequenceState, sequence: SequenceState) -> None:
-        """Open a sequence with a copy of the committed rows of another."""
-        assert self.free_slots > 0, "opened more sequences than there are slots"
-        origin, slot, rows = self._running.index(source), len(self._running), self._lengths[source]
-        self._touched[slot] = max(self._touched[slot], rows)
-        for tensor in self._tensors.values():
-            tensor[:, slot, :, :rows] = tensor[:, origin, :, :rows]
-        self.open(sequence)
-        self._lengths[sequence] = rows
-
-    def close(self, sequence: SequenceState) -> None:
-        gap, last = self._running.index(sequence), self._running.pop()
-        del self._lengths[sequence]
-        free = len(self._running)
-        # With all that its passes wrote: a draft model comes back to rows that are not committed yet.
-        used = 0 if last is sequence else self._touched[free]
-        for tensor in self._tensors.values():
-            tensor[:, gap, :, :used] = tensor[:, free, :, :used]
-            # Nothing of a text stays behind it: an overflow in it would reach all that read these rows under a mask.
-            tensor[:, gap, :, used : self._touched[gap]] = 0
-            tensor[:, free, :, : self._touched[free]] = 0
-        self._touched[free] = 0
-        if last is not sequence:
-            self._running[gap], self._touched[gap] = last, used
-
-    def length(self, sequence: SequenceState) -> int:
-        """How many tokens of the sequence are in the cache."""
-        return self._lengths[sequence]
 
     # Passes
 
@@ -226,14 +186,6 @@ class KVCache(BlankCache):
         starts = [length + rows for length, rows in zip(lengths, written, strict=True)]
         self._touch(slots, [start + padded for start in starts], max(starts) + nodes)
         return slots, lengths
-
-    def _seats(self, sequences: Sequence[SequenceState]) -> tuple[list[int], list[int]]:
-        return [self._running.index(one) for one in sequences], [self._lengths[one] for one in sequences]
-
-    def _touch(self, slots: list[int], ends: list[int], needed: int) -> None:
-        assert needed <= self.rows, "a pass reaches beyond its slots"
-        for slot, end in zip(slots, ends, strict=True):
-            self._touched[slot] = max(self._touched[slot], min(end, self.rows))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -290,15 +242,6 @@ class KVCache(BlankCache):
             numbers[start : start + len(path)] = path
         copied = self._moves[size].copy()
         return copied[:batch], copied[batch : 2 * batch], copied[2 * batch :].view(size)
-
-    def cut(self, sequence: SequenceState, length: int) -> None:
-        """Count only the first tokens of a sequence as committed; the rows behind them are free again."""
-        assert length <= self._lengths[sequence], "a cut made a sequence longer"
-        self._lengths[sequence] = length
-
-    def advance(self, sequence: SequenceState, rows: int) -> None:
-        """Count the first rows of the last pass as committed, as after a chunk of prefill."""
-        self._lengths[sequence] += rows
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.rows

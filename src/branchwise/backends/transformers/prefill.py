@@ -19,6 +19,9 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import chain_topology
 from branchwise.cuda.inputs import fitting
 
+LONG_PROMPT = 2048
+"""longer prompts are prefilled eagerly, in larger chunks: their kernels run longer than it takes to launch them"""
+PREFILL_NODES = 64  # a pass over fewer nodes is too small to prefill with
 BATCHES = (1, 4, 16)
 """prompts that are written in one pass"""
 
@@ -34,8 +37,22 @@ class RecordedPrefill:
     write: Write
     nothing: Callable[[], Prefill]
     """what is found for no tokens"""
+    eagerly: Callable[[Sequence[Chunk]], list[Prefill]]
+    """writes chunks of long prompts"""
 
     def __call__(self, chunks: Sequence[Chunk]) -> list[Prefill]:
+        long = [self._is_long(chunk) for chunk in chunks]
+        recorded = [chunk for chunk, eager in zip(chunks, long, strict=True) if not eager]
+        others = [chunk for chunk, eager in zip(chunks, long, strict=True) if eager]
+        found = iter(self._in_pieces(recorded) if recorded else []), iter(self.eagerly(others) if others else [])
+        return [next(found[eager]) for eager in long]
+
+    def _is_long(self, chunk: Chunk) -> bool:
+        # A draft model's sequences are keys that hold no tokens, so what is in the cache counts too.
+        written = self.store.length(chunk.sequence) + len(chunk.tokens)
+        return max(written, len(chunk.sequence.tokens)) > LONG_PROMPT
+
+    def _in_pieces(self, chunks: Sequence[Chunk]) -> list[Prefill]:
         pieces = [list(chunk.pieces(self.nodes)) for chunk in chunks]
         parts: list[list[Prefill]] = [[] for _ in chunks]
         for turn in range(max(map(len, pieces))):

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from branchwise.backends.base import (
     Chunk,
     Execution,
     Needs,
-    PipelinedTarget,
     Prefill,
     Scored,
     ScoredNodes,
@@ -35,9 +35,10 @@ from branchwise.backends.base import (
 from branchwise.backends.quantized import conversion_of
 from branchwise.backends.transformers.check import check_against_own_forward
 from branchwise.backends.transformers.kv_cache import KVCache, Layout, PartialTree, batch_ancestors
-from branchwise.backends.transformers.prefill import RecordedPrefill
+from branchwise.backends.transformers.prefill import LONG_PROMPT, PREFILL_NODES, RecordedPrefill
 from branchwise.backends.transformers.probe import context_limit, fitting_context
 from branchwise.backends.transformers.runner import ModelRunner, bytes_read, embedding_rows
+from branchwise.backends.transformers.sequences import SlottedTarget
 from branchwise.backends.transformers.weights import weights_fingerprint
 from branchwise.core.batch import TreeBatch, TreeLayout
 from branchwise.core.rows import pack_array, top_tokens
@@ -55,9 +56,6 @@ from branchwise.verify import Verdict, Verdicts, Verifier
 
 log = logging.getLogger(__name__)
 
-LONG_PROMPT = 2048
-"""longer prompts are prefilled eagerly, in larger chunks: their kernels run longer than it takes to launch them"""
-PREFILL_NODES = 64  # a pass over fewer nodes is too small to prefill with
 PREFILL_CHUNK, PREFILL_CHUNK_ON_DEVICE = 512, 2048
 """tokens of prompts that one pass writes at most, on a host and in our kernels"""
 SHORTEST_CONTEXT = 8  # what the comparison at load needs
@@ -68,7 +66,7 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, Layout] = weakref.WeakKeyDict
 _unfusible: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose joined linear layers did not pass it
 
 
-class TransformersTarget(PipelinedTarget):
+class TransformersTarget(SlottedTarget):
     """Trees scored on a transformers model, several sequences in one pass."""
 
     def __init__(
@@ -87,6 +85,7 @@ class TransformersTarget(PipelinedTarget):
         """`tokenizer` is for drafters that must know what the tokens mean. `kernels` runs tree attention in our
         kernels, by default wherever there are some, and `graphs` records such passes; without them the model runs as it
         does on a host. `compile` compiles layers before they are recorded."""
+        super().__init__()
         self.model = model
         self.runner = ModelRunner(model)
         name, device, dtype = self.runner.name, model.device, model.dtype
@@ -134,9 +133,7 @@ class TransformersTarget(PipelinedTarget):
         log.info("Keys and values of %d texts of %d tokens take %.2f GiB.", slots, length, row_bytes * rows / 2**30)
 
         self._topk = 0
-        self._prefills: dict[SequenceState, Prefill] = {}  # of sequences that were opened whole, for their forks
         self._moved = False  # whether `commit_on_device` has moved the rows that the last pass accepted
-        self._passes = 0  # passes, and changes of slots: whatever makes the results of an enqueued pass worthless
         self._graphs: Graphs | None = None
         self._move = InputMover(device, capture=graphs)
         self._filled: tuple[PassInputs, tuple[SequenceState, ...], tuple[int, ...]] | None = None
@@ -156,10 +153,6 @@ class TransformersTarget(PipelinedTarget):
             layers = [model.get_submodule(layer) for layer in self.info.layers[: len(layout.keys)]]
             self._fusion = Fusion(self.store, [] if model in _unfusible else groups, layers)
             self._forget()
-
-    @property
-    def free_slots(self) -> int:
-        return self.store.free_slots
 
     def require(self, needs: Needs) -> None:
         before = self.runner.hidden_layers, self._topk
@@ -185,44 +178,23 @@ class TransformersTarget(PipelinedTarget):
         found = self.store.committed(known.index(layer), sequences)
         return CachedRows(*(part.to(self.info.dtype) for part in found))
 
-    # Sequences
-
-    def reserve(self, sequence: SequenceState) -> None:
-        if (length := len(sequence.tokens)) > self.info.context:
-            raise UsageError(f"The prompt has {length} tokens and the context holds {self.info.context}; shorten it.")
-        self._passes += 1
-        self.store.open(sequence)
-
-    def open(self, sequence: SequenceState, keep: int = 0) -> Prefill:
-        self._prefills[sequence] = found = super().open(sequence, keep)
-        return found
-
-    def fork(self, source: SequenceState, sequence: SequenceState) -> Prefill:
-        assert sequence.tokens == source.tokens, "a fork has other tokens than its source"
-        assert self.store.length(source) == len(source.tokens) - 1, "the cache is out of step with its sequence"
-        self._passes += 1
-        self.store.fork(source, sequence)
-        return self._prefills.get(source) or self.runner.nothing_written()
-
-    def close(self, sequence: SequenceState) -> None:
-        self._passes += 1  # slots move
-        self._prefills.pop(sequence, None)
-        self.store.close(sequence)
-
     # Prompts
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Prefill]:
         self._passes += 1
-        if self._prefills_recorded(chunks):
-            return RecordedPrefill(self.store, self.info.max_nodes, self._write, self.runner.nothing_written)(chunks)
-        return self.runner.prefill(self.store, chunks)
+        eagerly = partial(self.runner.prefill, self.store)
+        if not self._records_prompts:
+            return eagerly(chunks)
+        parts = self.store, self.info.max_nodes, self._write, self.runner.nothing_written
+        return RecordedPrefill(*parts, eagerly)(chunks)
 
-    def _prefills_recorded(self, chunks: Sequence[Chunk]) -> bool:
-        if self._graphs is None or not self._graphs.captures or self.info.max_nodes < PREFILL_NODES:
-            return False
-        # A draft model's sequences are keys that hold no tokens, so what is in the cache counts too.
-        ends = [self.store.length(chunk.sequence) + len(chunk.tokens) for chunk in chunks]
-        return max(*ends, *(len(chunk.sequence.tokens) for chunk in chunks)) <= LONG_PROMPT
+    @property
+    def _records_prompts(self) -> bool:
+        return self._graphs is not None and self._graphs.captures and self.info.max_nodes >= PREFILL_NODES
+
+    def prefill_piece(self, prompt: int) -> int:
+        recorded = self._records_prompts and prompt < LONG_PROMPT
+        return self.info.max_nodes if recorded else super().prefill_piece(prompt)
 
     def _write(self, sequences: Sequence[SequenceState], tokens: NDArray[np.int64], layout: TreeLayout) -> Scored:
         return self._replay(sequences, tokens, layout.depths, layout.ancestor_bits, layout=layout)[1]

@@ -59,13 +59,29 @@ class HeadCache:
         """The cell that no text reaches."""
         return int(self.store.shape[4]) - 1
 
-    def open(self, sequence: SequenceState, extra: Tensor, rows: Tensor, first: int = 0) -> None:
-        """`extra` tokens can be proposed besides the table, and have these output rows. Rows before the `first` one are
-        never written."""
+    def open(self, sequence: SequenceState, first: int = 0) -> None:
+        """Rows before the `first` one are never written."""
         slot = self.slot[sequence] = self._free.pop()
         self.lengths[sequence] = self.first[sequence] = first
         if len(sequence.tokens) == 1:  # there is no row before its first verdict
             self.predicted[slot], self.carried[slot] = 0, 0
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        """Open a text with the first rows of another; if they are `moved`, that one is closed."""
+        first, rows = self.first[source], min(rows, self.lengths[source])
+        if moved:
+            self.slot[sequence] = self.slot.pop(source)
+            del self.lengths[source], self.first[source]
+        else:
+            self.slot[sequence] = self._free.pop()
+            origin, slot, cells = self.slot[source], self.slot[sequence], rows - first
+            self.store[:, :, slot, :, :cells] = self.store[:, :, origin, :, :cells]
+            self.tokens[slot, :cells] = self.tokens[origin, :cells]
+        self.lengths[sequence], self.first[sequence] = rows, first
+
+    def propose(self, sequence: SequenceState, extra: Tensor, rows: Tensor) -> None:
+        """`extra` tokens can be proposed in a text besides the table, and have these output rows."""
+        slot = self.slot[sequence]
         self.extra_tokens[slot] = functional.pad(extra, (0, MOST_EXTRA - len(extra)), value=-1)
         if len(extra):
             self.extra_rows[slot, : len(extra)] = rows

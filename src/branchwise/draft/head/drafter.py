@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.backends.packed import PackedLayers, matrix
@@ -29,30 +28,33 @@ from branchwise.draft.base import NOTHING, Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.file import TrainedHead, own_or_shared
-from branchwise.draft.head.following import Following, Unread, draft_params
-from branchwise.draft.head.network import Look
+from branchwise.draft.head.following import Following, Unread, along, draft_params, packed, stacked
+from branchwise.draft.head.network import Look, look_at
 from branchwise.draft.head.prompt import MOST, read_prompts, reads_at_once, together
-from branchwise.draft.head.speculators import load_speculators
+from branchwise.draft.head.sharing import SharingDrafter
+from branchwise.draft.head.speculators import read_head
 from branchwise.draft.head.trees.ahead import Ahead, best_first
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.head.usual import DEVICE, usual_on
-from branchwise.draft.model.reading import Reading
+from branchwise.draft.model.reading import Reading, Readings
 from branchwise.draft.model.vocabulary import Vocabulary
 from branchwise.draft.policies.template import Ranks
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
+from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.errors import ModelError, UsageError
 from branchwise.verify import Verdict, Verdicts
 
 CHUNK = 512
 """rows of a prompt that one pass writes"""
+MOST_UNREAD = 128
+"""rows of a text that are left for later while others draft"""
 READY = 4096
 """cells of a text for which there is room from the first text on"""
 NONE = -torch.inf
 
 
-class HeadDrafter(TreeDrafter):
+class HeadDrafter(SharingDrafter):
     name = "head"
 
     def __init__(
@@ -79,12 +81,12 @@ class HeadDrafter(TreeDrafter):
             raise UsageError(f"The tokens of {file} are not in the order of frequency; leave out table={table}.")
         self._taps = self.trained.head.config.taps
         self.wanted, self.temperature = table, temperature
-        self._texts: dict[SequenceState, Following] = {}
-        self._readings: dict[object, Reading] = {}
         self._ahead: Ahead | None = None
         """drafts on the device, if trees are such that it can and passes are recorded"""
-        self._rested: list[Tensor] | None = None
-        """of a step without a draft: the states of its roots, (texts, 1, width) a tap, once they are known"""
+        self._rests = False
+        """whether nothing is drafted in this step"""
+        self._kept: list[Tensor] = []
+        """the states along accepted paths (texts, steps, width) a tap, where the next pass may overwrite all others"""
 
     @staticmethod
     def default_tree() -> TreePolicy:
@@ -127,15 +129,14 @@ class HeadDrafter(TreeDrafter):
             self._output, self._listed = self._rows, np.ones_like(self._listed)
         self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
         self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
-        if target.device.type != "cpu":  # what is recorded there reads the cache where it lies
+        if target.device.type != "cpu" and not self.head.config.window:  # what is recorded reads it where it lies
             self._cache.hold(min(target.context, READY))
         self._texts.clear()
-        self._readings.clear()
+        self._readings = Readings(self._reading)
         self._ahead, self.paces = None, False
         config = self.head.config
         self._chunk = max(1, config.window // 4) if config.window else CHUNK
-        self._reach = config.layers * (config.window - 1) + 1
-        """in a window: as many rows, the last one included, as the last one depends on"""
+        self._window, self._reach = config.window, config.layers * (config.window - 1) + 1
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes
@@ -157,11 +158,18 @@ class HeadDrafter(TreeDrafter):
         prompt = dict.fromkeys(reversed(sequence.tokens))  # the last tokens first
         unlisted = [token for token in prompt if not self._listed[token]][:MOST_EXTRA]
         extra = torch.tensor(unlisted, dtype=torch.long).to(self._table.device, non_blocking=True)
-        count = len(sequence.tokens) - 1
-        skipped = max(0, count - self._reach) if self.head.config.window else 0
-        self._cache.open(sequence, extra, self._output[extra] * self.head.output_norm.weight, skipped)
-        unread = self._states([prefill.hidden[tap][skipped:] for tap in self._taps], count - skipped)
-        self._texts[sequence] = Following(Unread(unread), len(extra))
+        text = self._texts.get(sequence)
+        if text is None:  # nothing was inherited
+            self._cache.open(sequence, self.unseen(sequence))
+        new = len(sequence.tokens) - 1 - self._cache.lengths[sequence] - (len(text.unread) if text else 0)
+        found = [prefill.hidden[tap] for tap in self._taps]
+        states = stacked([part[max(0, len(part) - new) :] for part in found], new, self._table.device)
+        if text is None:
+            text = self._texts[sequence] = Following(Unread(states))
+        else:
+            text.unread.add(states, 0, new)
+        text.extra = len(extra)
+        self._cache.propose(sequence, extra, self._output[extra] * self.head.output_norm.weight)
 
     def _read_prompts(self, sequences: Sequence[SequenceState]) -> None:
         """Read the prompts of which nothing is read, where that takes one pass."""
@@ -174,8 +182,8 @@ class HeadDrafter(TreeDrafter):
                 texts[sequence].unread.drop(count)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        self._rested = None
-        known = [self._knows(sequence) for sequence in sequences]
+        self._rests, self._kept = False, []
+        known = [self.knows(sequence) for sequence in sequences]
         alone = self._ahead is None or self.kept_probs is not None  # whoever keeps distributions wants them on the host
         if alone or self._table.device.type == "cpu":
             # On a device a tree below states that are not its text's costs nothing: a poor one, and no wrong one.
@@ -199,27 +207,18 @@ class HeadDrafter(TreeDrafter):
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
         """States that it does not read now it reads together later."""
         for sequence in sequences:
-            self._knows(sequence)  # forgets those of an interrupted step
-        self._rested = []
+            self.knows(sequence)  # forgets those of an interrupted step
+        self._rests, self._kept = True, []
         self._drafted = super().rest(sequences) if self._ahead is None else self._ahead.rest(sequences)
         return self._drafted
-
-    def _knows(self, sequence: SequenceState) -> bool:
-        """Whether there are states of all tokens before the root, and of one at least. States of a step that was
-        interrupted before its tokens joined the text are forgotten; those of a step that there was no memory to learn
-        from are missing for good."""
-        text, lengths, before = self._texts[sequence], self._cache.lengths, len(sequence.tokens) - 1
-        lengths[sequence] = min(lengths[sequence], before)
-        text.unread.cut(before - lengths[sequence])
-        return lengths[sequence] + len(text.unread) == before > 0
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         return None if self._ahead is None else self._ahead.draft_next(budgets)
 
     @torch.inference_mode()
     def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
-        if self._rested is not None:  # the next pass may overwrite them before the host knows the verdict
-            self._rested = [scored.hidden[tap][:, :1].clone() for tap in self._taps]
+        if self._rests:
+            self.follow_on_device(scored, verdicts)
         elif self._ahead is not None:
             self._ahead.update(scored, verdicts, [scored.hidden[tap] for tap in self._taps])
 
@@ -230,23 +229,39 @@ class HeadDrafter(TreeDrafter):
     def reasons(self, batch: int) -> list[str]:
         return [] if self._ahead is None else self._ahead.reasons(batch)
 
-    def finish(self, sequence: SequenceState) -> None:
-        self._cache.close(sequence)
-        self._texts.pop(sequence, None)
-
     @torch.inference_mode()
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         super().update(sequences, scored, verdicts)
         if self._ahead is not None and self._ahead.follow(sequences, verdicts):
             return
-        hidden = self._rested or [scored.hidden[tap] for tap in self._taps]
-        for row, (sequence, verdict) in enumerate(zip(sequences, verdicts, strict=True)):
-            text, path = self._texts[sequence], list(verdict.path)
-            text.unread.add(self._states([states[row, path] for states in hidden], len(path)))
+        self._keep(sequences, scored, verdicts)
 
-    def _states(self, hidden: Sequence[Tensor], rows: int) -> Tensor:
-        """(rows, taps, width) of the tapped layers, (rows, width) each; (rows, 0, 0) in a head that taps none."""
-        return torch.stack(list(hidden), dim=1) if hidden else self._rows.new_zeros(rows, 0, 0)
+    @torch.inference_mode()
+    def follow_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
+        paths = verdicts.paths[:, : scored.logits.shape[1]]  # a recorded verdict has columns for longer ones
+        self._kept = [along(paths, scored.hidden[tap]) for tap in self._taps]
+
+    @torch.inference_mode()
+    def follow(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        """What has come together so far is read where that is worth a pass, and before it takes much memory."""
+        if self._ahead is not None:
+            self._ahead.leave()
+        known = [sequence for sequence in sequences if self.knows(sequence)]
+        if behind := [sequence for sequence in known if len(self._texts[sequence].unread) >= MOST_UNREAD]:
+            self._roots(behind)
+        self._keep(sequences, scored, verdicts)
+
+    def _keep(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
+        """The states of what was accepted, until they are read."""
+        paths = [range(len(verdict.path)) if self._kept else verdict.path for verdict in verdicts]
+        hidden = self._kept or [scored.hidden[tap] for tap in self._taps]
+        states, end = packed(hidden, paths, self._table.device), 0
+        self._kept = []
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            start, end = end, end + len(verdict.path)
+            text = self._texts[sequence]
+            if text.misses_nothing(sequence, self._cache.lengths):
+                text.unread.add(states, start, end)
 
     def _features(self, states: Tensor) -> Tensor:
         """(rows, width), or (rows, 0) in a head that reads no hidden states."""
@@ -260,7 +275,8 @@ class HeadDrafter(TreeDrafter):
         if roots[0]:
             predicted = self._roots([request.sequence for request in requests])
         elif self.head.config.masks:
-            predicted = [self._foreseen(request) for request in requests]
+            depths = [[request.tree.depths[node] for node in request.nodes] for request in requests]
+            predicted = [self._texts[r.sequence].foreseen(at) for r, at in zip(requests, depths, strict=True)]
         else:
             predicted = self._level(requests)
         return [NodeProbs(self._probs(request, rows)) for request, rows in zip(requests, predicted, strict=True)]
@@ -353,23 +369,12 @@ class HeadDrafter(TreeDrafter):
         return [predict[row, : len(request.nodes)] for row, request in enumerate(requests)]
 
     def _look(self, sequences: Sequence[SequenceState], anchors: Tensor) -> Look | None:
-        """Attention to the target's keys and values of the tokens up to `anchors` (batch, rows), or (batch, 1) for all
-        rows of a text. Padding sees the first token, so that it stays finite."""
+        """Attention to the target's keys and values of the tokens up to `anchors`, as `look_at` takes them."""
         if not self.head.config.cross:
             return None
         assert self.target is not None
         assert self.target.cached is not None
-        keys, values = self.target.cached(self.head.config.cross, sequences)
-        seen = torch.arange(keys.shape[2]) <= anchors[..., None].clamp_min(0)
-        mask = None if bool(seen.all()) else seen[:, None].to(keys.device)
-        return lambda query: functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
-
-    def _foreseen(self, request: ExpandRequest) -> Tensor:
-        """What a parallel head predicted for the depths of these nodes."""
-        ahead = self._texts[request.sequence].ahead
-        assert ahead is not None
-        depths = [min(request.tree.depths[node], len(ahead)) - 1 for node in request.nodes]
-        return ahead[depths]
+        return look_at(*self.target.cached(self.head.config.cross, sequences), anchors)
 
     # Distributions
 
@@ -382,15 +387,7 @@ class HeadDrafter(TreeDrafter):
         if count := self._texts[request.sequence].extra:
             extra = self._cache.extra_tokens[self._cache.slot[request.sequence], :count]
             logits[:, extra] = self.head.logits(predict, self._output[extra], previous)
-        return self._reading(request.sequence.sampling)(logits)
+        return self._readings.of(request.sequence.sampling)(logits)
 
     def _reading(self, sampling: SamplingParams) -> Reading:
-        own = draft_params(sampling, self.temperature)
-        way = own.temperature, own.top_k, own.top_p, own.min_p, tuple(own.logit_bias.items())
-        if way not in self._readings:
-            self._readings[way] = Reading(own, self._vocabulary, trimmed=False)
-        return self._readings[way]
-
-
-def read_head(path: Path) -> TrainedHead:
-    return load_speculators(path) if path.is_dir() else TrainedHead.load(path)
+        return Reading(draft_params(sampling, self.temperature), self._vocabulary, trimmed=False)

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
 
 
 class Unread:
     """Hidden states of tokens whose rows are not in the cache of the head yet, (rows, taps, width), in their order.
 
-    A head that stands aside leaves those of a whole prompt here, and those of every step since, so they are joined when
-    they are read and not before.
+    A head that stands aside leaves those of a whole prompt here, and those of every step since, so they are taken out
+    of their steps and joined when they are read, and not before.
     """
 
     def __init__(self, states: Tensor) -> None:
-        self._parts = [states]
+        self._states = states
+        self._steps: list[tuple[Tensor, int, int]] = []
+        """states of whole batches, and where those of this text begin and end"""
         self._rows = len(states)
 
     def __len__(self) -> int:
         return self._rows
 
-    def add(self, states: Tensor) -> None:
-        self._parts.append(states)
-        self._rows += len(states)
+    def add(self, states: Tensor, start: int, end: int) -> None:
+        """A part of (rows, taps, width)."""
+        self._steps.append((states, start, end))
+        self._rows += end - start
 
     def first(self, rows: int) -> Tensor:
         """The states of so many tokens at most."""
-        self._parts = [torch.cat(self._parts)] if len(self._parts) > 1 else self._parts
-        return self._parts[0][:rows]
+        if self._steps:
+            self._states = torch.cat([self._states, *(states[start:end] for states, start, end in self._steps)])
+            self._steps = []
+        return self._states[:rows]
 
     def drop(self, rows: int) -> None:
         """So many were read. What is left is usually nothing, and must not hold the memory of a prompt."""
@@ -43,7 +50,25 @@ class Unread:
             self._keep(self.first(rows))
 
     def _keep(self, states: Tensor) -> None:
-        self._parts, self._rows = [states], len(states)
+        self._states, self._steps, self._rows = states, [], len(states)
+
+
+def stacked(hidden: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
+    """(rows, taps, width) of states (rows, width) a tap; (rows, 0, 0) in a head that taps none."""
+    return torch.stack(list(hidden), dim=1) if hidden else torch.zeros(rows, 0, 0, device=device)
+
+
+def along(paths: Tensor, states: Tensor) -> Tensor:
+    """(batch, steps, width): of states (batch, nodes, width) those on paths (batch, steps), which are padded with
+    -1."""
+    return states.gather(1, paths.clamp_min(0)[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def packed(hidden: Sequence[Tensor], paths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """(rows, taps, width): the same of all texts one behind the other, where the host knows their paths."""
+    places = [(row, node) for row, path in enumerate(paths) for node in path]
+    rows, nodes = torch.tensor(places).to(device, non_blocking=True).unbind(1)
+    return stacked([states[rows, nodes] for states in hidden], len(places), device)
 
 
 @dataclass(eq=False)
@@ -51,8 +76,10 @@ class Following:
     """The state of one text."""
 
     unread: Unread
-    extra: int
+    extra: int = 0
     """how many tokens of the prompt are not in the table and can be proposed in this text too"""
+    whole: bool = True
+    """whether there were states of all tokens before the root in every step"""
     root: int = 0
     """the place of the row whose prediction is after the root"""
     carried: dict[int, Tensor] = field(default_factory=dict)
@@ -61,6 +88,21 @@ class Following:
     """node -> its cell in the cache"""
     ahead: Tensor | None = None
     """(depths, width): what a parallel head predicted for the levels below the root"""
+
+    def misses_nothing(self, sequence: SequenceState, lengths: dict[SequenceState, int]) -> bool:
+        """Whether there are states of all tokens before the root, of which so many were read. States of a step that was
+        interrupted before its tokens joined the text are forgotten; those of a step that there was no memory to learn
+        from are missing for good."""
+        before = len(sequence.tokens) - 1
+        lengths[sequence] = min(lengths[sequence], before)
+        self.unread.cut(before - lengths[sequence])
+        self.whole &= lengths[sequence] + len(self.unread) == before
+        return self.whole
+
+    def foreseen(self, depths: Sequence[int]) -> Tensor:
+        """(nodes, width): what a parallel head predicted for nodes at these depths."""
+        assert self.ahead is not None
+        return self.ahead[[min(depth, len(self.ahead)) - 1 for depth in depths]]
 
 
 def draft_params(sampling: SamplingParams, temperature: float | None) -> SamplingParams:

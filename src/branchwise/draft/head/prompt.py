@@ -18,7 +18,7 @@ from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
 
 MOST = 4096
-"""rows of a prompt that are read so"""
+"""rows of a prompt that are read so, and of several prompts together, as long as the longest of them"""
 MOST_TOGETHER = 16
 """prompts of a pass"""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -30,10 +30,19 @@ def reads_at_once(config: HeadConfig) -> bool:
     return not (config.masks or config.window or config.cross)
 
 
-def together(sequences: Sequence[SequenceState], device: torch.device) -> list[Sequence[SequenceState]]:
-    """Prompts that are read in one pass: on a device, where a pass is bound by its launches, as many as may be."""
-    size = 1 if device.type == "cpu" else MOST_TOGETHER
-    return [sequences[first : first + size] for first in range(0, len(sequences), size)]
+def together(sequences: Sequence[SequenceState], device: torch.device) -> list[list[SequenceState]]:
+    """Prompts that are read in one pass: on a device, where a pass over few rows is bound by its launches, as many as
+    may be."""
+    groups: list[list[SequenceState]] = []
+    longest = 0
+    for sequence in sequences:
+        longest = max(longest, len(sequence.tokens))
+        full = device.type == "cpu" or len(groups[-1]) == MOST_TOGETHER if groups else True
+        if full or (len(groups[-1]) + 1) * longest > MOST:
+            groups.append([])
+            longest = len(sequence.tokens)
+        groups[-1].append(sequence)
+    return groups
 
 
 def read_prompts(

@@ -294,3 +294,8 @@ def stored_as(name: str, config: HeadConfig) -> dict[str, int]:
 def swapped(weight: Tensor, config: HeadConfig) -> Tensor:
     """`QKV` for the other order of the two: features come first in the network, embeddings in the layout."""
     return torch.cat([weight[:, config.width :], weight[:, : config.width]], dim=1)
+
+
+def read_head(path: Path) -> TrainedHead:
+    """One of ours, which is a file, or a folder of `speculators`."""
+    return load_speculators(path) if path.is_dir() else TrainedHead.load(path)

@@ -23,8 +23,9 @@ from math import sqrt
 from branchwise.backends.base import Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
-from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.base import Budget, Drafter, LearningDrafter
 from branchwise.draft.builder import Candidate, Cursor, NodeProbs, TreeCoroutine, TreePolicy
+from branchwise.draft.constrained import GrammarCursor, allowed_candidates, under_grammar
 from branchwise.draft.policies.adaptive import AdaptiveRanks, AdaptiveSize
 from branchwise.draft.sparse import SparseProbs
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
@@ -55,11 +56,7 @@ class LookupDrafter(TreeDrafter):
         self.paces = isinstance(self.tree, (AdaptiveSize, AdaptiveRanks))
 
     def derive_seed(self, sequence: SequenceState) -> int:
-        """The seed of the sequence for the first one, and another for every later one, unless nothing is drawn."""
-        if not self.learns or self.draw is Draw.FIXED:
-            return sequence.seed
-        self.texts += 1
-        return sequence.seed if self.texts == 1 else mix_seed(sequence.seed, self.texts)
+        return own_seed(self, sequence)
 
     @abstractmethod
     def locate(self, sequence: SequenceState) -> Cursor:
@@ -72,6 +69,19 @@ class LookupDrafter(TreeDrafter):
     def advance(self, cursor: Cursor, token: int) -> Cursor:
         """The cursor behind one more token that is not among the candidates; None if nothing is known of it."""
         return None
+
+    def allowed(self, cursor: Cursor) -> Sequence[Candidate]:
+        """The candidates that the grammar of a text allows, if it has one; where only one token may come, that one."""
+        if not isinstance(cursor, GrammarCursor):
+            return self.candidates(cursor)
+        return allowed_candidates(cursor, self.candidates, self._behind, self.name)
+
+    def _behind(self, cursor: Cursor, token: int) -> Cursor:
+        """The cursor behind one more token, whether or not it is among the candidates."""
+        if isinstance(cursor, GrammarCursor):
+            return GrammarCursor(self._behind(cursor.own, token), cursor.place.after(token))
+        expected = next((found.cursor for found in self.candidates(cursor) if found.token == token), None)
+        return self.advance(cursor, token) if expected is None and cursor is not None else expected
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         """Learn from a step; called before its tokens join the sequences."""
@@ -86,7 +96,8 @@ class LookupDrafter(TreeDrafter):
             return super().draft(sequences, budgets)
         self.tree.begin_batch(len(sequences), self.target)
         roots = [sequence.root for sequence in sequences]
-        trees = self.tree.lay_all(roots, [*self._cursors.values()], self.candidates, budgets)
+        cursors = [under_grammar(*pair) for pair in self._cursors.items()]
+        trees = self.tree.lay_all(roots, cursors, self.allowed, budgets)
         self._drafted = [tree.finish(Draw.FIXED) for tree in trees]
         self.tree.drafted()
         return self._drafted
@@ -109,8 +120,8 @@ class LookupDrafter(TreeDrafter):
         self.learn(sequences, scored, verdicts)
 
     def _grow(self, sequence: SequenceState, budget: Budget) -> TreeCoroutine:
-        cursor = self._cursors[sequence]
-        candidates = self.candidates(cursor)
+        cursor = under_grammar(sequence, self._cursors[sequence])
+        candidates = self.allowed(cursor)
         if not candidates:
             return _root_only(sequence.root)
         self._expanded[sequence] = {0: (cursor, candidates)}
@@ -123,10 +134,17 @@ class LookupDrafter(TreeDrafter):
         if node not in known:
             token = request.tree.tokens[node]
             cursor, above = self._expand(request, request.tree.parents[node])
-            expected = next((found.cursor for found in self.candidates(cursor) if found.token == token), None)
-            cursor = self.advance(cursor, token) if expected is None and cursor is not None else expected
-            known[node] = cursor, self.candidates(cursor) or above
+            cursor = self._behind(cursor, token)
+            known[node] = cursor, self.allowed(cursor) or above
         return known[node]
+
+
+def own_seed(drafter: LookupDrafter | LearningDrafter, sequence: SequenceState) -> int:
+    """The seed of the sequence for the first one, and another for every later one, unless nothing is drawn."""
+    if not drafter.learns or drafter.draw is Draw.FIXED:
+        return sequence.seed
+    drafter.texts += 1
+    return sequence.seed if drafter.texts == 1 else mix_seed(sequence.seed, drafter.texts)
 
 
 def mix_seed(seed: int, number: int) -> int:

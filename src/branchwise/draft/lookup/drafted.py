@@ -52,6 +52,20 @@ class DraftedMember(LookupDrafter):
         self._drafter.finish(sequence)
         self._known.pop(sequence, None)
 
+    def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
+        return self._drafter.reusable(source, sequence, rows)
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        self._drafter.inherit(source, sequence, rows, moved=moved)
+
+    def retire(self, sequence: SequenceState) -> None:
+        super().finish(sequence)
+        self._drafter.retire(sequence)
+        self._known.pop(sequence, None)
+
+    def drop(self, sequence: SequenceState) -> None:
+        self._drafter.drop(sequence)
+
     def draft_ahead(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> None:
         """Draft for all texts together, before the fusion looks anything up."""
         probs: dict[SequenceState, dict[tuple[int, ...], Tensor]] = {}

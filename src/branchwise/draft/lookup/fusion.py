@@ -12,8 +12,7 @@ from __future__ import annotations
 import re
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,16 +21,15 @@ from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import DRAFTERS
-from branchwise.draft.base import Budget, Drafter, LearningDrafter, not_a_state
+from branchwise.draft.base import Budget, LearningDrafter, not_a_state, reusable_by_all
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
 from branchwise.draft.lookup.base import LookupDrafter
 from branchwise.draft.lookup.drafted import JUDGES, DraftedMember
-from branchwise.draft.policies.adaptive import AdaptiveRanks, AdaptiveSize
+from branchwise.draft.policies.adaptive import AdaptiveSize
 from branchwise.draft.policies.topk import TopK
-from branchwise.draft.recycle.drafter import Recycle
 from branchwise.errors import UsageError
 from branchwise.registry import split_spec
-from branchwise.verify import Verdict, Verdicts
+from branchwise.verify import Verdict
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """of the bins of masses; candidates of one bin are calibrated together"""
@@ -135,13 +133,7 @@ class Fusion(LookupDrafter, LearningDrafter):
 
     @property
     def needs(self) -> Needs:
-        members = [member.needs for member in self.members]
-        return Needs(
-            prefill_logits=max(needs.prefill_logits for needs in members),
-            hidden_layers=tuple(dict.fromkeys(layer for needs in members for layer in needs.hidden_layers)),
-            topk=max(needs.topk for needs in members),
-            pad_shape=super().needs.pad_shape,
-        )
+        return replace(Needs.joined(member.needs for member in self.members), pad_shape=super().needs.pad_shape)
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
@@ -151,16 +143,29 @@ class Fusion(LookupDrafter, LearningDrafter):
             self.cost = self.drafting.cost
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
-        rows = len(prefill.logits)
         for member in self.members:
-            needs = member.needs
-            hidden = {layer: prefill.hidden[layer] for layer in needs.hidden_layers}
-            member.start(sequence, Prefill(prefill.logits[max(rows - needs.prefill_logits, 0) :], hidden))
+            member.start(sequence, prefill.part_for(member.needs))
 
     def finish(self, sequence: SequenceState) -> None:
         super().finish(sequence)
         for member in self.members:
             member.finish(sequence)
+
+    def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
+        return reusable_by_all(self.members, source, sequence, rows)
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        for member in self.members:
+            member.inherit(source, sequence, rows, moved=moved)
+
+    def retire(self, sequence: SequenceState) -> None:
+        super().finish(sequence)
+        for member in self.members:
+            member.retire(sequence)
+
+    def drop(self, sequence: SequenceState) -> None:
+        for member in self.members:
+            member.drop(sequence)
 
     def save(self) -> dict[str, Tensor]:
         """The calibration of each memory, which has learned what it is; what it has learned is its own to save."""
@@ -297,83 +302,3 @@ def _member(spec: str) -> LookupDrafter:
     if isinstance(member, Fusion):
         raise UsageError("A fusion is not fused again; name its drafters with a + between them.")
     return member
-
-
-MEMBERS = "recycle+stand(max=3)+suffix(min=1)"
-
-
-class DefaultDrafter(Fusion):
-    """`memories`: a fusion of recycle, stand and suffix on a host; on a GPU recycle alone, unless a tree is given.
-
-    On a host a pass is long and every row of it costs, so several drafters share a small tree. On a GPU a pass over a
-    hundred nodes costs little more than over one, and less than the host would take to lay so many: there the adjacency
-    table drafts a wide tree of ranks that is looked up on the device, and the step never waits for the host. What was
-    learned on one of them is saved and restored on the other.
-    """
-
-    name = "memories"
-
-    def __init__(self, tree: TreePolicy | None = None) -> None:
-        super().__init__(MEMBERS, tree)
-        self.tree_given = tree is not None
-        self._alone: Drafter | None = None
-        recycle = self.members[0]
-        assert isinstance(recycle, Recycle)
-        self._recycle = recycle
-        self._trees = recycle.tree, AdaptiveRanks()
-        """of the adjacency table, on a host and on a GPU"""
-
-    @property
-    def _speaker(self) -> Any:
-        """The fusion that this is, or who drafts alone."""
-        return super() if self._alone is None else self._alone
-
-    @property
-    def needs(self) -> Needs:
-        return self._speaker.needs  # type: ignore[no-any-return]
-
-    def alone_on(self, target: TargetInfo) -> Drafter | None:
-        """Who drafts alone for a target, if anyone does."""
-        return None if target.device.type == "cpu" or self.tree_given else self._recycle
-
-    def bind(self, target: TargetInfo) -> None:
-        self._alone = self.alone_on(target)
-        self._recycle.tree = self._trees[self._alone is self._recycle]
-        if self._alone is None:
-            super().bind(target)
-            return
-        LookupDrafter.bind(self, target)
-        for member in self.members:
-            member.bind(target)  # they take no part, and keep what they know, which can be saved and restored
-        self._alone.bind(target)
-        self.cost, self.paces = self._alone.cost, self._alone.paces
-
-    def start(self, sequence: SequenceState, prefill: Prefill) -> None:
-        self._speaker.start(sequence, prefill)
-
-    def finish(self, sequence: SequenceState) -> None:
-        self._speaker.finish(sequence)
-
-    def forget(self) -> None:
-        self._speaker.forget()
-
-    def reasons(self, batch: int) -> list[str]:
-        return self._speaker.reasons(batch)  # type: ignore[no-any-return]
-
-    def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
-        return self._speaker.rest(sequences)  # type: ignore[no-any-return]
-
-    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
-        trees = self._speaker.draft(sequences, budgets)
-        if self._alone is not None:
-            self.passes = self._alone.passes
-        return trees  # type: ignore[no-any-return]
-
-    def update_on_device(self, scored: Scored, verdicts: Verdicts) -> None:
-        self._speaker.update_on_device(scored, verdicts)
-
-    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        return self._speaker.draft_next(budgets)  # type: ignore[no-any-return]
-
-    def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        self._speaker.update(sequences, scored, verdicts)

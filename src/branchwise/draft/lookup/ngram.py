@@ -19,6 +19,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy, new
+from branchwise.draft.constrained import allowed_chain, place_of
 from branchwise.draft.lookup.base import WIDTH, LookupDrafter, ppm_backoff, ranked
 from branchwise.draft.policies.paths import Chain
 from branchwise.errors import UsageError
@@ -84,11 +85,12 @@ class NGram(LookupDrafter):
         tokens = sequence.tokens
         length = min(self.copied, budget.depth, budget.nodes - 1)
         found = self._indexes.setdefault(sequence, Index(self.sizes)).find(tokens)
-        if found is None or length < 1:
-            return DraftTree.root(sequence.root)
         # An occurrence close to the end runs out of text; going round from there continues the repetition.
-        period = len(tokens) - found
-        return DraftTree.chain([sequence.root, *(tokens[found + i % period] for i in range(length))])
+        period = 0 if found is None else len(tokens) - found
+        copy = [] if found is None else [tokens[found + i % period] for i in range(length)]
+        if (place := place_of(sequence)) is not None:
+            copy = allowed_chain(place, copy, length)
+        return DraftTree.chain([sequence.root, *copy]) if copy else DraftTree.root(sequence.root)
 
 
 @dataclass

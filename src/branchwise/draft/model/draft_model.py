@@ -125,6 +125,8 @@ class DraftSlot:
     tree: TreeBuilder = field(default_factory=lambda: TreeBuilder([0]))
     rows: dict[int, int] = field(default_factory=dict)
     """node of the tree -> its row after the committed rows; the root has none"""
+    ended: bool = False
+    """whether its text has, and only its rows are left"""
 
 
 class DraftKVCache:
@@ -145,10 +147,33 @@ class DraftKVCache:
 
     def close(self, sequence: SequenceState) -> None:
         if (followed := self._texts.pop(sequence, None)) is not None:
-            self.slots.close(followed.key)
+            if self.slots.holds(followed.key):
+                self.slots.close(followed.key)
             if not self._texts:
                 self._weights.release(self.slots)
                 self._acquired = None
+
+    def retire(self, sequence: SequenceState) -> None:
+        """A text has ended; its rows stay until it is closed, or its slot is needed."""
+        if (followed := self._texts.get(sequence)) is not None and not followed.ended:
+            self.slots.store.retire(followed.key, len(followed.cached))
+            followed.ended = True
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, text: list[int], *, moved: bool) -> None:
+        """Begin a text (tokens of the draft model) with the rows of another that it begins like. If these are `moved`,
+        that one is retired, and is closed. Drafters that share the cache may all ask for it."""
+        if sequence in self._texts:
+            return
+        followed = self._texts.get(source)
+        known = 0
+        if followed is not None and self.slots.holds(followed.key):
+            known = sum(1 for _ in takewhile(bool, map(eq, followed.cached, text[:-1])))
+        if followed is not None and known:
+            one = self._texts[sequence] = DraftSlot(cached=text[:known])
+            take = self.slots.store.take_over if moved else self.slots.store.fork
+            take(followed.key, one.key, known)
+        if moved:
+            self.close(source)
 
     def roots(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], trees: Sequence[TreeBuilder]

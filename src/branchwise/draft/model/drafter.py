@@ -10,7 +10,7 @@ all texts.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,8 +30,9 @@ from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights
 from branchwise.draft.model.passes import TreeDraft
 from branchwise.draft.model.paths import PathDraft
-from branchwise.draft.model.reading import BatchReading, Reading
+from branchwise.draft.model.reading import BatchReading, Reading, Readings
 from branchwise.draft.model.shapes import Shaped, ShapeDraft, shape_of
+from branchwise.draft.model.usual import RankedShape
 from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
 from branchwise.draft.policies.paths import Chain, Paths
 from branchwise.draft.policies.rsd import Branching
@@ -44,8 +45,6 @@ from branchwise.verify import Verdict, Verdicts
 FOR_GREEDY = 0.6
 """The temperature of draft distributions for a greedy text: the best token of the draft is the target's best token more
 often than its probability says. Policies that weigh nodes by their probability depend on it (DySpec uses 0.6)."""
-MOST_READINGS = 8
-"""sampling parameters for which a reading is cached, the most recently used"""
 
 
 class ModelDrafter(TreeDrafter):
@@ -75,7 +74,7 @@ class ModelDrafter(TreeDrafter):
         self.model, self.temperature, self.top_k, self.trim = model, temperature, top_k, trim
         self.recall = None if recall is None else TargetProbsMixer(recall)
         self._spelled: dict[SequenceState, Spelled] = {}
-        self._readings: OrderedDict[object, Reading] = OrderedDict()
+        self._readings = Readings(self._reading)
         self._ahead: ModelAhead | None = None
         """drafts on the device, where it can"""
 
@@ -92,7 +91,7 @@ class ModelDrafter(TreeDrafter):
         if not len(self.vocabulary.tokens):
             raise ModelError(f"No token that the target writes often is one of {self.weights.name}; raise trim.")
         self.vocabulary = self.vocabulary.to(target.device)
-        self._readings.clear()
+        self._readings = Readings(self._reading)
         self._head: Head | None = None
         if self.trim is not None or self.tree.needs_hidden:
             self._head = self.weights.own_head(None if self.trim is None else self.vocabulary.columns)
@@ -110,9 +109,27 @@ class ModelDrafter(TreeDrafter):
         read = bytes_read(self.weights.model, rows)
         self.cost = None if target.weight_bytes is None else read / target.weight_bytes
 
+    def with_tree(self, tree: TreePolicy) -> ModelDrafter:
+        """The same draft model with another tree, given one that is bound. Both keep texts in the same cache."""
+        assert self.target is not None
+        other = copy.copy(self)
+        other.tree, other.draw = tree, tree.draw
+        other._ahead = other._on_device(self.target)
+        return other
+
     def finish(self, sequence: SequenceState) -> None:
         self._following.close(sequence)
         self._spelled.pop(sequence, None)
+
+    def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
+        self._following.inherit(source, sequence, self._text(sequence), moved=moved)
+
+    def retire(self, sequence: SequenceState) -> None:
+        self._following.retire(sequence)
+        self._spelled.pop(sequence, None)
+
+    def drop(self, sequence: SequenceState) -> None:
+        self._following.close(sequence)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         budgets = [self._within(*pair) for pair in zip(sequences, budgets, strict=True)]
@@ -165,7 +182,7 @@ class ModelDrafter(TreeDrafter):
         sampling parameters are warped together."""
         ways: dict[Reading, list[int]] = {}
         for row, request in enumerate(requests):
-            ways.setdefault(self._reading(request.sequence.sampling), []).append(row)
+            ways.setdefault(self._readings.of(request.sequence.sampling), []).append(row)
         found: dict[int, Tensor] = {}
         for reading, rows in ways.items():
             parts = [logits[row] for row in rows]
@@ -174,14 +191,7 @@ class ModelDrafter(TreeDrafter):
         return [self._mixed(request, found[row]) for row, request in enumerate(requests)]
 
     def _reading(self, sampling: SamplingParams) -> Reading:
-        bias = tuple(sampling.logit_bias.items())
-        way = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias
-        if way not in self._readings:
-            self._readings[way] = Reading(self._sampling(sampling), self.vocabulary, trimmed=self.trim is not None)
-            if len(self._readings) > MOST_READINGS:
-                self._readings.popitem(last=False)
-        self._readings.move_to_end(way)
-        return self._readings[way]
+        return Reading(self._sampling(sampling), self.vocabulary, trimmed=self.trim is not None)
 
     def _sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The warping of the draft: that of the text, without what depends on earlier tokens."""
@@ -207,7 +217,7 @@ class ModelDrafter(TreeDrafter):
         tree, own = self.tree, self.vocabulary.own
         if isinstance(tree, Paths) and type(tree) in (Paths, Chain):
             return lambda budgets: PathDraft(tree, max(map(tree.within, budgets)), own, target.device)
-        if isinstance(tree, Shaped) and type(tree) in (Template, Branching, Ranks):
+        if isinstance(tree, Shaped) and type(tree) in (Template, Branching, Ranks, RankedShape):
             whole = not isinstance(tree, Branching) or shape_of(tree, 0).depth == len(tree.branching)
             width = len(self.vocabulary.tokens)
             return (lambda budgets: ShapeDraft(tree, width, own, target.device)) if whole else None

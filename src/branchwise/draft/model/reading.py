@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from branchwise.core.sampling import SamplingParams, Warp
 from branchwise.cuda.graphs import PaddedGraphedFunction
 from branchwise.draft.builder import drawable
 from branchwise.draft.model.vocabulary import Vocabulary
+
+MOST_READINGS = 8
+"""sampling parameters for which a reading is cached, the most recently used"""
 
 
 class Reading:
@@ -34,6 +38,24 @@ class Reading:
 
     def _probs(self, logits: Tensor) -> Tensor:
         return read(self._warp, logits[None], self._vocabulary, self._columns)[0]
+
+
+class Readings:
+    """For every kind of sampling its reading."""
+
+    def __init__(self, make: Callable[[SamplingParams], Reading]) -> None:
+        self._make = make
+        self._made: OrderedDict[object, Reading] = OrderedDict()
+
+    def of(self, sampling: SamplingParams) -> Reading:
+        bias = tuple(sampling.logit_bias.items())
+        way = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias
+        if way not in self._made:
+            self._made[way] = self._make(sampling)
+            if len(self._made) > MOST_READINGS:
+                self._made.popitem(last=False)
+        self._made.move_to_end(way)
+        return self._made[way]
 
 
 class BatchReading:

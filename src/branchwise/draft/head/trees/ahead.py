@@ -20,6 +20,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import GraphedFunction, have_kernels
 from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
+from branchwise.draft.constrained import GrammarLevels
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.best_first import BestFirstDraft
@@ -63,8 +64,8 @@ class Ahead:
         """of the next trees, and of those that are scored"""
         self._rested = 0
         """steps in a row in which nothing was drafted"""
-        self._last: tuple[tuple[int, int], float] | None = None
-        """texts and rung of the step before, and when it was over"""
+        self._last: tuple[tuple[int, int, bool], float] | None = None
+        """texts and rung of the step before, whether rows were read in it, and when it was over"""
         self._record()
 
     def _record(self) -> None:
@@ -144,6 +145,11 @@ class Ahead:
         self._draft.drafted(trees)
         return trees
 
+    def leave(self) -> None:
+        """Somebody else drafts in this step: what was laid for it is of no use, and it says nothing of our own."""
+        self._found = self._next = self._last = None
+        self._expected, self._caught = [], False
+
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """The next trees; texts have no unread rows."""
         expected = self._foresaw(sequences)
@@ -194,10 +200,12 @@ class Ahead:
         return self._caught or self._rested > PATIENCE
 
     def _time(self, ladder: Ladder, tokens: float, texts: int) -> None:
-        """A step is over. How long it took is known if the one before was its like: the device works ahead."""
-        now, step = time.perf_counter(), (texts, self._scored_rung)
-        alike = self._last is not None and self._last[0] == step
-        ladder.record(*step, tokens, now - self._last[1] if alike and self._last is not None else None)
+        """A step is over. How long it took is known if the one before was its like: the device works ahead. One without
+        a draft is plain decoding's only when nothing is read in it for drafts to come."""
+        now, reads = time.perf_counter(), self._rested <= PATIENCE
+        step = texts, self._scored_rung, reads
+        seconds = None if self._last is None or self._last[0] != step else now - self._last[1]
+        ladder.record(texts, self._scored_rung, tokens, seconds if self._scored_rung or not reads else None)
         self._last = step, now
 
     def forget(self) -> None:
@@ -215,6 +223,8 @@ class Ahead:
         rows = [[cache.slot[sequence], cache.lengths[sequence], sequence.root] for sequence in sequences]
         self._hold(max(row[1] for row in rows) + self._draft.cells + 1)
         slots, lengths, roots = self._upload(size, rows).unbind(1)
+        if self._target.device.type == "cpu" and isinstance(self._draft, BestFirstDraft):
+            self._draft.grammars = GrammarLevels.of(sequences, size)
         return self._grow[self._drafts.index(self._draft)](slots, *self._at_their_place(size, lengths, roots))
 
     def _upload(self, size: int, rows: list[list[int]]) -> Tensor:

@@ -74,6 +74,8 @@ class BestFirstDraft(DeviceDraft):
             values, best = value.topk(width, dim=1)
             above = best // width
             expanded, tokens = first + best, token.gather(1, best)
+            if self.grammars is not None:
+                self.grammars.descend(above, tokens)
             first += value.shape[1]
             cell = (depth - 1) * width
             own = own[every, above]

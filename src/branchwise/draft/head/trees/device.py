@@ -20,6 +20,7 @@ from branchwise.core.rows import WORD, pack_bits
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
+from branchwise.draft.constrained import GrammarLevels
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Attend, Head, Rows
 from branchwise.verify import Verdict
@@ -39,6 +40,8 @@ class DeviceDraft(ABC):
     """levels of a whole tree"""
     nodes: int
     """of a whole tree, at most, the root included"""
+    grammars: GrammarLevels | None = None
+    """what grammars allow in trees that grow on a host; what is recorded on a device knows no grammar"""
 
     def __init__(
         self,
@@ -130,11 +133,25 @@ class DeviceDraft(ABC):
             own = torch.einsum("brd,bed->bre", bare, self.cache.extra_rows[slots])
             own = own.masked_fill((known < 0)[:, None], -torch.inf)
             logits = torch.cat([self._product(self.head.output(predict), None), own], dim=-1).float()
+            if self.grammars is not None:
+                allowed = self.grammars.allowed(len(self._embeddings))
+                theirs = allowed.gather(2, known.clamp_min(0)[:, None].expand(-1, predict.shape[1], -1))
+                logits = logits.masked_fill(~torch.cat([allowed[..., self._table], theirs], dim=-1), -torch.inf)
             values, places = logits.topk(count, dim=-1)
             total = logits.logsumexp(dim=-1)
         theirs = known[:, None].expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
         tokens = torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs)
-        return Likely(tokens, values - total[..., None])
+        likely = Likely(tokens, values - total[..., None])
+        return likely if self.grammars is None else self._forced(likely, self.grammars)
+
+    def _forced(self, likely: Likely, levels: GrammarLevels) -> Likely:
+        """The same where a grammar leaves no choice: its token may not even be in the table."""
+        tokens, logprobs = likely.tokens.clone(), likely.logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        for text, row, token in levels.forced():
+            tokens[text, row, 0] = token
+            logprobs[text, row] = -torch.inf
+            logprobs[text, row, 0] = 0.0
+        return Likely(tokens, logprobs)
 
     def _attend(self, slots: Tensor, lengths: Tensor, first: int, own: Tensor) -> Attend:
         """Attention of rows that are written behind their texts from cell `first` on. They see the text, and of the
