@@ -23,9 +23,11 @@ from branchwise.core.tree import DraftTree, LaidTree
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs
+from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, HeadConfig
+from branchwise.draft.head.prompt import read_prompts
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
@@ -136,6 +138,28 @@ def test_a_prompt_longer_than_one_pass_is_read_as_in_training(
     while engine.busy:
         engine.step()
     assert_as_in_training(drafter, model)
+
+
+@pytest.mark.parametrize("form", AUTOREGRESSIVE)
+@torch.inference_mode()
+def test_prompts_that_are_read_together_are_read_as_alone(form: str) -> None:
+    target = TransformersTarget(model_of(), slots=3, max_nodes=8)
+    head = trained(target, form).head
+    texts = [SequenceState([3, 1, 4, 1, 5, 9, 2]), SequenceState([2, 7]), SequenceState([1, 6, 1, 8, 0])]
+    features = [torch.randn(len(text.tokens) - 1, WIDTH) for text in texts]
+    embeddings = torch.randn(VOCABULARY, WIDTH)
+    found = []
+    for groups in ([[0, 1, 2]], [[0], [1], [2]]):
+        cache = HeadCache(head.config, 3, torch.device("cpu"), torch.float32)
+        for text in texts:
+            cache.open(text)
+        for group in groups:
+            read_prompts(head, cache, embeddings, [texts[i] for i in group], [features[i] for i in group])
+        slots = [cache.slot[text] for text in texts]
+        rows = [cache.store[:, :, slot, :, : len(part)] for slot, part in zip(slots, features, strict=True)]
+        found.append([cache.predicted[slots], cache.carried[slots], *rows])
+    for together, alone in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone)
 
 
 def assert_as_in_training(drafter: Watching, model: LlamaForCausalLM, heat: float = 1.0) -> None:

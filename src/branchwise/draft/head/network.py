@@ -160,12 +160,19 @@ class Head(nn.Module):
         return joined
 
     def forward(
-        self, features: Tensor | None, embeddings: Tensor, positions: Tensor, attend: Attend, look: Look | None = None
+        self,
+        features: Tensor | None,
+        embeddings: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        look: Look | None = None,
+        wanted: Tensor | None = None,
     ) -> Rows:
         """Rows of features (or of what earlier rows carried) and of the target's embeddings, (batch, rows, width) each.
 
         `positions` (batch, rows) are the places of the tokens whose hidden states the rows read. `look` is for a head
-        that attends to keys and values of the target.
+        that attends to keys and values of the target. If one row of each text is `wanted` (batch,), the outputs have
+        that one alone, and of the others the last layer computes keys and values and nothing else.
         """
         embedded = self.embedding_norm(embeddings)
         if not self.config.taps:
@@ -180,7 +187,10 @@ class Head(nn.Module):
         angles = positions[:, None, :, None] * self.frequencies
         turn = angles.cos().to(state.dtype), angles.sin().to(state.dtype)
         for number, block in enumerate(self.blocks):
-            state = block(state, None if number else read, turn, partial(attend, number), look)
+            last = number == len(self.blocks) - 1
+            state = block(
+                state, None if number else read, turn, partial(attend, number), look, wanted if last else None
+            )
         if self.config.carry:
             return Rows(*state.chunk(2, dim=-1))
         return Rows(state, self.output_norm(state) if self.config.carry_normed else state)
@@ -232,6 +242,7 @@ class Block(nn.Module):
         turn: tuple[Tensor, Tensor],
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         look: Look | None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """`read` is what it attends from, by default the state itself."""
         if read is None:
@@ -239,9 +250,12 @@ class Block(nn.Module):
         batch, rows, _ = read.shape
         shaped = self.qkv(read).view(batch, rows, self.heads + 2 * self.kv_heads, -1).transpose(1, 2)
         query, key, value = shaped.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        query, key = self.query_norm(query), self.key_norm(key)
-        found = attend(rotated(query, *turn), rotated(key, *turn), value)
-        state = state + self.out(found.transpose(1, 2).reshape(batch, rows, -1))
+        query, key = rotated(self.query_norm(query), *turn), rotated(self.key_norm(key), *turn)
+        if wanted is not None:
+            every = torch.arange(batch, device=wanted.device)
+            state, query = state[every, wanted, None], query[every, :, wanted, None]
+        found = attend(query, key, value)
+        state = state + self.out(found.transpose(1, 2).flatten(2))
         if self.cross is not None:
             assert look is not None, "a head that attends to its target was shown no keys and values"
             state = state + self.cross(state, turn, look)

@@ -1,7 +1,8 @@
 """What a head reads of prompts: the first rows of texts, in one pass.
 
-Each sees those before it and nothing else, so attention needs neither mask nor cache. Whatever goes to the device does
-so behind the target's pass over the prompt, which the host does not wait for.
+Each sees those before it and nothing else, so attention needs no cache. Drafting goes on behind the last row; of the
+others it needs keys and values alone, which are a small part of the work. Whatever goes to the device does so behind
+the target's pass over the prompt, which the host does not wait for.
 """
 
 from __future__ import annotations
@@ -59,18 +60,21 @@ def read_prompts(
         cache.note(sequence, count)
     slots = torch.tensor([cache.slot[sequence] for sequence in sequences], device=device)
     read = torch.nn.utils.rnn.pad_sequence([part[:MOST] for part in features], batch_first=True)
-    after = cache.tokens[slots, :longest]
+    after, last = cache.tokens[slots, :longest], torch.tensor(counts, device=device) - 1
+    positions = torch.arange(longest, device=device)
+    # A row that is alone sees all that is there, but for what pads its text.
+    shorter = None if min(counts) == longest else (positions <= last[:, None])[:, None, None]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for kept, new in zip(cache.store[:, layer], (key, value), strict=True):
             kept[slots, :, :longest] = new
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        if query.shape[2] == longest:
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return functional.scaled_dot_product_attention(query, key, value, shorter, enable_gqa=True)
 
-    positions = torch.arange(longest, device=device).expand(len(sequences), -1)
     with sdpa_kernel(KERNELS):
-        predict, carry = head(read, embeddings[after], positions, attend)
-    rows, last = torch.arange(len(sequences), device=device), torch.tensor(counts, device=device) - 1
-    cache.predicted[slots], cache.carried[slots] = predict[rows, last], carry[rows, last]
+        predict, carry = head(read, embeddings[after], positions.expand(len(sequences), -1), attend, wanted=last)
+    cache.predicted[slots], cache.carried[slots] = predict[:, 0], carry[:, 0]
     for sequence, count in zip(sequences, counts, strict=True):
         cache.lengths[sequence] = count
     return counts
