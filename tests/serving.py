@@ -41,7 +41,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_llm(draft: str | Drafter = "ngram", *, slots: int = 4, context: int = 128) -> LLM:
+def tiny_llm(
+    draft: str | Drafter = "ngram", *, slots: int = 4, context: int = 128, prefix_cache: int | bool = True
+) -> LLM:
     """A random model that writes bytes, in float32."""
     size = {"vocab_size": len(SPECIAL) + len(ALPHABET), "num_hidden_layers": 2, "max_position_embeddings": context}
     size |= {"eos_token_id": 0, "pad_token_id": 0}
@@ -50,7 +52,8 @@ def tiny_llm(draft: str | Drafter = "ngram", *, slots: int = 4, context: int = 1
     model.get_output_embeddings().weight[:2].mul_(0.1)  # and texts that seldom end
     target = TransformersTarget(model, slots=slots, max_nodes=32, context=context)
     drafter = build_drafter(draft) if isinstance(draft, str) else draft
-    return LLM("tiny", model, byte_tokenizer(), Engine(target, drafter, VERIFIERS.build("match")))
+    engine = Engine(target, drafter, VERIFIERS.build("match"), prefix_cache=prefix_cache)
+    return LLM("tiny", model, byte_tokenizer(), engine)
 
 
 class Served(httpx.Client):

@@ -193,6 +193,43 @@ def test_a_cancelled_text_serves_as_far_as_it_came_and_an_unread_prompt_does_not
     assert write(engine, tuple(reversed(LONG))).stats.reused_tokens == 0
 
 
+def test_who_begins_like_a_prompt_that_is_being_prefilled_waits_for_its_rows_and_keeps_a_slot() -> None:
+    target = ToyTarget(VOCABULARY, slots=3, prefill_chunk=8)
+    engine = engine_for(target, prefill_tokens=8)
+    running = engine.submit(Request((1, 2), max_new_tokens=30))
+    engine.step()
+    first, second = (engine.submit(Request(LONG, max_new_tokens=4)) for _ in range(2))
+    other = engine.submit(Request((3, 4), max_new_tokens=4))
+    engine.step()
+    assert first.began is not None
+    assert second.began is None
+    assert other.began is None  # the last slot is for the one that waits
+    finish(engine)
+    assert second.stats.reused_tokens == len(LONG) - 1
+    assert all(text.token_ids == truth(target, text.request.prompt, 4) for text in (first, second, other))
+    assert running.token_ids == truth(target, (1, 2), 30)
+
+
+@pytest.mark.parametrize("why", ["cancelled", "another scope", "much longer"])
+def test_nobody_waits_for_rows_that_do_not_come_or_come_late(why: str) -> None:
+    target = ToyTarget(VOCABULARY, slots=3, prefill_chunk=8, context=400)
+    engine = engine_for(target, prefill_tokens=8)
+    engine.submit(Request((1, 2), max_new_tokens=30))
+    engine.step()
+    longer = (*LONG, *LONG[::-1], *LONG, *LONG[::-1]) if why == "much longer" else LONG
+    first = engine.submit(Request(longer, max_new_tokens=4))
+    second = engine.submit(Request(LONG, max_new_tokens=4, scope="other" if why == "another scope" else None))
+    engine.step()
+    if why == "cancelled":
+        assert second.began is None
+        engine.cancel(first)
+        engine.step()
+    assert second.began is not None
+    finish(engine)
+    assert second.stats.reused_tokens == 0
+    assert second.token_ids == truth(target, LONG, 4)
+
+
 def test_rows_behind_a_stop_in_mid_draft_are_not_part_of_the_text() -> None:
     target = ToyTarget(VOCABULARY)
     known = {LONG: truth(target, LONG, 20)}

@@ -32,6 +32,14 @@ def serve(
         int | None, Option(help="Tokens of a prompt and its answer at most.", show_default="the model's")
     ] = None,
     max_batch: Annotated[int, Option(help="Texts that are written together.")] = 8,
+    prefix_cache: Annotated[
+        int | None,
+        Option(
+            help="Texts whose keys and values stay when they end, for prompts that begin like them; 0 for none.",
+            show_default="--max-batch",
+        ),
+    ] = None,
+    share_prefixes: Annotated[bool, Option("--share-prefixes", help="Reuse them across API keys too.")] = False,
     served_model_name: Annotated[
         list[str] | None, Option(help="Name in requests and answers; may be repeated.", show_default="--model")
     ] = None,
@@ -53,7 +61,7 @@ def serve(
 
     branchwise serve --model smollm2 --port 8000
     """
-    at_least(0, port=port, grace=int(grace))
+    at_least(0, port=port, grace=int(grace), prefix_cache=prefix_cache)
     at_least(
         1,
         context=context,
@@ -85,10 +93,13 @@ def serve(
         queue=max_queue,
     )
     names = tuple(served_model_name or [loading.model])
-    settings = Settings(names, limits, keys, origins=tuple(allow_origin or ()), grace=grace)
+    origins = tuple(allow_origin or ())
+    settings = Settings(names, limits, keys, origins=origins, share_prefixes=share_prefixes, grace=grace)
+    cached: int | bool = True if prefix_cache is None else prefix_cache
 
     def load() -> LLM:
-        return loading.load(method=method, state=state, context=context, max_batch=max_batch, guard=guard)
+        sizes = {"context": context, "max_batch": max_batch, "prefix_cache": cached}
+        return loading.load(method=method, state=state, guard=guard, **sizes)
 
     journal.to_stderr()
     listening = listen(host, port)

@@ -66,6 +66,21 @@ class Prefixes:
                 best = Beginning(source, rows)
         return best
 
+    def is_coming(
+        self, generation: Generation, prefilling: Iterable[Generation], running: Iterable[Generation]
+    ) -> bool:
+        """Whether a prompt that is being prefilled will soon have rows for this one that nobody has yet."""
+        coming = 0
+        for other in prefilling:
+            if other.request.scope == generation.request.scope:
+                rows = common(other.sequence.tokens, generation.sequence.tokens) - 1
+                left = len(other.sequence.tokens) - 1 - other.prefilled
+                coming = max(coming, rows if left <= 2 * rows else 0)  # longer ones are not worth the wait
+        if coming < WORTHWHILE:
+            return False
+        found = self.find(generation, running)
+        return coming >= WORTHWHILE + (0 if found is None else found.rows)
+
     def begin(self, beginning: Beginning, sequence: SequenceState) -> None:
         """Take a slot in which a sequence begins so."""
         source, rows = beginning

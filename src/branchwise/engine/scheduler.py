@@ -7,7 +7,8 @@ one chunk a step, and never by all of it. Where a pass over pieces of several pr
 a piece, as on a GPU, prompts that wait are written side by side.
 
 With a prefix cache (`prefixes.py`) a prompt that begins like another text has the cached rows of that one, and only the
-rest of it is prefilled.
+rest of it is prefilled. Of requests that begin alike and come together, such as several answers to one prompt, the
+first is prefilled, and the others wait for its rows.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ class Scheduler:
         """Free cancelled slots, fill free ones, write the next chunks; returns those that ran out of memory."""
         self.release()
         failed: list[Generation] = []
-        while self._waiting and self.target.free_slots:
-            with self._inbox:
-                if not self._waiting:
-                    break
-                generation = self._waiting.popleft()
-            failed += self._enter(generation)
+        put_off = 0
+        while put_off < self.target.free_slots and (generation := self._after(put_off)) is not None:
+            if self.prefixes is not None and self.prefixes.is_coming(generation, self.prefilling, self.running):
+                put_off += 1  # it keeps a slot
+            elif self._take(generation):
+                failed += self._enter(generation)
         if self.prefilling and self.running:
             failed += self._prefill(self._chunks(self.prefill_tokens))
         while self.prefilling and not self.running:  # no text waits for a step meanwhile
@@ -126,6 +127,19 @@ class Scheduler:
                 else:
                     self.target.close(generation.sequence)
                     self.drafter.finish(generation.sequence)
+
+    def _after(self, others: int) -> Generation | None:
+        """Who waits behind so many others."""
+        with self._inbox:
+            return self._waiting[others] if others < len(self._waiting) else None
+
+    def _take(self, generation: Generation) -> bool:
+        """Let it wait no longer; whether it still did."""
+        with self._inbox:
+            if generation.finished:
+                return False
+            self._waiting.remove(generation)
+            return True
 
     def _enter(self, generation: Generation) -> list[Generation]:
         generation.prefill_clock, generation.began = Stopwatch(self.target.info.device), time.perf_counter()

@@ -30,10 +30,18 @@ class Totals:
     accepted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
     written: int = 0
+    prompts: int = 0
+    """tokens of prompts that were begun"""
+    reused: int = 0
+    """of them those whose keys and values were in the cache"""
     by_source: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
-    def add(self, stats: Stats) -> None:
+    def add(self, generation: Generation) -> None:
+        stats = generation.stats
+        if generation.began is not None:
+            self.prompts += generation.sequence.prompt_length
+        self.reused += stats.reused_tokens
         self.drafts += drafts(stats)
         self.drafted += stats.drafted_tokens
         self.accepted += stats.accepted_tokens
@@ -97,7 +105,7 @@ class Metrics:
         self._refused.labels(str(status)).inc()
 
     def _ended(self, generation: Generation) -> None:
-        self.ended.add(generation.stats)
+        self.ended.add(generation)
 
     # Asked by the registry
 
@@ -109,7 +117,7 @@ class Metrics:
         with runner.lock:  # a text is either alive or counted
             now, totals = list(runner.live), deepcopy(self.ended)
             for generation in now:
-                totals.add(generation.stats)
+                totals.add(generation)
         running = sum(generation.began is not None for generation in now)
         yield self._gauge("num_requests_running", "texts that have a slot", running)
         yield self._gauge("num_requests_waiting", "texts that wait for a slot", len(now) - running)
@@ -124,6 +132,10 @@ class Metrics:
         accepted = "spec_decode_num_accepted_tokens_per_pos"
         yield self._counters(accepted, "steps that accepted a token at a depth", "position", depths)
         yield self._counter("generation_tokens", "written tokens", totals.written)
+        if runner.llm is not None and runner.engine.scheduler.prefixes is not None:
+            queries = "prompt tokens that were looked for in the KV cache"
+            yield self._counter("prefix_cache_queries", queries, totals.prompts)
+            yield self._counter("prefix_cache_hits", "of them found there", totals.reused)
         by_source = "accepted_tokens_by_source"
         yield self._counters(by_source, "accepted tokens by who drafted them", "source", totals.by_source)
         yield self._counters("phase_seconds", "time of prefills and of the parts of steps", "phase", totals.phases)

@@ -10,13 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
-from itertools import groupby
 
 from branchwise.core.text import TextStream
 from branchwise.engine import Engine, FinishReason, Generation, Piece
 from branchwise.llm import LLM
 from branchwise.serve import journal
-from branchwise.serve.forks import Forks
 from branchwise.serve.protocol.prompts import Order
 from branchwise.serve.writing import Update, Writing
 
@@ -50,7 +48,6 @@ class Runner:
         self.llm: LLM | None = None
         self._load = load
         self._queue = queue
-        self._groups: list[list[Generation]] = []
         self._ending = False
         self._stopping = False
         self._failures = 0
@@ -76,21 +73,19 @@ class Runner:
         """Begin to write; raises `UsageError`, and `QueueFull` if too many wait. All of the texts begin, or none."""
         assert self.llm is not None
         writing = Writing(self.cancel)
-        groups: list[list[Generation]] = []
         with self.lock:
             try:
-                for _, alike in groupby(range(len(order.requests)), lambda index: index // order.choices):
-                    groups.append([self._submit(order, index, writing) for index in alike])
+                for index in range(len(order.requests)):
+                    self._submit(order, index, writing)
             except BaseException:
                 for generation in writing.generations:
                     self.live.pop(generation, None)
                     self.engine.scheduler.cancel(generation)
                 raise
-            self._groups += [group for group in groups if len(group) > 1]
             self.lock.notify()
         return writing
 
-    def _submit(self, order: Order, index: int, writing: Writing) -> Generation:
+    def _submit(self, order: Order, index: int, writing: Writing) -> None:
         assert self.llm is not None
         # A tokenizer that fails on one text must not end the step of all: the text ends, and says so.
         decode = _Guarded(self.llm.decode, partial(self._fail, writing, index))
@@ -99,7 +94,6 @@ class Runner:
         writing.expect(index)
         writing.generations.append(generation)
         self.live[generation] = (writing, index)
-        return generation
 
     def cancel(self, generation: Generation) -> None:
         """End a text that nobody waits for; its slot is free before the next step."""
@@ -138,7 +132,6 @@ class Runner:
             self.on_loaded()
             return
         llm.engine.scheduler.queue = self._queue
-        self._forks = Forks(llm.engine)
         with self.lock:
             self.llm = llm
             if self.state is State.LOADING:
@@ -150,33 +143,20 @@ class Runner:
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when that is to end."""
         with self.lock:
-            while not (self._ending or (self._has_work() and self.state is not State.BROKEN)):
+            while not (self._ending or (self.engine.busy and self.state is not State.BROKEN)):
                 self.lock.wait()
             if self._ending:
                 self._end(list(self.live), FinishReason.CANCELLED)
                 self._ending = False
             return not self._stopping
 
-    def _has_work(self) -> bool:
-        return self.engine.busy or self._forks.due
-
     def _step(self) -> None:
         try:
-            self._share_prompts()
             self.engine.step()
-            self._forks.settle()
             self._failures = 0
         except Exception as error:
             journal.write_failure("a step of the engine", error)
             self._recover(error)
-
-    def _share_prompts(self) -> None:
-        with self.lock:
-            groups, self._groups = self._groups, []
-            waiting = [generation for generation in self.live if generation.began is None]
-        for group in groups:
-            if group[0] in waiting:
-                self._forks.plan(group, waiting.index(group[0]))
 
     def _deliver(self, writing: Writing, index: int, generation: Generation, pieces: list[Piece]) -> None:
         if generation.finished:
@@ -210,7 +190,7 @@ class Runner:
         try:
             with self.engine.turn:
                 scheduler.release()
-            self._forks.settle()
+                self.engine.drop_prefixes()  # nobody knows what is in the cache of a text that failed
         except Exception as further:
             journal.write_failure("freeing the slots of failed texts", further)
             given_up = True

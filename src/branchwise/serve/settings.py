@@ -44,5 +44,7 @@ class Settings:
     """without any the server is open"""
     origins: tuple[str, ...] = ()
     """whose pages may ask from a browser"""
+    share_prefixes: bool = False
+    """let prompts begin with cached rows of texts of other keys"""
     grace: float = 30.0
     """seconds that running texts have after a SIGTERM"""

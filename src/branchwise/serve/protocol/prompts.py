@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
@@ -50,8 +50,9 @@ class Prompts:
         self.limits = limits
         self.context = llm.engine.target.info.context
 
-    def order(self, asked: Asked) -> Order:
-        """What a request asks for; refuses what the model cannot do. Takes a while for long texts."""
+    def order(self, asked: Asked, who: Hashable = None) -> Order:
+        """What a request asks for; refuses what the model cannot do. Takes a while for long texts. Cached rows of other
+        texts are used if these are of the same `who`."""
         echoes = [""]
         if isinstance(asked, ChatAsked):
             prompts, usual = [self.conversation(asked.messages)], self.context
@@ -79,6 +80,7 @@ class Prompts:
                     stop_tokens,
                     logprobs=asked.wants_logprobs,
                     top_logprobs=asked.alternatives,
+                    scope=who,
                 )
                 for prompt in map(self._checked, prompts)
                 for choice in range(choices)

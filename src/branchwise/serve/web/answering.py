@@ -111,8 +111,13 @@ class Answering:
     def _written(self) -> int:
         return sum(len(generation.token_ids) for generation in self.writing.generations)
 
+    @property
+    def _cached(self) -> int:
+        """Tokens of the prompts that came from the KV cache; further choices have all of theirs from the first."""
+        return sum(generation.stats.reused_tokens for generation in self.writing.generations[:: self.order.choices])
+
     def _usage(self) -> Parts:
-        return usage(self.order.prompt_tokens, self._written)
+        return usage(self.order.prompt_tokens, self._written, self._cached)
 
     def _speculation(self) -> Parts:
         return speculative_decoding(generation.stats for generation in self.writing.generations)
@@ -137,6 +142,7 @@ class Answering:
             stream=bool(self.asked.stream),
             texts=len(reasons),
             prompt_tokens=self.order.prompt_tokens,
+            cached_tokens=self._cached,
             completion_tokens=self._written,
             finish_reasons=sorted(set(reasons)),
             seconds=round(seconds, 4),

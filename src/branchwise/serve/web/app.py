@@ -34,7 +34,7 @@ from branchwise.serve.runner import Runner, State
 from branchwise.serve.settings import Settings
 from branchwise.serve.web.answering import Answering
 from branchwise.serve.web.connection import read_body
-from branchwise.serve.web.door import NOT_READY, Door
+from branchwise.serve.web.door import NOT_READY, WHO, Door
 
 METRICS_HEADER = "x-branchwise-metrics"
 F = TypeVar("F", bound=Form)
@@ -77,7 +77,8 @@ class Service:
     async def answer(self, request: Request, form: type[Asked], shape: type[Shape]) -> Response:
         asked = await self.read(request, form)
         asked.metrics = asked.metrics or request.headers.get(METRICS_HEADER, "").lower() in ("1", "true")
-        order = await self.tokenizing(self.prompts.order, asked)
+        who = None if self.settings.share_prefixes else request.scope[WHO]
+        order = await self.tokenizing(self.prompts.order, asked, who)
         if self.runner.state is not State.READY:  # it has begun to end since the request came in
             raise Refusal(503, NOT_READY[self.runner.state])
         made = shape(self.settings.names[0], self.spelling if asked.wants_logprobs else None)

@@ -21,6 +21,9 @@ KEPT = ("/v1/", "/tokenize", "/detokenize")
 WRITTEN_DOWN = "branchwise.written_down"
 """in the scope of a request that has, or will have, a line in the journal of its own"""
 
+WHO = "branchwise.who"
+"""in the scope of a request: the number of its key"""
+
 NOT_READY = {
     State.LOADING: "The model is loading; try again later.",
     State.DRAINING: "The server is ending; ask another one, or try again later.",
@@ -65,7 +68,7 @@ class Door:
                 self.empty.set()
 
     def _admit(self, request: Request) -> None:
-        check_key(request, self.settings.keys)
+        request.scope[WHO] = check_key(request, self.settings.keys)
         if request.method != "POST":
             return
         if self.runner.state is not State.READY:
@@ -80,13 +83,15 @@ class Door:
             journal.write(event="refused", path=scope["path"][:80], status=status)
 
 
-def check_key(request: Request, keys: Sequence[str]) -> None:
-    """Refuse who has no key, if there are keys. The time it takes says nothing about them."""
+def check_key(request: Request, keys: Sequence[str]) -> int | None:
+    """Whose request it is, by the number of the key; refuse who has none, if there are keys. The time it takes says
+    nothing about them."""
     if not keys:
-        return
+        return None
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
     same = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
     if scheme.lower() != "bearer" or not any(same):
         headers = {"WWW-Authenticate": "Bearer"}
         raise Refusal(401, "The API key is missing or wrong.", code="invalid_api_key", headers=headers)
+    return same.index(True)
