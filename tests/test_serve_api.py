@@ -206,6 +206,48 @@ def test_logprobs_are_those_of_a_plain_forward(served: Served, plain: LLM) -> No
     assert found["token_logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_an_echo_with_logprobs_scores_the_prompt_as_a_plain_forward_does(served: Served, plain: LLM) -> None:
+    prompt = "scored: \u20ac 01010101010101"
+    ids = plain.encode(prompt, raw=True)
+    expected = plain.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    own = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    asked = {"echo": True, "logprobs": 3, "temperature": 0}
+    alone = served.complete(prompt, max_tokens=4, temperature=0, logprobs=3)["choices"][0]
+    for given in (prompt, ids):
+        for tokens in (0, 4):
+            found = served.complete(given, max_tokens=tokens, **asked)
+            assert found["usage"]["completion_tokens"] == tokens
+            [choice] = found["choices"]
+            assert choice["finish_reason"] == "length"
+            assert choice["text"] == prompt + (alone["text"] if tokens else "")
+            told = choice["logprobs"]
+            assert told["token_logprobs"][0] is None
+            assert told["top_logprobs"][0] is None
+            assert told["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-4)
+            assert told["token_logprobs"][len(ids) :] == (alone["logprobs"]["token_logprobs"] if tokens else [])
+            best = [sorted(top.values(), reverse=True)[:3] for top in told["top_logprobs"][1 : len(ids)]]
+            assert best == [pytest.approx(row, abs=1e-4) for row in expected.topk(3).values.tolist()]
+            assert [told["text_offset"][place] for place in (0, 8, 11, 12)] == [
+                0,
+                8,
+                9,
+                10,
+            ]  # three bytes of a character
+    streamed = served.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "stream": True, **asked})
+    parts = [json.loads(line)["choices"][0] for line in read_events(streamed)[:-1]]
+    assert "".join(part["text"] for part in parts) == prompt + alone["text"]
+    assert [one for part in parts for one in part["logprobs"]["token_logprobs"]] == told["token_logprobs"]
+    assert [one for part in parts for one in part["logprobs"]["text_offset"]] == told["text_offset"]
+
+
+def test_nothing_but_the_prompt_comes_back_with_an_echo_alone(served: Served) -> None:
+    found = served.complete(["hello", "you"], echo=True, max_tokens=0, n=2)["choices"]
+    assert [choice["text"] for choice in found] == ["hello", "hello", "you", "you"]
+    assert {choice["logprobs"] for choice in found} == {None}
+    refused = served.post("/v1/completions", json={"prompt": "hello", "max_tokens": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
 def test_logprobs_of_a_chat_name_tokens_and_their_bytes(client: openai.OpenAI, plain: LLM) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": chatted("Hi"), "max_tokens": 8, "temperature": 0}
     [choice] = client.chat.completions.create(logprobs=True, **asked).choices

@@ -144,6 +144,9 @@ class Engine:
             self._run_out(generation)
         if scheduler.busy and not scheduler.running and not scheduler.prefilling:
             raise UsageError("Every slot is taken by texts of another engine; finish those, or load with more slots.")
+        for generation in [one for one in scheduler.running if not one.request.max_new_tokens]:
+            self._finish(generation, FinishReason.LENGTH)
+            generation.report()
         while scheduler.running:
             generations = list(scheduler.running)
             if self._step.interrupted:  # what was learned from that step knows of draws that would come again
@@ -200,9 +203,7 @@ class Engine:
                     break
         if generation.error is not None and not generation.finished:
             self._finish(generation, FinishReason.ERROR)
-        if generation.prefill_clock is not None:  # the verdict came after it, so it is over
-            generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
-            generation.prefill_clock = None
+        self._settle_prefill(generation)  # the verdict came after it, so it is over
         generation.stats.record(tree, emitted, seconds, sources[:emitted], drafter, batch, prepared)
         if self._guarded is not None and self.guard is not None:
             generation.stats.rested += self._guarded.rested
@@ -255,7 +256,14 @@ class Engine:
         if self.target.info.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _settle_prefill(self, generation: Generation) -> None:
+        if generation.prefill_clock is not None:
+            generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
+            generation.prefill_clock = None
+
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        if reason is FinishReason.LENGTH:  # also of a prompt that was read and not continued
+            self._settle_prefill(generation)
         generation.flush()
         generation.stop_clock()
         if generation.error is not None:

@@ -52,6 +52,8 @@ class Prefixes:
     def find(self, generation: Generation, running: Iterable[Generation]) -> Beginning | None:
         """Whose rows a prompt had best begin with, if anybody's."""
         self.sync()
+        if generation.request.prompt_logprobs:
+            return None
         prompt, scope = generation.sequence, generation.request.scope
         there = [(other.sequence, other.request.scope) for other in running]
         best: Beginning | None = None
@@ -70,6 +72,8 @@ class Prefixes:
         self, generation: Generation, prefilling: Iterable[Generation], running: Iterable[Generation]
     ) -> bool:
         """Whether a prompt that is being prefilled will soon have rows for this one that nobody has yet."""
+        if generation.request.prompt_logprobs:
+            return False
         coming = 0
         for other in prefilling:
             if other.request.scope == generation.request.scope:

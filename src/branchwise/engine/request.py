@@ -24,6 +24,14 @@ Top = list[tuple[int, float]]
 """the most probable tokens at a place under the unwarped model, best first, with their log-probabilities"""
 
 
+class TokenScore(NamedTuple):
+    """How probable a token of a prompt is under the unwarped model."""
+
+    logprob: float
+    top: Top
+    """the most probable tokens in its place"""
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     """a stop token or stop string"""
@@ -48,13 +56,15 @@ class Request:
     """report the log-probability of each emitted token under the unwarped model"""
     top_logprobs: int = 0
     """report so many of the most probable tokens in the place of each emitted one, with theirs"""
+    prompt_logprobs: bool = False
+    """report the same of the prompt's tokens, all but the first; none of it comes from the cache of another text"""
     scope: Hashable = None
     """whose it is: prompts begin with cached rows of texts of an equal scope and of no others (engine/prefixes.py)"""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise UsageError("The prompt is empty; there is nothing to continue.")
-        if self.max_new_tokens < 1:
+        if self.max_new_tokens < (0 if self.prompt_logprobs else 1):
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
         if not 0 <= self.top_logprobs <= MOST_TOP:
             raise UsageError(f"top_logprobs must be at least 0 and at most {MOST_TOP}, not {self.top_logprobs}.")
@@ -104,6 +114,8 @@ class Generation:
     """prompt tokens that are in the cache"""
     prefill: list[Prefill] = field(default_factory=list)
     """what the chunks of the prefill found, until the drafter has it"""
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    """of the prompt's tokens from the second on, if the request asks for them"""
     stats: Stats = field(default_factory=Stats)
     prefill_clock: Stopwatch | None = None
     """runs until the prefill is known to be over"""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 
 import torch
 
@@ -23,11 +24,14 @@ from branchwise.backends.base import Chunk, Prefill, Target
 from branchwise.draft.base import Drafter
 from branchwise.engine.prefixes import Prefixes
 from branchwise.engine.request import FinishReason, Generation
+from branchwise.engine.scores import token_scores
 from branchwise.engine.stats import Stopwatch
 from branchwise.errors import QueueFull
 
 MOST_PIECES = 4
 """of a prompt that are written one after the other while texts wait for the next step"""
+SCORED_TOKENS = 256
+"""of a prompt that are written at once where the logits behind all of them are wanted, which take memory"""
 
 
 class Scheduler:
@@ -170,17 +174,23 @@ class Scheduler:
     def _chunks(self, budget: int) -> list[Chunk]:
         """The next tokens of the prompts that are being written, the oldest first, at most `budget` of them."""
         left = budget = min(budget, self.target.prefill_chunk)
-        keep = self.drafter.needs.prefill_logits
         chunks = []
         for generation in self.prefilling:
             prompt = generation.sequence.tokens[:-1]
             share = self._share(len(prompt), budget // len(self.prefilling))
-            tokens = prompt[generation.prefilled : generation.prefilled + min(share, left)]
+            scored = generation.request.prompt_logprobs
+            share = min(share, left, SCORED_TOKENS if scored else left)
+            tokens = prompt[generation.prefilled : generation.prefilled + share]
             if tokens:
-                after = len(prompt) - generation.prefilled - len(tokens)
-                chunks.append(Chunk(generation.sequence, tokens, min(max(keep - after, 0), len(tokens))))
+                keep = len(tokens) if scored else self._keep(generation, len(tokens))
+                chunks.append(Chunk(generation.sequence, tokens, keep))
                 left -= len(tokens)
         return chunks
+
+    def _keep(self, generation: Generation, tokens: int) -> int:
+        """Behind how many of the next tokens of a prompt the drafter needs logits."""
+        after = len(generation.sequence.tokens) - 1 - generation.prefilled - tokens
+        return min(max(self.drafter.needs.prefill_logits - after, 0), tokens)
 
     def _share(self, prompt: int, fair: int) -> int:
         """How many tokens of a prompt are written at once, if that many would be a fair share."""
@@ -202,10 +212,24 @@ class Scheduler:
                 generation.finish_reason = FinishReason.CANCELLED
                 self.leave(generation)
             raise
+        failed = []
         for generation, chunk, part in zip(generations, chunks, found, strict=True):
-            generation.prefill.append(part)
+            try:
+                generation.prefill.append(self._scored(generation, part))
+            except torch.OutOfMemoryError:
+                self.leave(generation)
+                failed.append(generation)
             generation.prefilled += len(chunk.tokens)
-        return self._start()
+        return failed + self._start()
+
+    def _scored(self, generation: Generation, part: Prefill) -> Prefill:
+        """Report the tokens of a chunk, if that is wanted; what remains of its logits is what the drafter needs."""
+        if not generation.request.prompt_logprobs:
+            return part
+        first, rows = generation.prefilled + 1, len(part.logits)
+        tokens = generation.sequence.tokens[first : first + rows]
+        generation.prompt_scores += token_scores(part.logits, tokens, generation.request.top_logprobs)
+        return replace(part, logits=part.logits[rows - self._keep(generation, rows) :])
 
     def _start(self) -> list[Generation]:
         """Let those run whose prompts are in the cache, in the order in which they came."""

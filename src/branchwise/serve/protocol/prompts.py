@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 
 from branchwise.constrain import Grammar
 from branchwise.core.sampling import SamplingParams
+from branchwise.core.text import TextStream
 from branchwise.engine import Request
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
@@ -19,6 +20,9 @@ from branchwise.serve.settings import Limits
 
 COMPLETION_TOKENS = 16
 """of a completion that says nothing, as OpenAI has it; a chat then goes on to the end of the context"""
+
+MOST_IN_FRONT = 4
+"""tokens that a tokenizer puts in front of a text"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Order:
     """of each prompt"""
     echoes: list[str]
     """for each prompt the text that its answers begin with"""
+    spelt: list[list[str]] | None = None
+    """for each prompt what its tokens add to that text, if they are reported like those of the answer"""
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -53,7 +59,7 @@ class Prompts:
     def order(self, asked: Asked, who: Hashable = None) -> Order:
         """What a request asks for; refuses what the model cannot do. Takes a while for long texts. Cached rows of other
         texts are used if these are of the same `who`."""
-        echoes = [""]
+        echoes, scored = [""], False
         if isinstance(asked, ChatAsked):
             prompts, usual = [self.conversation(asked.messages)], self.context
         else:
@@ -63,11 +69,13 @@ class Prompts:
                 COMPLETION_TOKENS,
             )
             echoes = [self._echoed(prompt) if asked.echo else "" for prompt in asked.prompts]
+            scored = bool(asked.echo) and (asked.wants_logprobs or asked.max_tokens == 0)
         choices = asked.n or 1
         if len(prompts) * choices > self.limits.queue:
             said = f"The request asks for {len(prompts) * choices} texts, and {self.limits.queue} may wait here."
             raise Refusal(400, said, param="n", code="limit_exceeded")
-        most = min(asked.wanted_tokens or usual, self.limits.new_tokens or self.context, self.context)
+        asked_for = usual if asked.wanted_tokens is None else asked.wanted_tokens
+        most = min(asked_for, self.limits.new_tokens or self.context, self.context)
         stop_tokens = frozenset[int]() if asked.ignore_eos else self.llm.stop_tokens
         wanted = asked.wanted
         grammar = None if wanted is None else compiled(self.llm, wanted, self.limits.grammar)
@@ -80,6 +88,7 @@ class Prompts:
                     stop_tokens,
                     logprobs=asked.wants_logprobs,
                     top_logprobs=asked.alternatives,
+                    prompt_logprobs=scored,
                     scope=who,
                 )
                 for prompt in map(self._checked, prompts)
@@ -87,7 +96,8 @@ class Prompts:
             ]
         except UsageError as error:
             raise refusal_of(error) from None
-        return Order(requests, asked.stops, choices, echoes)
+        spelt = [self._spelt(*pair) for pair in zip(prompts, echoes, strict=True)] if scored else None
+        return Order(requests, asked.stops, choices, echoes, spelt)
 
     def conversation(self, messages: Sequence[Message]) -> list[int]:
         try:
@@ -114,6 +124,20 @@ class Prompts:
             return prompt
         self._check_vocabulary(prompt)
         return self.llm.decode(prompt)
+
+    def _spelt(self, prompt: list[int], echo: str) -> list[str]:
+        """What each token of a prompt adds to the text that is echoed."""
+        plain = TextStream(self.llm.decode)  # as token ids are echoed
+        whole = TextStream(self.text)
+        for stream in (plain, whole):
+            found = [stream.push(token) for token in prompt]
+            found[-1] += stream.finish()
+            # In front of a text the tokenizer may put tokens that are no part of it.
+            places = range(min(len(found), MOST_IN_FRONT))
+            first = next((place for place in places if "".join(found[place:]) == echo), None)
+            if first is not None:
+                return [""] * first + found[first:]
+        return found
 
     def _checked(self, prompt: list[int]) -> list[int]:
         most = (

@@ -146,6 +146,7 @@ class Asked(Formed, Form):
 
 
 class CompletionAsked(Asked):
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | bool | None = None
     echo: bool | None = None
@@ -173,8 +174,8 @@ class CompletionAsked(Asked):
         _at_most("prompt", len(self.prompts), limits.prompts, " texts")
         if not self.prompts:
             raise Refusal(400, "The list of prompts is empty.", param="prompt")
-        if self.echo and self.wants_logprobs:
-            raise Refusal(400, "echo and logprobs together are not supported.", param="echo", code="unsupported_value")
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal(400, "max_tokens may be 0 with echo alone; nothing would be written.", param="max_tokens")
 
 
 class TextPart(BaseModel):

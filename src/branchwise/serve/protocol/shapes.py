@@ -59,8 +59,8 @@ class Shape(ABC):
     def _head(self, kind: str) -> Parts:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def opening(self, index: int, echo: str) -> Parts | None:
-        """What a stream says of a choice before its first token, if anything."""
+    def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
+        """What a stream says of a choice before its first token, if anything; of an echo with logprobs its tokens."""
         return None
 
     @abstractmethod
@@ -77,8 +77,8 @@ class CompletionShape(Shape):
         super().__init__(model, spelling)
         self._offsets: dict[int, int] = {}  # letters of every choice so far
 
-    def opening(self, index: int, echo: str) -> Parts | None:
-        return self.delta(index, echo, (), None) if echo else None
+    def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
+        return self.delta(index, echo, pieces, None) if echo else None
 
     def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
         return {"index": index, "text": text, "logprobs": self._logprobs(index, pieces), "finish_reason": finish}
@@ -101,9 +101,11 @@ class CompletionShape(Shape):
             "text_offset": offsets,
         }
 
-    def _top(self, spelling: Spelling, piece: Piece) -> dict[str, float | None]:
+    def _top(self, spelling: Spelling, piece: Piece) -> dict[str, float | None] | None:
         """The most probable tokens and, whether it is one of them or not, the token itself. Of tokens that are spelt
-        alike the most probable one is told."""
+        alike the most probable one is told. There is nothing before the first token of a prompt."""
+        if piece.logprob is None:
+            return None
         found: dict[str, float | None] = {}
         for token, logprob in (*piece.top, (piece.token, piece.logprob)):
             found.setdefault(spelling.text(token), logprob)
@@ -113,7 +115,7 @@ class CompletionShape(Shape):
 class ChatShape(Shape):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int, echo: str) -> Parts | None:
+    def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:

@@ -72,18 +72,26 @@ class Answering:
         choices = []
         for index in range(len(self.order.requests)):
             text = self._echo(index) + "".join(piece.text for piece in pieces[index])
-            choices.append(self.shape.choice(index, text, pieces[index], FINISH[self._finish[index]]))
+            told = [*self._prompt_pieces(index), *pieces[index]]
+            choices.append(self.shape.choice(index, text, told, FINISH[self._finish[index]]))
         return self.shape.answer(choices, usage=self._usage(), **self._asked_metrics())
 
     async def _events(self) -> AsyncIterator[str]:
         counting = {"usage": None} if self.asked.include_usage else {}
         self._status = GONE  # until the last event is sent
         try:
-            for index in range(len(self.order.requests)):
+            unopened = set(range(len(self.order.requests)))
+            for index in sorted(unopened) if self.order.spelt is None else ():
+                unopened.discard(index)
                 if (opening := self.shape.opening(index, self._echo(index))) is not None:
                     yield event(self.shape.part([opening], **counting))
             async for update in self.writing:
                 self._note(update)
+                if update.index in unopened:  # its prompt has been read by now
+                    unopened.discard(update.index)
+                    told = self._prompt_pieces(update.index)
+                    opening = self.shape.opening(update.index, self._echo(update.index), told)
+                    yield event(self.shape.part([opening] if opening else [], **counting))
                 if update.text or update.finish or self.shape.spelling is not None:
                     finish = None if update.finish is None else FINISH[update.finish]
                     delta = self.shape.delta(update.index, update.text, update.pieces, finish)
@@ -106,6 +114,16 @@ class Answering:
 
     def _echo(self, index: int) -> str:
         return self.order.echoes[index // self.order.choices]
+
+    def _prompt_pieces(self, index: int) -> list[Piece]:
+        """The tokens of a prompt that is echoed with logprobs, like those of the answer."""
+        if self.order.spelt is None:
+            return []
+        spelt, generation = self.order.spelt[index // self.order.choices], self.writing.generations[index]
+        [first, *others] = generation.request.prompt
+        found = zip(others, spelt[1:], generation.prompt_scores, strict=False)  # fewer if it was cut
+        rest = [Piece(token, text, False, logprob, top=top) for token, text, (logprob, top) in found]
+        return [Piece(first, spelt[0], False, None), *rest]
 
     @property
     def _written(self) -> int:
