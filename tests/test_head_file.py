@@ -93,7 +93,10 @@ def test_a_file_of_another_kind_is_no_head(tmp_path: Path) -> None:
     for name in ("stop", "weights"):
         with pytest.raises(ModelError, match=f"{name} is no head; train one with"):
             build_drafter(f"head:{tmp_path / name}")
-    for name, why in (("missing", "cannot be read"), (".", "holds no config.json")):
+    for name, why in (
+        ("missing", "cannot be read: No such file or directory; train one with"),
+        (".", "holds no config.json"),
+    ):
         with pytest.raises(ModelError, match=why):
             build_drafter(f"head:{tmp_path / name}")
 

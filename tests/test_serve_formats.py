@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 from branchwise.constrain import Limits as GrammarLimits
 from branchwise.llm import LLM
 from branchwise.serve.settings import Limits
-from tests.serving import Served, byte_tokenizer, serving, tiny_llm
+from tests.serving import Served, byte_tokenizer, read_events, serving, tiny_llm
 
 PLACE: dict[str, Any] = {
     "type": "object",
@@ -163,9 +163,13 @@ def test_a_form_that_cannot_be_followed_is_refused(
 
 def test_a_form_that_becomes_too_complex_fails_by_itself(served: Served) -> None:
     answer = chat(served, max_tokens=5, guided_regex="(((a{99}){99}){99}){99}")
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "generation_failed"
-    assert "too complex" in answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"], error["type"]) == ("form_failed", "guided_regex", "invalid_request_error")
+    assert "too complex" in error["message"]
+    *events, done = read_events(chat(served, max_tokens=5, guided_regex="(((b{99}){99}){99}){99}", stream=True))
+    assert done == "[DONE]"
+    assert json.loads(events[-1])["error"] == error
     assert chat(served, guided_regex="a{3}").json()["choices"][0]["message"]["content"] == "aaa"
 
 

@@ -91,7 +91,8 @@ class Format:
             why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".:")
             raise self.error(f"The {self.noun} {file} is damaged ({why}); {self.remedy}.") from None
         except OSError as error:
-            raise self.error(f"The {self.noun} {file} cannot be read: {error.strerror or error}.") from None
+            why = error.strerror or str(error)
+            raise self.error(f"The {self.noun} {file} cannot be read: {why}; {self.remedy}.") from None
 
 
 def _digest(known: Mapping[str, Any], tensors: Tensors) -> str:

@@ -110,7 +110,15 @@ class Answering:
         if update.finish is not None:
             self._finish[update.index] = update.finish
         if update.error is not None or update.finish is FinishReason.ERROR:
-            raise Refusal(500, update.error or "The text could not be written.", code="generation_failed")
+            raise self._failure(update)
+
+    def _failure(self, update: Update) -> Refusal:
+        """A text that cannot follow its form is the mistake of who asked for it; any other failure is ours."""
+        constraint = self.writing.generations[update.index].constraint
+        if constraint is not None and constraint.error is not None:
+            field = None if self.asked.wanted is None else self.asked.wanted.field
+            return Refusal(400, constraint.error, param=field, code="form_failed")
+        return Refusal(500, update.error or "The text could not be written.", code="generation_failed")
 
     def _echo(self, index: int) -> str:
         return self.order.echoes[index // self.order.choices]
