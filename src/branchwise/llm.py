@@ -284,15 +284,17 @@ class LLM:
         with self.engine.turn:  # between steps: one of another thread would change what is being written
             save_state(self.engine.drafter, place, self.engine.target.info)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """The token ids of a prompt as the model will see it, chat template included."""
+    def encode(self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The token ids of a prompt as the model will see it, chat template included, which tells it of `tools`: a
+        JSON schema for each function, as transformers describes them."""
         messages = messages_of(prompt)
         if not any(message["content"].strip() for message in messages):
             raise UsageError("The prompt is empty; there is nothing to continue.")
         if raw and not isinstance(prompt, str):
             raise UsageError("raw takes one text, not a conversation.")
         if not raw and self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            told: Any = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": False}
+            text = self.tokenizer.apply_chat_template(messages, **told)
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if not isinstance(prompt, str):
             raise UsageError(f"{self.name} has no chat template; give the prompt as one text.")

@@ -7,13 +7,13 @@ from typing import Any
 
 from branchwise.errors import UsageError
 
-Message = Mapping[str, str]
-"""{"role": "user", "content": "…"}"""
+Message = Mapping[str, Any]
+"""{"role": "user", "content": "…"}, and what else the chat template reads"""
 Prompt = str | Sequence[Message]
 """a text, which a chat model sees as one user message, or a conversation"""
 
 
-def messages_of(prompt: Any) -> list[dict[str, str]]:
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     try:

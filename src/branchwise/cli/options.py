@@ -109,16 +109,17 @@ class Constraining:
 
     def read(self) -> dict[str, Any]:
         """Options for `LLM.generate`."""
-        found = {"json_schema": _read(self.json_schema), "regex": self.regex, "grammar": _read(self.grammar)}
+        schema, rules = (None if file is None else read_text(file) for file in (self.json_schema, self.grammar))
+        found = {"json_schema": schema, "regex": self.regex, "grammar": rules}
         given = {name: text for name, text in found.items() if text is not None}
         if len(given) > 1:
             raise UsageError("An answer follows --json-schema, --regex or --grammar; give one of them.")
         return given
 
 
-def _read(file: Path | None) -> str | None:
+def read_text(file: Path) -> str:
     try:
-        return None if file is None else file.read_text(encoding="utf-8-sig")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
         raise UsageError(f"The file {file} cannot be read: {reason}.") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from branchwise.cli.console import print_notice
-from branchwise.cli.options import Drafting, Guard, Loading, State, at_least, grouped
+from branchwise.cli.options import Drafting, Guard, Loading, State, at_least, grouped, read_text
 from branchwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, Option(help="Name in requests and answers; may be repeated.", show_default="--model")
     ] = None,
+    chat_template: Annotated[
+        Path | None, Option(metavar="FILE", help="Jinja template of conversations.", show_default="the model's")
+    ] = None,
     api_key_file: Annotated[
         Path | None, Option(help=f"File with API keys, one a line; {KEY} holds one too.", show_default="open to all")
     ] = None,
@@ -74,6 +77,7 @@ def serve(
         max_choices=max_choices,
     )
     keys = read_keys(api_key_file)
+    template = None if chat_template is None else read_text(chat_template)
     method = drafting.choose()
     try:
         from branchwise.serve import journal
@@ -99,7 +103,10 @@ def serve(
 
     def load() -> LLM:
         sizes = {"context": context, "max_batch": max_batch, "prefix_cache": cached}
-        return loading.load(method=method, state=state, guard=guard, **sizes)
+        llm = loading.load(method=method, state=state, guard=guard, **sizes)
+        if template is not None:
+            llm.tokenizer.chat_template = template
+        return llm
 
     journal.to_stderr()
     listening = listen(host, port)

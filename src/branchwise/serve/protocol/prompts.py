@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from jinja2 import TemplateError
 
@@ -13,9 +14,11 @@ from branchwise.core.text import TextStream
 from branchwise.engine import Request
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
+from branchwise.serve.protocol.calls import CallFormat, CallReader, format_of
 from branchwise.serve.protocol.failures import Refusal, refusal_of
 from branchwise.serve.protocol.formats import compiled
 from branchwise.serve.protocol.schema import Asked, ChatAsked, CompletionAsked, Message
+from branchwise.serve.protocol.tools import Tool, grammar_of
 from branchwise.serve.settings import Limits
 
 COMPLETION_TOKENS = 16
@@ -38,6 +41,8 @@ class Order:
     """for each prompt the text that its answers begin with"""
     spelt: list[list[str]] | None = None
     """for each prompt what its tokens add to that text, if they are reported like those of the answer"""
+    reading: Callable[[], CallReader] | None = None
+    """makes what finds calls of tools in an answer, if there are tools"""
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -60,8 +65,14 @@ class Prompts:
         """What a request asks for; refuses what the model cannot do. Takes a while for long texts. Cached rows of other
         texts are used if these are of the same `who`."""
         echoes, scored = [""], False
+        wanted, reading = asked.wanted, None
         if isinstance(asked, ChatAsked):
-            prompts, usual = [self.conversation(asked.messages)], self.context
+            prompts, usual = [self.conversation(asked.messages, asked.offered)], self.context
+            if asked.offered:
+                names = [tool.function.name for tool in asked.offered]
+                reading = partial(self.calls.reader, self.calls, names, several=asked.several)
+            if asked.must_call:
+                wanted = grammar_of(asked.must_call, self.calls, asked.several)
         else:
             assert isinstance(asked, CompletionAsked)
             prompts, usual = (
@@ -77,7 +88,6 @@ class Prompts:
         asked_for = usual if asked.wanted_tokens is None else asked.wanted_tokens
         most = min(asked_for, self.limits.new_tokens or self.context, self.context)
         stop_tokens = frozenset[int]() if asked.ignore_eos else self.llm.stop_tokens
-        wanted = asked.wanted
         grammar = None if wanted is None else compiled(self.llm, wanted, self.limits.grammar)
         try:
             requests = [
@@ -97,11 +107,25 @@ class Prompts:
         except UsageError as error:
             raise refusal_of(error) from None
         spelt = [self._spelt(*pair) for pair in zip(prompts, echoes, strict=True)] if scored else None
-        return Order(requests, asked.stops, choices, echoes, spelt)
+        return Order(requests, asked.stops, choices, echoes, spelt, reading)
 
-    def conversation(self, messages: Sequence[Message]) -> list[int]:
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model calls tools; refused if it does not, or not so that it can be read."""
+        template = self.llm.tokenizer.chat_template or ""
+        if isinstance(template, dict):  # several by name
+            template = template.get("tool_use", template.get("default", ""))
+        if (found := format_of(str(template))) is None:
+            said = "The chat template of this model knows no tools, or a form of calls that this server does not read."
+            raise Refusal(400, said, param="tools", code="unsupported_value")
+        return found
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        if tools or any(message.tells_of_tools for message in messages):
+            _ = self.calls  # which refuses them
         try:
-            return self.llm.encode([message.as_dict() for message in messages])
+            said = [message.as_dict() for message in messages]
+            return self.llm.encode(said, tools=[tool.as_dict() for tool in tools])
         except UsageError as error:
             raise refusal_of(error, "messages") from None
         except TemplateError as error:  # as templates say that roles must alternate
@@ -113,10 +137,10 @@ class Prompts:
             return list(self.llm.tokenizer(prompt, add_special_tokens=special is not False, verbose=False)["input_ids"])
         return prompt
 
-    def text(self, tokens: list[int]) -> str:
+    def text(self, tokens: Sequence[int]) -> str:
         """All of these tokens as text, special ones too."""
         self._check_vocabulary(tokens)
-        found = self.llm.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        found = self.llm.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(found)
 
     def _echoed(self, prompt: str | list[int]) -> str:

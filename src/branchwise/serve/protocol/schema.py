@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from branchwise.engine.request import MOST_TOP
 from branchwise.serve.protocol.failures import Refusal
 from branchwise.serve.protocol.formats import Formed
+from branchwise.serve.protocol.tools import Called, Tooled
 from branchwise.serve.settings import Limits
 
 LARGEST = 2**31 - 1
@@ -188,8 +189,13 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    tool_calls: list[Called] | None = None
+    """of an assistant"""
+    tool_call_id: str | None = None
+    """which of them a tool answers"""
+    name: str | None = None
 
     @property
     def text(self) -> str:
@@ -197,11 +203,19 @@ class Message(BaseModel):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
-    def as_dict(self) -> dict[str, str]:
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+    @property
+    def tells_of_tools(self) -> bool:
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def as_dict(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            said["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        more = {"tool_call_id": self.tool_call_id, "name": self.name} if self.role == "tool" else {}
+        return said | {key: value for key, value in more.items() if value is not None}
 
 
-class ChatAsked(Asked):
+class ChatAsked(Tooled, Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -223,6 +237,12 @@ class ChatAsked(Asked):
         super().check(limits)
         if self.alternatives and not self.logprobs:
             raise Refusal(400, "top_logprobs come with logprobs; set logprobs to true.", param="top_logprobs")
+        self.check_tools()
+        if self.must_call and self.wanted is not None:
+            said = f"An answer that must call a tool has the form of the call; leave out {self.wanted.field}."
+            raise Refusal(400, said, param=self.wanted.field)
+        if self.must_call and self.ignore_eos:
+            raise Refusal(400, "A call ends its answer; leave out ignore_eos.", param="ignore_eos")
 
 
 class TokenizeAsked(Form):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
 from branchwise.engine import FinishReason, Piece
+from branchwise.serve.protocol.calls import CallReader, Said
 from branchwise.serve.protocol.spelling import Spelling
 
 FINISH = {
@@ -43,12 +44,13 @@ class Shape(ABC):
     whole: str
     chunk: str
 
-    def __init__(self, model: str, spelling: Spelling | None) -> None:
-        """With a `spelling`, logprobs are reported."""
+    def __init__(self, model: str, spelling: Spelling | None, reading: Callable[[], CallReader] | None = None) -> None:
+        """With a `spelling`, logprobs are reported; with a `reading`, calls of tools are."""
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.created = int(time.time())
         self.model = model
         self.spelling = spelling
+        self.reading = reading
 
     def answer(self, choices: Sequence[Parts], **more: Any) -> Parts:
         return self._head(self.whole) | {"choices": list(choices), **more}
@@ -73,8 +75,8 @@ class Shape(ABC):
 class CompletionShape(Shape):
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, spelling: Spelling | None) -> None:
-        super().__init__(model, spelling)
+    def __init__(self, model: str, spelling: Spelling | None, reading: Callable[[], CallReader] | None = None) -> None:
+        super().__init__(model, spelling, reading)
         self._offsets: dict[int, int] = {}  # letters of every choice so far
 
     def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
@@ -115,16 +117,36 @@ class CompletionShape(Shape):
 class ChatShape(Shape):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, model: str, spelling: Spelling | None, reading: Callable[[], CallReader] | None = None) -> None:
+        super().__init__(model, spelling, reading)
+        self._readers: dict[int, CallReader] = {}
+
     def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        said, finish = self._said(index, text, finish)
+        content = said.text or None if said.calls else said.text
+        message: Parts = {"role": "assistant", "content": content, "refusal": None}
+        if said.calls:
+            message["tool_calls"] = [call.as_dict() for call in said.calls]
         return {"index": index, "message": message, "logprobs": self._logprobs(pieces), "finish_reason": finish}
 
     def delta(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
-        said = {"content": text} if text else {}
-        return {"index": index, "delta": said, "logprobs": self._logprobs(pieces), "finish_reason": finish}
+        said, finish = self._said(index, text, finish)
+        delta: Parts = {"content": said.text} if said.text else {}
+        if said.calls:
+            first = self._readers[index].told - len(said.calls)
+            delta["tool_calls"] = [{"index": place, **call.as_dict()} for place, call in enumerate(said.calls, first)]
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(pieces), "finish_reason": finish}
+
+    def _said(self, index: int, text: str, finish: str | None) -> tuple[Said, str | None]:
+        """Text and calls of a choice, and how it ends where it does."""
+        if self.reading is None:
+            return Said(text), finish
+        reader = self._readers.setdefault(index, self.reading())
+        said = reader.push(text, last=finish is not None)
+        return said, "tool_calls" if finish == "stop" and reader.told else finish
 
     def _logprobs(self, pieces: Sequence[Piece]) -> Parts | None:
         if self.spelling is None:

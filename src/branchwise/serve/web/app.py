@@ -81,7 +81,7 @@ class Service:
         order = await self.tokenizing(self.prompts.order, asked, who)
         if self.runner.state is not State.READY:  # it has begun to end since the request came in
             raise Refusal(503, NOT_READY[self.runner.state])
-        made = shape(self.settings.names[0], self.spelling if asked.wants_logprobs else None)
+        made = shape(self.settings.names[0], self.spelling if asked.wants_logprobs else None, order.reading)
         return await Answering(self.runner, self.metrics, asked, order, made).respond(request)
 
     def model(self, name: str) -> dict[str, Any]:
