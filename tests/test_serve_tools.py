@@ -30,12 +30,11 @@ UP: dict[str, Any] = {
     "type": "object",
     "properties": {"up": {"$ref": "#/$defs/Up"}},
     "required": ["up"],
-    "additionalProperties": False,
     "$defs": {"Up": {"type": "boolean"}},
 }
 TOOLS: Any = [
     {"type": "function", "function": {"name": "look", "description": "Look up.", "parameters": UP}},
-    {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "wait"}},
 ]
 NAMES = ["look", "wait"]
 HI: Any = [{"role": "user", "content": "Hi"}]

@@ -131,10 +131,16 @@ def grammar_of(tools: Sequence[Tool], form: CallFormat, several: bool) -> Wanted
     for number, tool in enumerate(tools):
         name = json.dumps(tool.function.name)
         # The schema stays the root of its own document, so that its references hold.
-        schema = {"x-guidance": JSON_STYLE, **(tool.function.parameters or NO_PARAMETERS), "type": "object"}
+        schema = {"x-guidance": JSON_STYLE, **_closed(tool.function.parameters or NO_PARAMETERS), "type": "object"}
         before = f'{form.opening}{{"name": {name}, "{form.arguments}": '
         rules.append(f"call_{number}: {json.dumps(before)} arguments_{number} {json.dumps('}' + form.closing)}")
         rules.append(f"arguments_{number}: %json {json.dumps(schema, ensure_ascii=False)}")
     one = " | ".join(f"call_{number}" for number in range(len(tools)))
     more = f" ({json.dumps(form.between)} call)*" if several and form.several else ""
     return Wanted("tools", {"grammar": "\n".join([f"start: call{more}", f"call: {one}", *rules])})
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters that say nothing of further ones have none: a function has no use for them."""
+    said = {"additionalProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"} & parameters.keys()
+    return parameters if said or "properties" not in parameters else {**parameters, "additionalProperties": False}
