@@ -84,9 +84,11 @@ def process(*arguments: str, **env: str) -> Iterator[Process]:
 
 
 def test_the_openai_client_talks_to_the_process_and_sigterm_ends_a_stream_cleanly(folder: Path, tmp_path: Path) -> None:
-    state, keys = tmp_path / "drafter.state", tmp_path / "keys"
+    state, keys, template = tmp_path / "drafter.state", tmp_path / "keys", tmp_path / "template"
+    template.write_text("{% for message in messages %}Somebody says: {{ message.content }}\n{% endfor %}")
     keys.write_text("# those who may ask\nkey\n")
-    options = ("--served-model-name", "tiny", "--grace", "1", "--state", str(state), "--draft", "recycle")
+    options = ["--served-model-name", "tiny", "--grace", "1", "--state", str(state), "--draft", "recycle"]
+    options += ["--prefix-cache", "1", "--chat-template", str(template)]
     with process("--model", str(folder), "--api-key-file", str(keys), *options) as server:
         server.wait_until_ready()
         stranger = openai.OpenAI(base_url=f"{server.address}/v1", api_key="wrong", max_retries=0)
@@ -96,6 +98,7 @@ def test_the_openai_client_talks_to_the_process_and_sigterm_ends_a_stream_cleanl
             answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, seed=1)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 5
+            assert answer.usage.prompt_tokens == len("Somebody says: Hello\n")
             stream = client.chat.completions.create(
                 model="tiny", messages=HELLO, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
             )
@@ -107,6 +110,7 @@ def test_the_openai_client_talks_to_the_process_and_sigterm_ends_a_stream_cleanl
         told = [json.loads(line) for line in server.lines if line.startswith("{")]
         assert [line["status"] for line in told] == [401, 200, 200]
         assert told[-1]["finish_reasons"] == ["abort"]
+        assert [line["cached_tokens"] for line in told[1:]] == [0, len("Somebody says: Hello")]
         assert 0 < told[-1]["completion_tokens"] < 4000
     assert state.is_file()  # what the drafter learned
 
