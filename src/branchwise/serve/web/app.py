@@ -35,6 +35,7 @@ from branchwise.serve.settings import Settings
 from branchwise.serve.web.answering import Answering
 from branchwise.serve.web.connection import read_body
 from branchwise.serve.web.door import NOT_READY, WHO, Door
+from branchwise.serve.web.openapi import PATH, document
 
 METRICS_HEADER = "x-branchwise-metrics"
 F = TypeVar("F", bound=Form)
@@ -161,3 +162,9 @@ def _status(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    described = document(service.settings)
+
+    @app.get(PATH)
+    async def openapi() -> Response:
+        return JSONResponse(described)
