@@ -219,6 +219,7 @@ SLOW: dict[str, str] = {
     "test_serve_process.py::test_the_openai_client_talks_to_the_process_and_sigterm_ends_a_stream_cleanly": NONE,
     "test_serve_process.py::test_a_model_that_is_not_there_is_one_sentence": NONE,
     # Many requests to a server
+    "test_serve_steady.py::test_a_server_is_as_it_was_after_many_requests": "120",
     "test_serve_openapi.py::test_generated_requests_are_answered_as_the_document_says": "200",
 }
 """test of a file -> the parameters, as pytest writes them, of the cases that stay quick"""

@@ -135,8 +135,8 @@ def _json(schema: Schema) -> Schema:
 
 
 def _streamed(name: str) -> Schema:
-    says = f"With `stream`: events that each hold a part of a {name}, and `[DONE]`."
-    return _json(_ref(name)) | {"text/event-stream": {"schema": TEXT | {"description": says}}}
+    says = f"With `stream`: a part of a {name}, an Error, or `[DONE]`."
+    return _json(_ref(name)) | {"text/event-stream": {"schema": _object(data=TEXT | {"description": says})}}
 
 
 def _ref(name: str) -> Schema:
