@@ -10,11 +10,8 @@ import openai
 import pytest
 
 from branchwise.serve.settings import Limits
+from tests.bad_inputs import BAD, LIMITS, PAGE, PLACE, Bad, table
 from tests.serving import Brake, Served, eventually, raw_request, serving, tiny_llm
-
-LIMITS = Limits(
-    body_bytes=20_000, choices=4, stops=3, stop_letters=10, biases=5, prompts=3, new_tokens=100, requests=5, queue=6
-)
 
 
 @pytest.fixture(scope="module")
@@ -34,72 +31,15 @@ def assert_refused(answer: Any, status: int, *, param: str | None = None, code: 
         assert error["code"] == code
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no prompt": ({"prompt": None}, "prompt"),
-    "a prompt of the wrong type": ({"prompt": {"a": 1}}, "prompt"),
-    "an empty prompt": ({"prompt": ""}, ""),
-    "an empty list": ({"prompt": []}, "prompt"),
-    "too many prompts": ({"prompt": ["a"] * 4}, "prompt"),
-    "a token outside the vocabulary": ({"prompt": [1, 999_999]}, "prompt"),
-    "a negative token": ({"prompt": [1, -1]}, "prompt"),
-    "a temperature that is text": ({"temperature": "hot"}, "temperature"),
-    "a negative temperature": ({"temperature": -1}, "temperature"),
-    "an infinite temperature": ({"temperature": 1e999}, "temperature"),
-    "top_p of zero": ({"top_p": 0}, "top_p"),
-    "a huge top_k": ({"top_k": 10**30}, "top_k"),
-    "max_tokens of zero": ({"max_tokens": 0}, "max_tokens"),
-    "max_tokens that are no whole number": ({"max_tokens": 1.5}, "max_tokens"),
-    "too many tokens": ({"max_tokens": 101}, "max_tokens"),
-    "true for a number": ({"n": True}, "n"),
-    "too many choices": ({"n": 5}, "n"),
-    "more texts than may wait": ({"n": 4, "prompt": ["a", "b"]}, "n"),
-    "too many stop strings": ({"stop": ["a", "b", "c", "d"]}, "stop"),
-    "a long stop string": ({"stop": "a" * 11}, "stop"),
-    "an empty stop string": ({"stop": ["a", ""]}, "stop"),
-    "a bias of a word": ({"logit_bias": {"word": 1}}, "logit_bias"),
-    "a bias of a token that is not there": ({"logit_bias": {"99999": 1}}, ""),
-    "too many biases": ({"logit_bias": {str(token): 1 for token in range(6)}}, "logit_bias"),
-    "a penalty that would divide by nothing": ({"repetition_penalty": 1e-300}, "repetition_penalty"),
-    "too many alternatives": ({"logprobs": 21}, "logprobs"),
-    "the alternatives of a chat": ({"top_logprobs": 2}, "top_logprobs"),
-    "a suffix": ({"suffix": "x"}, "suffix"),
-    "best of several": ({"best_of": 3}, "best_of"),
-    "options of a stream without one": ({"stream_options": {"include_usage": True}}, "stream_options"),
-}
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.says)
+def test_what_is_no_good_is_refused(served: Served, bad: Bad) -> None:
+    assert_refused(bad.send(served), bad.status, param=bad.param, code=bad.code)
 
 
-@pytest.mark.parametrize(("wrong", "param"), WRONG.values(), ids=WRONG)
-def test_a_wrong_value_is_refused_with_the_field_it_is_in(served: Served, wrong: dict[str, Any], param: str) -> None:
-    asked = {"model": "tiny", "prompt": "hello", **wrong}
-    answer = served.post("/v1/completions", content=json.dumps(asked))
-    assert_refused(answer, 400, param=param or None)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"messages": []},
-        {"messages": "hello"},
-        {"messages": [{"role": "king", "content": "a"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"messages": [{"role": "user", "content": ""}]},
-        {"top_logprobs": 21, "logprobs": True},
-        {"top_logprobs": 3},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    ],
-)
-def test_a_wrong_chat_is_refused(served: Served, wrong: dict[str, Any]) -> None:
-    asked = {"messages": [{"role": "user", "content": "a"}], **wrong}
-    assert_refused(served.post("/v1/chat/completions", json=asked), 400)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b"[" * 10_000],
-    ids=["nothing", "half", "a list", "null", "bytes that are no UTF-8", "half a character", "NaN", "deep"],
-)
-def test_a_body_that_is_no_request_is_refused(served: Served, body: bytes) -> None:
-    assert_refused(served.post("/v1/completions", content=body), 400)
+def test_the_page_shows_what_is_refused(served: Served) -> None:
+    found = PLACE.search(PAGE.read_text())
+    assert found is not None
+    assert found[0] == found[1] + table(served) + found[2], "run python -m tests.bad_inputs --write"
 
 
 def test_a_body_that_is_too_large_is_refused_whatever_its_headers_say(served: Served) -> None:
@@ -112,19 +52,9 @@ def test_a_body_that_is_too_large_is_refused_whatever_its_headers_say(served: Se
     assert json.loads(unstated.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "body_too_large"
 
 
-def test_a_prompt_beyond_the_context_is_refused_with_the_code_of_openai(served: Served) -> None:
-    answer = served.post("/v1/completions", json={"prompt": "a" * 200})
-    assert_refused(answer, 400, code="context_length_exceeded")
+def test_the_context_ends_a_text(served: Served) -> None:
     answer = served.post("/v1/completions", json={"prompt": "a" * 120, "max_tokens": 50, "temperature": 0})
     assert answer.json()["choices"][0]["finish_reason"] == "length"  # the context ends it
-
-
-def test_paths_methods_and_models_that_are_not_there(served: Served) -> None:
-    assert_refused(served.get("/v1/nothing"), 404)
-    assert_refused(served.get("/../../etc/passwd"), 404)
-    assert_refused(served.get("/v1/completions"), 405)
-    assert_refused(served.post("/v1/completions", json={"model": "other", "prompt": "a"}), 404, code="model_not_found")
-    assert_refused(served.get("/v1/models/other"), 404, code="model_not_found")
 
 
 def test_fields_that_nobody_knows_are_ignored_and_named(served: Served) -> None:
