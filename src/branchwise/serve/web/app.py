@@ -32,10 +32,10 @@ from branchwise.serve.protocol.shapes import ChatShape, CompletionShape, Shape
 from branchwise.serve.protocol.spelling import Spelling
 from branchwise.serve.runner import Runner, State
 from branchwise.serve.settings import Settings
+from branchwise.serve.web import openapi
 from branchwise.serve.web.answering import Answering
 from branchwise.serve.web.connection import read_body
 from branchwise.serve.web.door import NOT_READY, WHO, Door
-from branchwise.serve.web.openapi import PATH, document
 
 METRICS_HEADER = "x-branchwise-metrics"
 F = TypeVar("F", bound=Form)
@@ -163,8 +163,8 @@ def _status(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    described = document(service.settings)
+    document = openapi.document(service.settings)
 
-    @app.get(PATH)
-    async def openapi() -> Response:
-        return JSONResponse(described)
+    @app.get(openapi.PATH)
+    async def described() -> Response:
+        return JSONResponse(document)
