@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import psutil
 import torch
 from measure import interval, kept, progress, provenance
 
@@ -107,16 +108,17 @@ class Drive(Protocol):
         ...
 
     def counters(self) -> dict[str, float]:
-        """Seconds by phase, drafted and accepted tokens since the start."""
+        """Seconds by phase and of the processor, drafted and accepted tokens, since the start."""
         ...
 
 
 class Served:
     """A server at an address."""
 
-    def __init__(self, address: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, address: str, client: httpx.AsyncClient, pid: int | None) -> None:
         self.pages = Client(address)
         self.client = client
+        self.process = None if pid is None else psutil.Process(pid)
 
     async def ask(self, asked: Asked, answer: Answer) -> None:
         choosing = {"temperature": 0} if asked.seed is None else {"temperature": 1, "seed": asked.seed}
@@ -160,6 +162,8 @@ class Served:
             for kind in ("draft", "accepted"):
                 if f"spec_decode_num_{kind}_tokens_total" in name:
                     found[f"{kind} tokens"] = float(value)
+        if self.process is not None:
+            found["cpu"] = sum(self.process.cpu_times()[:2])
         return found
 
 
@@ -233,7 +237,7 @@ class Library:
                 {"prefill": one.prefill_seconds} | {name: share * spent for name, spent in one.seconds.items()}
             )
             found.update({"draft tokens": one.drafted_tokens, "accepted tokens": one.accepted_tokens})
-        return dict(found)
+        return dict(found) | {"cpu": time.process_time()}
 
 
 def percentile(values: Sequence[float], part: float) -> float:
@@ -351,6 +355,9 @@ async def second_turns(drive: Drive, texts: Sequence[str], letters: int, times: 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", default="http://127.0.0.1:8000")
+    parser.add_argument(
+        "--pid", type=int, help="the server's process, whose processor time tells it from busy neighbours"
+    )
     parser.add_argument("--library", action="store_true", help="drive the engine in this process instead of a server")
     parser.add_argument("--prompts", type=Path, required=True, help="a file of prompts, as branchwise bench reads them")
     parser.add_argument("--limit", type=int, default=40, help="prompts, spread over the file")
@@ -392,7 +399,7 @@ async def driving(arguments: argparse.Namespace) -> AsyncIterator[Drive]:
     async with httpx.AsyncClient(
         base_url=arguments.address, timeout=httpx.Timeout(600.0), limits=limits, trust_env=False
     ) as client:
-        yield Served(arguments.address, client)
+        yield Served(arguments.address, client, arguments.pid)
 
 
 async def measured(arguments: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
@@ -438,12 +445,17 @@ def main() -> None:
 def summarise(records: list[dict[str, Any]]) -> None:
     levels = [record for record in records if record["kind"] == "load"]
     if levels:
-        print("streams  tokens/s  x one  answers  first token p50, p95  p95 / ahead  token p50  faults  against alone")
+        print(
+            "streams  tokens/s  x one  per CPU s  answers  first token p50, p95  p95 / ahead  token p50  faults  "
+            "against alone"
+        )
     single = next((record["tokens_per_second"] for record in levels if record["streams"] == 1), math.nan)
     for record in levels:
         speed, first, ahead = record["tokens_per_second"], record["first"], record["ahead"]
+        cpu = record["counters"].get("cpu")
+        per_cpu = f"{record['tokens'] / cpu:.1f}" if cpu else ""
         print(
-            f"{record['streams']:7} {speed:9.1f} {speed / single:6.2f} {record['answers']:8} "
+            f"{record['streams']:7} {speed:9.1f} {speed / single:6.2f} {per_cpu:>10} {record['answers']:8} "
             f"{first['p50']:11.2f} {first['p95']:7.2f} s {first['p95'] / ahead['p95']:12.2f} "
             f"{1000 * record['per_token']['p50']:7.0f} ms {sum(record['faults'].values()):7}  "
             + ", ".join(f"{count} {what}" for what, count in record["compared"].items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ def arguments(tmp_path: Path, **given: Any) -> argparse.Namespace:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     usual = {"library": False, "limit": 4, "letters": 99, "streams": [1, 4], "seconds": 60.0, "requests": 8}
-    usual |= {"tokens": 6, "seeds": False, "overhead": 0, "second_turn": 0, "commit": "0", "prompts": prompts}
-    return argparse.Namespace(**usual | {"out": tmp_path / "load.jsonl"} | given)
+    usual |= {"tokens": 6, "seeds": False, "overhead": 0, "second_turn": 0, "commit": "0", "pid": os.getpid()}
+    return argparse.Namespace(**usual | {"prompts": prompts, "out": tmp_path / "load.jsonl"} | given)
 
 
 def assert_accounted(records: list[dict[str, Any]]) -> None:
@@ -33,6 +34,7 @@ def assert_accounted(records: list[dict[str, Any]]) -> None:
         assert not record["faults"]
         assert record["tokens"] == 48
         assert record["counters"]["score"] > 0
+        assert record["counters"]["cpu"] > 0
 
 
 def test_a_server_that_is_right_is_found_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
