@@ -58,13 +58,15 @@ def serve(
     max_prompt_tokens: Annotated[int | None, Option(help="Tokens of a prompt.", show_default="the context")] = None,
     max_new_tokens: Annotated[int | None, Option(help="Tokens of an answer.", show_default="the context")] = None,
     max_choices: Annotated[int, Option(help="The largest `n` of a request.")] = 128,
+    playground: Annotated[bool, Option(help="Serve the page at / that shows how texts come about.")] = True,
+    lanes: Annotated[int, Option(help="Methods besides the server's own that requests may name at a time.")] = 2,
     grace: Annotated[float, Option(help="Seconds that running texts have to end after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve a model with OpenAI's protocol.
 
     branchwise serve --model smollm2 --port 8000
     """
-    at_least(0, port=port, grace=int(grace), prefix_cache=prefix_cache)
+    at_least(0, port=port, grace=int(grace), prefix_cache=prefix_cache, lanes=lanes)
     at_least(
         1,
         context=context,
@@ -97,8 +99,18 @@ def serve(
         queue=max_queue,
     )
     names = tuple(served_model_name or [loading.model])
-    origins = tuple(allow_origin or ())
-    settings = Settings(names, limits, keys, origins=origins, share_prefixes=share_prefixes, grace=grace)
+    settings = Settings(
+        names,
+        limits,
+        keys,
+        origins=tuple(allow_origin or ()),
+        share_prefixes=share_prefixes,
+        playground=playground,
+        lanes=lanes,
+        method=method,
+        head=drafting.head,
+        grace=grace,
+    )
     cached: int | bool = True if prefix_cache is None else prefix_cache
 
     def load() -> LLM:
@@ -112,7 +124,8 @@ def serve(
     listening = listen(host, port)
     server = Server(load, settings)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-    server.on_loaded = lambda: print_notice(f"{names[0]} is ready at {address}/v1.")
+    page = f" Open {address} to watch it write." if playground else ""
+    server.on_loaded = lambda: print_notice(f"{names[0]} is ready at {address}/v1.{page}")
     print_notice(f"Listening at {address}; {names[0]} is loading, drafting with {method.name}.")
     ended = run(server, listening)
     llm = server.runner.llm

@@ -22,6 +22,7 @@ from branchwise.engine.pipelined import PipelinedStep
 from branchwise.engine.request import FinishReason, Generation, Pending, Piece, Request
 from branchwise.engine.scheduler import Scheduler
 from branchwise.engine.step import Outcome, Step
+from branchwise.engine.trace import PHASE, trace_of
 from branchwise.errors import UsageError
 from branchwise.verify import Verifier, check_pairing
 
@@ -162,6 +163,7 @@ class Engine:
                 self._run_out(generations[-1])
                 continue
             seconds = self._step.clock.settle()
+            seconds.pop(PHASE, None)
             prepared = since(before)
             for generation, outcome in zip(generations, outcomes, strict=True):
                 self._emit(generation, outcome, seconds, len(generations), prepared)
@@ -181,7 +183,7 @@ class Engine:
         """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
         if generation.finished:  # cancelled during the step
             return
-        tree, verdict, logprobs, tops = outcome
+        tree, verdict, logprobs, tops, seen = outcome
         accepted = verdict.kept_of(tree)
         drafter = self.drafter.name if self._guarded is None else self._guarded.drafting
         sources = [tree.sources[node] if tree.sources else drafter for node in verdict.path[1:]]
@@ -204,6 +206,8 @@ class Engine:
         if generation.error is not None and not generation.finished:
             self._finish(generation, FinishReason.ERROR)
         self._settle_prefill(generation)  # the verdict came after it, so it is over
+        if seen is not None and generation.request.trace:
+            generation.traces.append(trace_of(seen, tree, verdict, emitted, drafter, seconds, batch))
         generation.stats.record(tree, emitted, seconds, sources[:emitted], drafter, batch, prepared)
         if self._guarded is not None and self.guard is not None:
             generation.stats.rested += self._guarded.rested

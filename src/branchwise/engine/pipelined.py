@@ -65,6 +65,7 @@ class PipelinedStep(Step):
         if batch.host_tokens is None:  # a tree drafted on the device may be overwritten before the host reads it
             found = found.with_tokens(batch.tokens)
         logprobs = self.logprobs(generations, batch, scored, found)
+        seen = self.look(generations, batch, scored, found)
         self.clock.lap("verify")
 
         found.fetch()  # the copy to the host starts; what is enqueued from here on does not delay it
@@ -86,7 +87,7 @@ class PipelinedStep(Step):
             self._inflight.committed = True
         else:
             self.clock.lap("commit")
-        return self.outcomes(batch, verdicts, logprobs)
+        return self.outcomes(batch, verdicts, logprobs, seen)
 
     def _budgets(self, generations: Sequence[Generation], further: int = 0) -> list[Budget]:
         """Trees that draw nothing may reach beyond the wanted length: what is recorded has one size, and a deep tree is

@@ -16,6 +16,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.text import TextStream
 from branchwise.draft.base import Budget
 from branchwise.engine.stats import Stats, Stopwatch
+from branchwise.engine.trace import StepTrace
 from branchwise.errors import ModelError, UsageError
 
 MOST_TOP = 20
@@ -58,6 +59,8 @@ class Request:
     """report so many of the most probable tokens in the place of each emitted one, with theirs"""
     prompt_logprobs: bool = False
     """report the same of the prompt's tokens, all but the first; none of it comes from the cache of another text"""
+    trace: bool = False
+    """report what every step looked like, in `Generation.traces`"""
     scope: Hashable = None
     """whose it is: prompts begin with cached rows of texts of an equal scope and of no others (engine/prefixes.py)"""
 
@@ -117,6 +120,8 @@ class Generation:
     prompt_scores: list[TokenScore] = field(default_factory=list)
     """of the prompt's tokens from the second on, if the request asks for them"""
     stats: Stats = field(default_factory=Stats)
+    traces: list[StepTrace] = field(default_factory=list)
+    """what its steps looked like, if the request asks for it; whoever reads them may take them out"""
     prefill_clock: Stopwatch | None = None
     """runs until the prefill is known to be over"""
     began: float | None = None

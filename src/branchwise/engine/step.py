@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine.request import Generation, Top
 from branchwise.engine.stats import Stopwatch
+from branchwise.engine.trace import PHASE, Seen, TraceRow, read, see
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict, Verdicts, Verifier
 
@@ -41,6 +42,8 @@ class Outcome(NamedTuple):
     """of the emitted tokens under the unwarped model, if a request asks for them"""
     tops: list[Top] | None
     """the most probable tokens in the place of each, as many as any request asks for"""
+    seen: TraceRow | None
+    """what the target thinks of the tree, if a request asks for it"""
 
 
 class Reported(NamedTuple):
@@ -79,6 +82,7 @@ class Step:
         probs = WarpedProbs(scored.logits, batch, sequences)
         found = self.verifier(batch, probs, self.chance(sequences, len(batch)))
         logprobs = self.logprobs(generations, batch, scored, found)
+        seen = self.look(generations, batch, scored, found)
         verdicts = found.read()[: len(sequences)]
         self.clock.lap("verify")
         self.interrupted = True
@@ -86,7 +90,7 @@ class Step:
         self.target.commit(sequences, verdicts)
         self.interrupted = False
         self.clock.lap("commit")
-        return self.outcomes(batch, verdicts, logprobs)
+        return self.outcomes(batch, verdicts, logprobs, seen)
 
     def batch(
         self, trees: Sequence[DraftTree], sequences: Sequence[SequenceState], budgets: Sequence[Budget]
@@ -152,14 +156,26 @@ class Step:
         best, likely = picked.topk(most, dim=-1) if most else (picked[..., :0], nodes[..., None][..., :0])
         return Reported(*(part.to("cpu", non_blocking=True) for part in (own, likely, best)))  # there with the verdicts
 
+    def look(self, generations: Sequence[Generation], batch: TreeBatch, scored: Scored, found: Verdicts) -> Seen | None:
+        """What the target thinks of the trees, if a request wants to know."""
+        if not any(generation.request.trace for generation in generations):
+            return None
+        self.clock.lap("verify")
+        seen = see(batch, scored.logits, found)
+        self.clock.lap(PHASE)
+        return seen
+
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         with self.sparing_memory():
             self.drafter.update(sequences, scored, verdicts)
 
-    def outcomes(self, batch: TreeBatch, verdicts: Sequence[Verdict], reported: Reported | None) -> list[Outcome]:
-        pairs = list(zip(batch.trees, verdicts, strict=False))
+    def outcomes(
+        self, batch: TreeBatch, verdicts: Sequence[Verdict], reported: Reported | None, seen: Seen | None = None
+    ) -> list[Outcome]:
+        looked = repeat(None) if seen is None else read(seen)
+        pairs = list(zip(batch.trees, verdicts, looked, strict=False))
         if reported is None:
-            return [Outcome(tree, verdict, None, None) for tree, verdict in pairs]
+            return [Outcome(tree, verdict, None, None, row) for tree, verdict, row in pairs]
         rows = zip(pairs, *(part.tolist() for part in reported), strict=False)
         return [
             Outcome(
@@ -167,8 +183,9 @@ class Step:
                 verdict,
                 logprobs[: len(verdict.path)],
                 [list(zip(*one, strict=True)) for one in islice(zip(tokens, values, strict=True), len(verdict.path))],
+                row,
             )
-            for (tree, verdict), logprobs, tokens, values in rows
+            for (tree, verdict, row), logprobs, tokens, values in rows
         ]
 
     @contextmanager

@@ -15,6 +15,7 @@ from branchwise.core.text import TextStream
 from branchwise.engine import Engine, FinishReason, Generation, Piece
 from branchwise.llm import LLM
 from branchwise.serve import journal
+from branchwise.serve.lanes import Lane, Lanes
 from branchwise.serve.protocol.prompts import Order
 from branchwise.serve.writing import Update, Writing
 
@@ -32,8 +33,9 @@ class State(StrEnum):
 
 
 class Runner:
-    def __init__(self, load: Callable[[], LLM], *, queue: int | None = None) -> None:
-        """`load` is called on the engine's thread; `queue` is how many texts may wait for a slot."""
+    def __init__(self, load: Callable[[], LLM], *, queue: int | None = None, lanes: int = 0) -> None:
+        """`load` is called on the engine's thread; `queue` is how many texts may wait for a slot, and `lanes` how many
+        methods besides the loaded one requests may use at a time."""
         self.state = State.LOADING
         self.failure: BaseException | None = None
         """why the model did not load"""
@@ -46,11 +48,13 @@ class Runner:
         self.lock = threading.Condition()
         """held for moments; whoever gives the thread something to do notifies it"""
         self.llm: LLM | None = None
+        self.lanes: Lanes | None = None
+        """there once the model is"""
         self._load = load
         self._queue = queue
+        self._most_lanes = lanes
         self._ending = False
         self._stopping = False
-        self._failures = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # From the event loop
@@ -69,18 +73,21 @@ class Runner:
         with self.lock:
             return sum(generation.began is None for generation in self.live)
 
-    def submit(self, order: Order) -> Writing:
-        """Begin to write; raises `UsageError`, and `QueueFull` if too many wait. All of the texts begin, or none."""
-        assert self.llm is not None
-        writing = Writing(self.cancel)
+    def submit(self, order: Order, lane: Lane | None = None) -> Writing:
+        """Begin to write, by default with the server's own method; raises `UsageError`, and `QueueFull` if too many
+        wait. All of the texts begin, or none."""
+        assert self.lanes is not None
+        writing = Writing(self.cancel, lane or self.lanes.main)
         with self.lock:
+            if lane is not None:
+                self.lanes.let_go(lane)
             try:
                 for index in range(len(order.requests)):
                     self._submit(order, index, writing)
             except BaseException:
                 for generation in writing.generations:
                     self.live.pop(generation, None)
-                    self.engine.scheduler.cancel(generation)
+                    writing.lane.engine.scheduler.cancel(generation)
                 raise
             self.lock.notify()
         return writing
@@ -90,7 +97,8 @@ class Runner:
         # A tokenizer that fails on one text must not end the step of all: the text ends, and says so.
         decode = _Guarded(self.llm.decode, partial(self._fail, writing, index))
         deliver = partial(self._deliver, writing, index)
-        generation = self.llm.engine.submit(order.requests[index], TextStream(decode, order.stops), on_output=deliver)
+        engine = writing.lane.engine
+        generation = engine.submit(order.requests[index], TextStream(decode, order.stops), on_output=deliver)
         writing.expect(index)
         writing.generations.append(generation)
         self.live[generation] = (writing, index)
@@ -98,8 +106,9 @@ class Runner:
     def cancel(self, generation: Generation) -> None:
         """End a text that nobody waits for; its slot is free before the next step."""
         with self.lock:
-            if self._forget(generation):
-                self.engine.scheduler.cancel(generation)
+            writing, _ = self.live.get(generation, (None, 0))
+            if writing is not None and self._forget(generation):
+                writing.lane.engine.scheduler.cancel(generation)
                 self.lock.notify()
 
     def drain(self) -> None:
@@ -131,9 +140,8 @@ class Runner:
             self.failure, self.state = error, State.BROKEN
             self.on_loaded()
             return
-        llm.engine.scheduler.queue = self._queue
         with self.lock:
-            self.llm = llm
+            self.llm, self.lanes = llm, Lanes(llm, self.lock, most=self._most_lanes, queue=self._queue)
             if self.state is State.LOADING:
                 self.state = State.READY
         self.on_loaded()
@@ -142,28 +150,37 @@ class Runner:
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when that is to end."""
+        assert self.lanes is not None
         with self.lock:
-            while not (self._ending or (self.engine.busy and self.state is not State.BROKEN)):
+            while not (self._ending or (self.lanes.has_work and self.state is not State.BROKEN)):
                 self.lock.wait()
             if self._ending:
                 self._end(list(self.live), FinishReason.CANCELLED)
+                self.lanes.refuse_all()
                 self._ending = False
             return not self._stopping
 
     def _step(self) -> None:
+        assert self.lanes is not None
+        self.lanes.make_wanted()
+        lane = self.lanes.next()
+        if lane is None:
+            return
         try:
-            self.engine.step()
-            self._failures = 0
+            with lane.turn():
+                lane.engine.step()
+            lane.failures = 0
         except Exception as error:
             journal.write_failure("a step of the engine", error)
-            self._recover(error)
+            self._recover(lane, error)
 
     def _deliver(self, writing: Writing, index: int, generation: Generation, pieces: list[Piece]) -> None:
         if generation.finished:
             with self.lock:
                 if not self._forget(generation):
                     return
-        writing.put(Update(index, pieces, generation.finish_reason, generation.error))
+        traces, generation.traces = generation.traces, []
+        writing.put(Update(index, pieces, generation.finish_reason, generation.error, traces))
 
     def _fail(self, writing: Writing, index: int, error: Exception) -> None:
         """End one text in the middle of a step; the others go on."""
@@ -171,31 +188,41 @@ class Runner:
         with self.lock:  # held by `submit` until all of the texts are known
             generation = writing.generations[index]
             self._end([generation], FinishReason.ERROR, f"The text could not be decoded ({type(error).__name__}).")
-            self.engine.scheduler.cancel(generation)
+            writing.lane.engine.scheduler.cancel(generation)
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, lane: Lane, error: Exception) -> None:
         """Fail the texts that a failed step was about, and go on with the others."""
-        self._failures += 1
-        scheduler = self.engine.scheduler
+        lane.failures += 1
+        scheduler = lane.engine.scheduler
         with self.lock:
             # A prompt that could not be written has been ended by the scheduler; then it was not the others' fault.
             cancelled = FinishReason.CANCELLED
-            culprits = [generation for generation in self.live if generation.finish_reason is cancelled]
+            there = [generation for generation, (writing, _) in self.live.items() if writing.lane is lane]
+            culprits = [generation for generation in there if generation.finish_reason is cancelled]
             culprits = culprits or [*scheduler.running, *scheduler.prefilling]
-            given_up = self._failures >= MOST_FAILURES
-            ended = list(self.live) if given_up else culprits
+            given_up = lane.failures >= MOST_FAILURES
+            ended = there if given_up else culprits
             self._end(ended, FinishReason.ERROR, f"The engine failed on this text ({type(error).__name__}).")
             for generation in ended:
                 scheduler.cancel(generation)
         try:
-            with self.engine.turn:
+            with lane.engine.turn:
                 scheduler.release()
-                self.engine.drop_prefixes()  # nobody knows what is in the cache of a text that failed
+                lane.engine.drop_prefixes()  # nobody knows what is in the cache of a text that failed
         except Exception as further:
             journal.write_failure("freeing the slots of failed texts", further)
             given_up = True
         if given_up:
+            self._give_up(lane)
+
+    def _give_up(self, lane: Lane) -> None:
+        """Without its main lane the server is broken; another one is made anew for whoever wants it."""
+        assert self.lanes is not None
+        if lane is self.lanes.main:
             self.state = State.BROKEN
+        else:
+            with self.lock:
+                self.lanes.drop(lane)
 
     def _end(self, generations: Sequence[Generation], reason: FinishReason, error: str | None = None) -> None:
         """Tell whoever waits that texts have ended, with what they had; the lock is held."""
@@ -206,7 +233,7 @@ class Runner:
             writing, index = found
             writing.cut = reason is FinishReason.CANCELLED
             if reason is FinishReason.CANCELLED:
-                self.engine.scheduler.cancel(generation)
+                writing.lane.engine.scheduler.cancel(generation)
                 generation.flush()  # the text that was held back
                 generation.report()  # goes through `_deliver`
             if self._forget(generation):

@@ -23,7 +23,7 @@ class Server(uvicorn.Server):
     """uvicorn with another end: while texts run after a SIGTERM the socket stays open and answers 503."""
 
     def __init__(self, load: Callable[[], LLM], settings: Settings) -> None:
-        self.runner = Runner(load, queue=settings.limits.queue)
+        self.runner = Runner(load, queue=settings.limits.queue, lanes=settings.lanes)
         self.settings = settings
         app, self.door = create_app(self.runner, settings)
         quiet = {"log_level": "warning", "access_log": False, "server_header": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from branchwise.constrain import Limits as GrammarLimits
+from branchwise.methods import Method
 
 MIB = 1 << 20
 
@@ -46,5 +47,13 @@ class Settings:
     """whose pages may ask from a browser"""
     share_prefixes: bool = False
     """let prompts begin with cached rows of texts of other keys"""
+    playground: bool = True
+    """whether there is a page at /"""
+    lanes: int = 2
+    """methods besides the server's own that requests may use at a time"""
+    method: Method | None = None
+    """the server's own, where it is known by name"""
+    head: str | None = None
+    """the file of the trained head that methods of requests may draft with"""
     grace: float = 30.0
     """seconds that running texts have after a SIGTERM"""

@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from branchwise.engine import FinishReason, Generation, Piece
+from branchwise.engine.trace import StepTrace
+from branchwise.serve.lanes import Lane
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Update:
     """why the text ends here, if it does"""
     error: str | None = None
     """what happened, if it ends because something did"""
+    traces: list[StepTrace] = field(default_factory=list)
+    """what steps looked like, if the request asks for it"""
 
     @property
     def text(self) -> str:
@@ -30,7 +34,9 @@ class Update:
 class Writing:
     """Texts being written. Iterating over it gives their updates until all have ended; `cancel` ends the rest."""
 
-    def __init__(self, cancel: Callable[[Generation], None]) -> None:
+    def __init__(self, cancel: Callable[[Generation], None], lane: Lane) -> None:
+        self.lane = lane
+        """where they are written"""
         self.generations: list[Generation] = []
         self.began = time.perf_counter()
         self.first: float | None = None

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from branchwise.errors import QueueFull, UsageError
+from branchwise.errors import BranchwiseError, QueueFull
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error", 429: "rate_limit_error"}
 """of the statuses below 500 that are not simply an invalid request"""
@@ -46,7 +46,7 @@ class Refusal(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def refusal_of(error: UsageError, param: str | None = None) -> Refusal:
+def refusal_of(error: BranchwiseError, param: str | None = None) -> Refusal:
     """A mistake that the engine found in a request."""
     if isinstance(error, QueueFull):
         return Refusal(429, str(error), code="queue_full")

@@ -100,6 +100,7 @@ class Prompts:
                     top_logprobs=asked.alternatives,
                     prompt_logprobs=scored,
                     scope=who,
+                    trace=bool(asked.trace),
                 )
                 for prompt in map(self._checked, prompts)
                 for choice in range(choices)

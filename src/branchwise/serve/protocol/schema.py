@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from branchwise.engine.request import MOST_TOP
+from branchwise.serve.protocol.choosing import Chosen
 from branchwise.serve.protocol.failures import Refusal
 from branchwise.serve.protocol.formats import Formed
 from branchwise.serve.protocol.tools import Called, Tooled
@@ -82,7 +83,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class Asked(Formed, Form):
+class Asked(Formed, Chosen, Form):
     """What both kinds of completions take."""
 
     model: str | None = None
@@ -142,6 +143,8 @@ class Asked(Formed, Form):
             raise Refusal(400, "logit_bias maps token ids, as strings of digits, to numbers.", param="logit_bias")
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options is for streams; set stream too.", param="stream_options")
+        if self.trace and not self.stream:
+            raise Refusal(400, "trace is for streams; set stream too.", param="trace")
         if self.wanted is not None and self.ignore_eos:
             raise Refusal(400, "A text that has a form ends with it; leave out ignore_eos.", param="ignore_eos")
 

@@ -12,11 +12,14 @@ from fastapi.responses import JSONResponse, Response
 from branchwise.engine import FinishReason, Piece
 from branchwise.errors import UsageError
 from branchwise.serve import journal
+from branchwise.serve.lanes import Lane
 from branchwise.serve.metrics import Metrics
 from branchwise.serve.protocol.failures import Refusal, refusal_of
 from branchwise.serve.protocol.prompts import Order
 from branchwise.serve.protocol.schema import Asked
 from branchwise.serve.protocol.shapes import DONE, FINISH, Parts, Shape, event, usage
+from branchwise.serve.protocol.spelling import Spelling
+from branchwise.serve.protocol.traces import traced
 from branchwise.serve.runner import Runner
 from branchwise.serve.speculation import speculative_decoding
 from branchwise.serve.web.connection import ClientGone, EventStream, while_connected
@@ -30,15 +33,27 @@ GONE = 499
 class Answering:
     """One request that was understood, until it is answered and written down."""
 
-    def __init__(self, runner: Runner, metrics: Metrics, asked: Asked, order: Order, shape: Shape) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        metrics: Metrics,
+        asked: Asked,
+        order: Order,
+        shape: Shape,
+        *,
+        lane: Lane | None = None,
+        spelling: Spelling | None = None,
+    ) -> None:
+        """It is written in a `lane`, by default the server's own. A `spelling` spells what the request asks to see."""
         self.metrics = metrics
         self.asked = asked
         self.order = order
         self.shape = shape
         try:
-            self.writing = runner.submit(order)
+            self.writing = runner.submit(order, lane)
         except UsageError as error:
             raise refusal_of(error) from None
+        self._spelling = spelling
         metrics.prompt(order.prompt_tokens)
         self._finish: dict[int, FinishReason] = {}
         self._status = 200
@@ -92,10 +107,10 @@ class Answering:
                     told = self._prompt_pieces(update.index)
                     opening = self.shape.opening(update.index, self._echo(update.index), told)
                     yield event(self.shape.part([opening] if opening else [], **counting))
-                if update.text or update.finish or self.shape.spelling is not None:
+                if update.text or update.finish or update.traces or self.shape.spelling is not None:
                     finish = None if update.finish is None else FINISH[update.finish]
                     delta = self.shape.delta(update.index, update.text, update.pieces, finish)
-                    yield event(self.shape.part([delta], **counting))
+                    yield event(self.shape.part([delta], **counting, **self._traced(update)))
             closing = {"usage": self._usage()} if self.asked.include_usage else {}
             if closing := closing | self._asked_metrics():
                 yield event(self.shape.part([], **closing))
@@ -104,6 +119,11 @@ class Answering:
             self._status = error.status
             yield event(error.body)
         yield DONE
+
+    def _traced(self, update: Update) -> Parts:
+        if not self.asked.trace or self._spelling is None:
+            return {}
+        return {"branchwise": traced(update.pieces, update.traces, self._spelling)}
 
     def _note(self, update: Update) -> None:
         """Remember why a text ended; one that failed fails the request."""

@@ -15,9 +15,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from branchwise.draft.head.shipped import shipped_head
+from branchwise.errors import BranchwiseError
+from branchwise.serve.lanes import Lane
 from branchwise.serve.metrics import Metrics
 from branchwise.serve.protocol import failures
-from branchwise.serve.protocol.failures import Refusal
+from branchwise.serve.protocol.choosing import chosen, offered, refuse_choice
+from branchwise.serve.protocol.failures import Refusal, refusal_of
 from branchwise.serve.protocol.prompts import Prompts
 from branchwise.serve.protocol.schema import (
     Asked,
@@ -36,6 +40,7 @@ from branchwise.serve.web import openapi
 from branchwise.serve.web.answering import Answering
 from branchwise.serve.web.connection import read_body
 from branchwise.serve.web.door import NOT_READY, WHO, Door
+from branchwise.serve.web.playground import add_pages
 
 METRICS_HEADER = "x-branchwise-metrics"
 F = TypeVar("F", bound=Form)
@@ -83,7 +88,31 @@ class Service:
         if self.runner.state is not State.READY:  # it has begun to end since the request came in
             raise Refusal(503, NOT_READY[self.runner.state])
         made = shape(self.settings.names[0], self.spelling if asked.wants_logprobs else None, order.reading)
-        return await Answering(self.runner, self.metrics, asked, order, made).respond(request)
+        spelling = self.spelling if asked.trace else None
+        lane = await self.lane(asked)
+        answering = Answering(self.runner, self.metrics, asked, order, made, lane=lane, spelling=spelling)
+        return await answering.respond(request)
+
+    async def lane(self, asked: Asked) -> Lane | None:
+        """Where a request that names a method is written."""
+        if not asked.chooses:
+            return None
+        method, lanes = chosen(asked, self.settings.method, self.head), self.runner.lanes
+        if method is None:
+            return None
+        if not self.settings.lanes or lanes is None:
+            raise refuse_choice()
+        try:
+            return await asyncio.wrap_future(lanes.find(method))
+        except BranchwiseError as error:
+            raise refusal_of(error, "method") from None
+
+    @cached_property
+    def head(self) -> str | None:
+        """The file of the trained head for the model, if there is one."""
+        assert self.runner.llm is not None
+        shipped = shipped_head(self.runner.engine.target.info)
+        return self.settings.head or (None if shipped is None else str(shipped))
 
     def model(self, name: str) -> dict[str, Any]:
         context = None if self.runner.llm is None else self.runner.engine.target.info.context
@@ -99,6 +128,8 @@ def create_app(runner: Runner, settings: Settings) -> tuple[ASGIApp, Door]:
     _completions(app, service)
     _tokens(app, service)
     _status(app, service)
+    if settings.playground:
+        add_pages(app)
     door = Door(app, runner, settings, service.metrics)
     if not settings.origins:
         return door, door
@@ -148,6 +179,13 @@ def _status(app: FastAPI, service: Service) -> None:
         if name not in names:
             raise Refusal(404, "This server has no such model.", param="model", code="model_not_found")
         return JSONResponse(service.model(name))
+
+    @app.get("/v1/methods")
+    async def methods() -> Response:
+        if runner.llm is None:
+            raise Refusal(503, NOT_READY[runner.state])
+        settings = service.settings
+        return JSONResponse(offered(settings.method, service.head, settings.lanes))
 
     @app.get("/health")
     async def health() -> Response:
