@@ -26,7 +26,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), " ": (32, " ")}
 KEYS |= {f"Arrow{way}": (code, "") for way, code in (("Left", 37), ("Up", 38), ("Right", 39), ("Down", 40))}
-PATIENCE = 60
+PATIENCE = 30
 
 
 class Browser:
@@ -99,7 +99,7 @@ class Browser:
 
     def point(self, selector: str, *, click: bool = False) -> None:
         """Move the pointer over an element, and click."""
-        script = f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect(); "
+        script = "(e => { e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect(); "
         script += f"return [r.x + r.width / 2, r.y + r.height / 2] }})(document.querySelector({json.dumps(selector)}))"
         x, y = self.run(script)
         self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -123,8 +123,8 @@ class Browser:
     # How it is looked at
 
     def size(self, width: int, height: int, *, phone: bool = False) -> None:
-        scale = 2 if phone else 1
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
+        seen = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        self.ask("Emulation.setDeviceMetricsOverride", **seen)
 
     def prefer(self, scheme: str) -> None:
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

@@ -54,9 +54,10 @@ def test_a_trace_tells_every_step_and_every_token(client: Served) -> None:
     found = events(client, trace=True, logprobs=1)
     steps = [step for event in found for step in event["branchwise"]["steps"]]
     tokens = [token for event in found for token in event["branchwise"]["tokens"]]
-    assert "".join(token["text"] for token in tokens) == client.complete(PROMPT, max_tokens=24, temperature=0)[
-        "choices"
-    ][0]["text"]
+    assert (
+        "".join(token["text"] for token in tokens)
+        == client.complete(PROMPT, max_tokens=24, temperature=0)["choices"][0]["text"]
+    )
     assert sum(step["emitted"] for step in steps) == len(tokens) == 24
     assert any(len(step["path"]) > 1 for step in steps), "nothing was accepted: the test shows too little"
     spelt = [token for event in found for token in event["choices"][0]["logprobs"]["tokens"]]
@@ -64,7 +65,7 @@ def test_a_trace_tells_every_step_and_every_token(client: Served) -> None:
     for step, following in pairwise([*steps, None]):
         assert step is not None
         nodes, path = step["nodes"], step["path"]
-        assert [node["parent"] for node in nodes][0] == -1
+        assert nodes[0]["parent"] == -1
         assert all(0 <= node["parent"] < number for number, node in enumerate(nodes) if number)
         assert [nodes[node]["parent"] for node in path[1:]] == path[:-1]
         emitted = [*(nodes[node]["token"] for node in path[1:]), step["own"]["token"]][: step["emitted"]]

@@ -2,6 +2,7 @@
 
 const KEY = "branchwise-key";
 let askKey = async () => null;
+let asking = null;
 
 /** Who is asked for a key when the server wants one. */
 export function onLocked(ask) {
@@ -14,9 +15,13 @@ async function ask(path, options = {}) {
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
     const answer = await fetch(path, { ...options, headers });
     if (answer.status !== 401) return answer;
-    const given = await askKey();
-    if (!given) return answer;
-    sessionStorage.setItem(KEY, given);
+    // Of several that are refused at once, one asks.
+    if (key === sessionStorage.getItem(KEY)) {
+      asking ??= askKey().finally(() => (asking = null));
+      const given = await asking;
+      if (!given) return answer;
+      sessionStorage.setItem(KEY, given);
+    }
   }
 }
 

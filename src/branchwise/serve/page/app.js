@@ -107,6 +107,7 @@ async function send(prompt) {
   stopPlaying();
   inspector.show(turn.answers[0]);
   at("send").textContent = "Stop";
+  at("story").setAttribute("aria-live", "off"); // it changes with every step
   for (const answer of turn.answers) answer.writing(true);
   const changed = () => soon(turn, asked.max_tokens), began = performance.now();
   const { method, draft, tree, verify, ...rest } = asked;
@@ -117,10 +118,12 @@ async function send(prompt) {
   frame = 0;
   for (const answer of turn.answers) answer.show();
   at("send").textContent = "Send";
+  at("story").setAttribute("aria-live", "polite");
   compare(turn, same);
-  inspector.show(inspector.answer ?? turn.answers[0], following ? null : inspector.step);
+  const shown = inspector.answer ?? turn.answers[0];
+  inspector.show(shown, following ? shown.run.best : inspector.step);
   const { tokens, steps, speed } = runs[0].stats();
-  status(runs[0].error ? runs[0].error : `${model} · ${plural(tokens, "token")} in ${plural(steps, "pass").replace("passs", "passes")}, ${speed.toFixed(1)} tokens/s`, Boolean(runs[0].error));
+  status(runs[0].error ? runs[0].error : `${model} · ${plural(tokens, "token")} in ${steps} ${steps === 1 ? "pass" : "passes"}, ${speed.toFixed(1)} tokens/s`, Boolean(runs[0].error));
 }
 
 at("composer").addEventListener("submit", (event) => {
@@ -214,7 +217,7 @@ async function openReplay(file) {
       compare(turn, true);
     }
     const last = turns.at(-1);
-    if (last) inspector.show(last.answers[0], 0);
+    if (last) inspector.show(last.answers[0], last.runs[0].best);
     status(`Replay of ${model}: ${plural(turns.length, "answer")}. Press ▶ to watch it; reload the page to write.`);
   } catch (error) {
     status(error.message, true);

@@ -39,6 +39,11 @@ export class Run {
     return this.tokens.map((token) => token.text).join("");
   }
 
+  /** The step that gave most tokens. */
+  get best() {
+    return this.steps.reduce((best, step, place) => (step.emitted > this.steps[best].emitted ? place : best), 0);
+  }
+
   /** Counts over the first steps, by default over all. */
   stats(steps = this.steps.length) {
     let tokens = 0, ms = 0, drafted = 0;

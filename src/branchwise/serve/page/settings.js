@@ -20,7 +20,7 @@ export class Settings {
     this.offered = offered;
     const own = offered.serving;
     const names = offered.methods.map(({ name }) => name).filter((name) => name !== own?.name);
-    fill("method", [[OWN, `${own?.name ?? "the server's"} (served)`], ...names.map((name) => [name, name]), ...(offered.lanes ? [[PARTS, "parts of your choice"]] : [])], OWN);
+    fill("method", [[OWN, own ? `${own.name} (served)` : "the server's own"], ...names.map((name) => [name, name]), ...(offered.lanes ? [[PARTS, "parts of your choice"]] : [])], OWN);
     for (const id of ["method", "draft", "tree", "verify"]) at(id).disabled = !offered.lanes;
     at("race").disabled = !offered.lanes;
     this.named();

@@ -15,6 +15,8 @@ const EXAMPLE = {
   own: { token: " valley", p: 0.37 },
 };
 
+const HINT = "Point at a box, or go through the tree with the arrow keys, to see its probability.";
+
 export const at = (id) => document.getElementById(id);
 
 export function make(tag, attributes = {}, ...children) {
@@ -26,9 +28,10 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-const colours = new Map();
+// Known sources have the same colour in every session and in every replay.
+const colours = new Map(Object.entries({ auto: "s1", head: "s1", model: "s1", suffix: "s2", recycle: "s5", ngram: "s3", stand: "s4", trigram: "s6", memories: "s2" }));
 
-/** The class of a source; the same for as long as the page is open. */
+/** The class of a source; empty for the model's own. */
 export function colour(source) {
   if (!source) return "";
   if (!colours.has(source)) colours.set(source, `s${(colours.size % 6) + 1}`);
@@ -46,7 +49,7 @@ export class Answer {
     this.choose = choose;
     this.shown = 0; // tokens that are on the page
     this.spans = [];
-    this.speed = make("b");
+    this.speed = make("b", { title: "by the time of its own passes: texts that are written together share the machine" });
     this.fill = make("i");
     this.text = make("div", { class: "text", tabindex: "0", role: "group", "aria-label": `Answer, ${run.label}: arrow keys go from step to step` });
     const title = make("h3", {}, make("span", { text: run.label }), this.speed);
@@ -129,6 +132,7 @@ export class Inspector {
   explain() {
     at("story").replaceChildren(make("b", { text: "An example." }), " Each box is a drafted token, its colour who drafted it. The bar below and the line to it are the wider the more probable the model finds it. The bold path was kept; the dashed token is the model's own.");
     this.nodes = draw(at("drawing"), EXAMPLE, colour, (found, event) => this.hover(found, event));
+    at("node").textContent = HINT;
   }
 
   empty() {
@@ -179,7 +183,7 @@ export class Inspector {
     this.nodes = draw(at("drawing"), step, colour, (found, event) => this.hover(found, event));
     this.node = null;
     if (document.activeElement === at("drawing")) this.point(Math.min(node ?? 0, this.nodes.length - 1));
-    else at("node").textContent = "";
+    else at("node").textContent = HINT;
     const names = { draft: "draft", score: "pass of the model", verify: "verify", commit: "keep and learn" };
     at("times").replaceChildren(...Object.entries(step.ms).map(([phase, spent]) => make("span", { text: `${names[phase] || phase} ${spent.toFixed(1)} ms` })));
   }
@@ -199,7 +203,8 @@ export class Inspector {
     const box = at("drawing").querySelector(`[data-node="${node.index}"]`).getBoundingClientRect(), size = tip.getBoundingClientRect();
     const left = event ? event.clientX : box.left + box.width / 2;
     tip.style.left = `${Math.max(8, Math.min(left - size.width / 2, innerWidth - size.width - 8))}px`;
-    tip.style.top = `${box.top - size.height - 8 > 0 ? box.top - size.height - 8 : box.bottom + 10}px`;
+    const below = box.bottom + 6;
+    tip.style.top = `${below + size.height < innerHeight ? below : Math.max(4, box.top - size.height - 6)}px`;
   }
 
   point(index) {

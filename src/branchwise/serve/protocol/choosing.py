@@ -75,17 +75,17 @@ class Chosen(BaseModel):
 def chosen(asked: Chosen, own: Method | None, head: str | None) -> Method | None:
     """The method of a request, None for the server's `own`; refuses what clients may not name. `head` is the file that
     a trained head is read from, if there is one."""
-    if not asked.chooses or (own is not None and asked.method == own.name and asked.draft is None):
+    if not asked.chooses:
         return None
     try:
-        return _chosen(asked, head)
+        if asked.method is not None and any(part is not None for part in (asked.draft, asked.tree, asked.verify)):
+            raise UsageError("A method has a drafter, a tree and a verifier; give it, or these.")
+        return None if own is not None and asked.method == own.name else _chosen(asked, head)
     except BranchwiseError as error:
         raise refusal_of(error, "method" if asked.method is not None else "draft") from None
 
 
 def _chosen(asked: Chosen, head: str | None) -> Method:
-    if asked.method is not None and any(part is not None for part in (asked.draft, asked.tree, asked.verify)):
-        raise UsageError("A method has a drafter, a tree and a verifier; give it, or these.")
     if asked.method in PRESETS:
         method = PRESETS[asked.method]
     else:
