@@ -741,7 +741,7 @@ MUTANTS = [
     *family(
         "begun",
         "engine/pipelined.py",
-        ("verdicts, logprobs)", "verdicts, self.logprobs(generations, batch, scored, found))"),
+        ("verdicts, logprobs, seen)", "verdicts, self.logprobs(generations, batch, scored, found), seen)"),
         ("self._budgets(generations, depth + 1)", "self._budgets(generations)"),
         ("self.drafter.draw is Draw.FIXED", "True"),
         (" or any(generation.ends_soon for generation in generations)", ""),
