@@ -27,7 +27,7 @@ LEVELS = [
     {"constrain", "verify", "backends", "cuda", "control", "draft"},
     {"engine", "testing", "methods"},
     {"llm", "hf"},
-    {"tune", "train", "audit", "bench", "serve"},
+    {"tune", "train", "audit", "bench", "serve", "integrations"},
     {"cli", "__main__"},
 ]
 """folders and files of the package from the ground up: each imports from its own level or below, never from above"""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import sqrt
 
 from branchwise.backends.base import Scored, TargetInfo
@@ -85,6 +85,11 @@ class LookupDrafter(TreeDrafter):
 
     def learn(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         """Learn from a step; called before its tokens join the sequences."""
+
+    def resume(self, cursors: Mapping[SequenceState, Cursor], trees: Sequence[DraftTree]) -> None:
+        """The step that is learned from next is about these trees, which stand behind these cursors: another engine
+        than ours may have changed the batch since they were laid, or cut them."""
+        self._cursors, self._drafted = dict(cursors), list(trees)
 
     def finish(self, sequence: SequenceState) -> None:
         self._cursors.pop(sequence, None)

@@ -1,0 +1,58 @@
+"""What `--additional-config '{"branchwise": {…}}'` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from branchwise.errors import UsageError
+from branchwise.registry import check_known
+
+CHOICES = {"chain": ("best", "drawn"), "verify": ("auto", "vllm"), "share": ("request", "tenant", "all")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of the proposer."""
+
+    draft: str = "memories"
+    """the spec of a drafter without a model, such as `suffix`, `fused:recycle+ngram` or `retrieval:FOLDER`"""
+    chain: str = "best"
+    """best: the chain that is worth most, without chance; drawn: from the drafter's distributions, verified as a block
+    with the q it was drawn from"""
+    floor: float = 0.1
+    """a chain ends before a token that is reached with less probability than this; a row of the pass costs too"""
+    verify: str = "auto"
+    """auto: `block` for drawn chains and `match` for others; vllm: its own rule"""
+    share: str = "request"
+    """whose texts a drafter learns from: those of one request, of one tenant, or all"""
+    tenants: int = 16
+    """tenants whose drafters are kept; the one that wrote nothing for longest is forgotten first"""
+    batch: int = 0
+    """with more requests than this in a step nothing is drafted; 0 for no such limit"""
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            check_known(f"value of {name!r}", getattr(self, name), known)
+        for name, fits, rule in (
+            ("floor", 0 <= self.floor < 1, "at least 0 and below 1"),
+            ("tenants", self.tenants >= 1, "at least 1"),
+            ("batch", self.batch >= 0, "at least 0"),
+        ):
+            if not fits:
+                raise UsageError(f"{name!r} of Branchwise in vLLM must be {rule}, not {getattr(self, name)}.")
+
+    @classmethod
+    def read(cls, additional: Any) -> Settings:
+        """From vLLM's `additional_config`; a name that means nothing is refused."""
+        given = additional.get("branchwise", {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise UsageError(f'Additional config is {{"branchwise": {{…}}}}, with options inside, not {given!r}.')
+        types = {field.name: type(field.default) for field in fields(cls)}
+        for name, value in given.items():
+            check_known("option of Branchwise in vLLM", name, types)
+            wanted = (int, float) if types[name] is float else types[name]
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise UsageError(f"The option {name!r} of Branchwise in vLLM is of type {types[name].__name__}.")
+        return cls(**given)
