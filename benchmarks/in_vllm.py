@@ -90,6 +90,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from transformers import AutoTokenizer
+
     from vllm import LLM, SamplingParams, __version__
 
     named = {key: value.name if isinstance(value, Path) else value for key, value in vars(arguments).items()}

@@ -56,15 +56,6 @@ def test_the_hooks_are_put_in_place_once(runner_class: Runner) -> None:
     assert runner_class._sample is wrapped
 
 
-def remove(name: str) -> None:
-    module, _, path = name.partition(":")
-    *owners, attribute = path.split(".")
-    owner = vars(sys.modules[module])[owners[0]] if owners else sys.modules[module]
-    delattr(owner, attribute)
-    for base in getattr(owner, "__mro__", ())[1:]:
-        assert attribute not in vars(base) or base is not object
-
-
 @pytest.mark.parametrize("name", [*HOOKED, *READ])
 def test_a_missing_name_leaves_everything_alone(
     name: str, runner_class: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -196,7 +187,7 @@ def test_a_runner_of_others_is_served_by_vllm_alone(runner_class: Runner, table:
         ({"drafts": "memories"}, "Did you mean 'draft'"),
         ({"draft": "memoris"}, "Did you mean 'memories'"),
         ({"draft": "model:org/small"}, "only drafters without a model"),
-        ({"draft": "head:file"}, "only drafters without a model"),
+        ({"draft": "none"}, "only drafters without a model"),
         ({"chain": "tree"}, "best, drawn"),
         ({"share": "al"}, "Did you mean 'all'"),
         ({"floor": 2.0}, "below 1"),
@@ -327,7 +318,7 @@ def test_sampled_tokens_have_the_law_of_the_model_beside_greedy_ones(
     """The temperature of drafts is never written by the double's `expand_batch_to_tokens`, as on the CPU."""
     torch.manual_seed(8)
     runner = runner_class(Proposer(config(draft="recycle", chain=chain, share="all", floor=0.0)), table)
-    names = [f"{number}" for number in range(1200)]
+    names = [f"{number}" for number in range(400)]
     for name in names:
         runner.add(name, [1], temperature=0.0 if name.endswith("7") else temperature)
     for start in range(0, len(names), 60):
@@ -386,8 +377,9 @@ def test_nothing_is_drafted_beyond_a_batch_or_an_answer(runner_class: Runner, ta
     runner.step(["a", "b"])
     assert not runner.drafts["a"]
     assert not runner.drafts["b"]
-    write(runner, ["a"], 11)
-    assert len(runner.requests["a"].output_token_ids) + len(runner.drafts["a"]) < 12
+    while len(runner.requests["a"].output_token_ids) < 12:
+        assert len(runner.requests["a"].output_token_ids) + len(runner.drafts["a"]) < 12
+        runner.step(["a"])
 
 
 def test_a_prompt_that_is_no_tokens_is_not_drafted_for(runner_class: Runner, table: torch.Tensor) -> None:

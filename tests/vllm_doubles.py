@@ -1,7 +1,7 @@
 """Doubles of what Branchwise takes from vLLM 0.32: the same names, the same parameters, and steps of the same order.
 
-`tests/vllm/test_doubles.py` compares them with the real ones where vLLM is installed. The model is a table: what follows
-a token depends on that token alone.
+`tests/vllm/test_doubles.py` compares them with the real ones where vLLM is installed. The model is a table: what
+follows a token depends on that token alone.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ class GPUModelRunner:
         top_k = torch.tensor([one.top_k or VOCABULARY for one in params])
         batch.req_ids = list(names)
         batch.sampling_metadata = SamplingMetadata(
-            warm, bool((warm == 0).all()), bool((warm > 0).all()), None, top_k if any(one.top_k for one in params) else None,
+            warm, bool((warm == 0).all()), bool((warm > 0).all()), None,
+            top_k if any(one.top_k for one in params) else None,
             {row: request.generator for row, request in enumerate(requests) if request.generator is not None},
         )  # fmt: skip
         batch.num_tokens_no_spec = np.array([len(text) for text in texts])

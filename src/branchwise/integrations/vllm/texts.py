@@ -93,8 +93,8 @@ class Drafters:
 def build_lookup_drafter(spec: str) -> LookupDrafter:
     """The drafter of a spec, if it needs no model."""
     spec = "memories" if spec == "auto" else spec
-    DRAFTERS.find(split_spec(spec)[0])
-    drafter = build_drafter(spec, TREE)
+    free = issubclass(DRAFTERS.find(split_spec(spec)[0]), LookupDrafter)
+    drafter = build_drafter(spec, TREE) if free else None
     if not isinstance(drafter, LookupDrafter) or (isinstance(drafter, Fusion) and drafter.drafting is not None):
         raise UsageError(
             f"Inside vLLM {spec!r} cannot draft: only drafters without a model do, such as memories, suffix or "
