@@ -101,7 +101,7 @@ class TargetInfo:
     tokenizer: Any = None  # the transformers tokenizer, if there is one
     hidden_width: int = 0  # numbers of a hidden state
     layers: tuple[str, ...] = ()  # modules whose hidden states can be asked for, first layer first
-    weight_bytes: int | None = None  # bytes of weights that one pass reads
+    weight_bytes: int | None = None  # bytes of weights that a pass over one row reads
     execution: Execution = Execution()
     bucket: Callable[[int, int], tuple[int, int]] = lambda batch, nodes: (batch, nodes)
     """the (batch, nodes) for which a pass over so many trees and nodes is really made"""

@@ -12,6 +12,7 @@ from typer import Option
 
 from branchwise.cli import group
 from branchwise.cli.heads import export, head
+from branchwise.cli.making.experts import prune_experts
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing
@@ -28,6 +29,7 @@ calibrate = group("Count which tokens a target writes, for drafters that need it
 tree = group("Find the shape that drafts should have.")
 train.command()(head)
 train.command()(export)
+train.command()(prune_experts)
 
 BATCH = 4
 """texts that are written together"""

@@ -27,6 +27,7 @@ from branchwise.backends.base import Chunk, Prefill
 from branchwise.backends.packed import PackedLayers
 from branchwise.backends.quantized import QuantizedLinear
 from branchwise.backends.transformers.attention import Window
+from branchwise.backends.transformers.experts import unread_bytes
 from branchwise.backends.transformers.kv_cache import KVCache, Layout
 from branchwise.backends.transformers.probe import Probe
 from branchwise.errors import UsageError
@@ -235,13 +236,14 @@ def grouped(chunks: Sequence[Chunk], store: KVCache) -> list[list[Chunk]]:
     return groups
 
 
-def bytes_read(model: nn.Module, rows: int | None = None) -> int:
-    """The bytes that one pass reads: all weights but the embeddings, of which it looks up a few rows, with so many rows
-    of the head, by default all."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+def bytes_read(model: PreTrainedModel, rows: int | None = None, nodes: int = 1) -> int:
+    """The bytes that a pass over so many nodes reads: all weights but the embeddings, of which it looks up a few rows,
+    and the experts that no node is sent to, with so many rows of the head, by default all."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     apart = {id(embeddings.weight)} | ({id(head.weight)} if head is not None else set())
     body = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in apart)
     body += sum(layer.nbytes for layer in model.modules() if isinstance(layer, QuantizedLinear) and layer is not head)
+    body -= unread_bytes(model, model.config, nodes)
     if head is None:
         return body
     share = 1.0 if rows is None else rows / head.out_features

@@ -1,0 +1,1 @@
+"""Commands that make draft models out of others."""
