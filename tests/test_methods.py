@@ -46,6 +46,8 @@ NAMES = [
     "cascade",
     "traversal",
     "vocabtrim",
+    "uncurl",
+    "emr",
 ]
 HEADED = ["eagle", "eagle-sampled", "fspad", "parallelspec", "head-cascade"]
 """presets that draft with a trained head"""

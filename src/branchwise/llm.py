@@ -54,6 +54,8 @@ class Options(TypedDict, total=False):
     """write what this regular expression matches as a whole"""
     grammar: str
     """write what these rules describe, in the dialect of Lark that llguidance reads; of these three one at most"""
+    task: str
+    """what the text is about, for a draft model that is a pack of specialists: this one of them drafts"""
 
     temperature: float
     top_k: int
@@ -348,6 +350,7 @@ class LLM:
                 stop_tokens=frozenset() if options.get("ignore_eos") else self.stop_tokens,
                 logprobs=options.get("logprobs", False),
                 top_logprobs=options.get("top_logprobs", 0),
+                task=options.get("task"),
             )
             for prompt in encoded
         ]

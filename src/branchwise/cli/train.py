@@ -13,6 +13,7 @@ from typer import Option
 from branchwise.cli import group
 from branchwise.cli.heads import export, head
 from branchwise.cli.making.experts import prune_experts
+from branchwise.cli.making.merge import merge
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing
@@ -30,6 +31,7 @@ tree = group("Find the shape that drafts should have.")
 train.command()(head)
 train.command()(export)
 train.command()(prune_experts)
+train.command()(merge)
 
 BATCH = 4
 """texts that are written together"""

@@ -18,7 +18,7 @@ DRAFTERS = Registry(
         "fused": "branchwise.draft.lookup.fusion:Fusion",
         "head": "branchwise.draft.head.drafter:HeadDrafter",
         "memories": "branchwise.draft.lookup.memories:DefaultDrafter",
-        "model": "branchwise.draft.model.drafter:ModelDrafter",
+        "model": "branchwise.draft.model.specialists:DraftModel",
         "ngram": "branchwise.draft.lookup.ngram:NGram",
         "none": "branchwise.draft.base:NoDrafter",
         "recycle": "branchwise.draft.recycle.drafter:Recycle",

@@ -26,6 +26,7 @@ from branchwise.draft.lookup.base import own_seed
 from branchwise.draft.lookup.fusion import split_members
 from branchwise.draft.lookup.memories import DefaultDrafter
 from branchwise.draft.model.drafter import ModelDrafter
+from branchwise.draft.model.specialists import Specialists
 from branchwise.draft.model.usual import usual_trees
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import ExpandRequest, TreeDrafter
@@ -51,12 +52,17 @@ class AutoDrafter(TreeDrafter, LearningDrafter):
         self._given = tree
         specs = specs_of(named) if named else {}
         self._head: HeadDrafter | None = None
-        self._model: ModelDrafter | None = None
+        self._model: ModelDrafter | Specialists | None = None
         if "head" in specs:
             self._head = DRAFTERS.build(specs["head"], tree=tree)
         if "model" in specs:
             self._model = DRAFTERS.build(specs["model"], tree=tree or TopK(1))  # until it is known for which target
         self._first: Drafter = self.memories
+        self.tasks = self._model.tasks if self._model is not None else ()
+
+    def assign(self, sequence: SequenceState, task: str) -> None:
+        assert self._model is not None
+        self._model.assign(sequence, task)
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)

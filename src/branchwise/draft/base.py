@@ -60,6 +60,9 @@ class Drafter(ABC):
     sources: Sequence[Drafter] = ()
     """drafters of which the engine lets one draft in every step, or none, in place of this one. Read after `bind`."""
 
+    tasks: Sequence[str] = ()
+    """what a request may say that its text is about, where several specialists draft"""
+
     @property
     def needs(self) -> Needs:
         """What it asks of the target's passes; read after `bind`, the pad shape at every step."""
@@ -67,6 +70,9 @@ class Drafter(ABC):
 
     def bind(self, target: TargetInfo) -> None:
         """Called before anything else, and again for another target."""
+
+    def assign(self, sequence: SequenceState, task: str) -> None:
+        """A sequence that is about to come is about one of the `tasks`."""
 
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
         """A prompt is in the cache. `prefill` holds the logits and hidden states that `needs` asks for, without those

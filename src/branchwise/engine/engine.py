@@ -24,6 +24,7 @@ from branchwise.engine.scheduler import Scheduler
 from branchwise.engine.step import Outcome, Step
 from branchwise.engine.trace import PHASE, trace_of
 from branchwise.errors import UsageError
+from branchwise.registry import check_known
 from branchwise.verify import Verifier, check_pairing
 
 
@@ -101,12 +102,18 @@ class Engine:
         if not 0 <= min(request.prompt) <= max(request.prompt) < info.vocabulary:
             raise UsageError(f"The prompt holds token ids outside the vocabulary of {info.vocabulary}.")
         request.sampling.check_vocabulary(info.vocabulary)
+        if request.task is not None:
+            if not self.drafter.tasks:
+                raise UsageError(f"What drafts here has no specialists, so leave out the task {request.task!r}.")
+            check_known("task", request.task, self.drafter.tasks)
         generation = Generation(request, SequenceState(list(request.prompt), request.sampling), text, on_output, like)
         if (constraint := generation.constraint) is not None:
             if constraint.prompt_length != len(request.prompt):
                 raise UsageError("A constraint belongs to one request; make one of the grammar for each prompt.")
             if not request.stop_tokens.issuperset(constraint.ends):
                 raise UsageError(f"A grammar ends its text with tokens {constraint.ends}; they must be stop_tokens.")
+        if request.task is not None:
+            self.drafter.assign(generation.sequence, request.task)
         with self._seeding:
             self._assign_seed(generation.sequence)
         self.scheduler.submit(generation)

@@ -63,6 +63,8 @@ class Request:
     """report what every step looked like, in `Generation.traces`"""
     scope: Hashable = None
     """whose it is: prompts begin with cached rows of texts of an equal scope and of no others (engine/prefixes.py)"""
+    task: str | None = None
+    """what it is about, one of the drafter's `tasks`: that specialist drafts for it"""
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +24,7 @@ from branchwise.backends.base import Execution
 from branchwise.backends.transformers.kv_cache import PartialTree
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.builder import TreeBuilder
+from branchwise.draft.model.pack import load_specialist
 from branchwise.errors import ModelError
 from branchwise.models import load_model
 
@@ -51,10 +53,13 @@ class Weights:
         self._heads: dict[bytes | None, Head] = {}
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, device: torch.device) -> Weights:
-        key = name, dtype, str(device)
+    def of(cls, name: str, dtype: torch.dtype, device: torch.device, task: str | None = None) -> Weights:
+        """`task` is a specialist of a pack, which is a copy of its own."""
+        shown = name if task is None else f"{name},task={task}"
+        key = shown, dtype, str(device)
         if (found := cls._loaded.get(key)) is None:
-            found = cls._loaded[key] = cls(name, *load_model(name, dtype=dtype, device=str(device)))
+            load = load_model if task is None else partial(load_specialist, task=task)
+            found = cls._loaded[key] = cls(shown, *load(name, dtype=dtype, device=str(device)))
         return found
 
     @property

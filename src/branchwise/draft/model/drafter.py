@@ -58,10 +58,12 @@ class ModelDrafter(TreeDrafter):
         trim: int | None = None,
         recall: float | None = None,
         tree: TreePolicy | None = None,
+        task: str | None = None,
     ) -> None:
         """`model` is a name, or loaded weights. `temperature` and `top_k` are those of the draft; by default its
         distributions are warped like those of the text. `trim` restricts the head to the N tokens that the target
-        writes most. `recall` mixes in earlier distributions of the target after the same two tokens."""
+        writes most. `recall` mixes in earlier distributions of the target after the same two tokens. `task` is that of
+        a specialist, if the model is a pack of them."""
         super().__init__(tree or Chain())
         if temperature is not None and not temperature > 0:
             raise UsageError(f"A draft model draws at a temperature above 0, not {temperature}.")
@@ -71,7 +73,7 @@ class ModelDrafter(TreeDrafter):
             raise UsageError(f"A trimmed head keeps at least 1 token, not trim={trim}.")
         if isinstance(model, str) and model not in ALIASES:
             resolve(model)  # a misspelt name is refused before the target is loaded
-        self.model, self.temperature, self.top_k, self.trim = model, temperature, top_k, trim
+        self.model, self.temperature, self.top_k, self.trim, self.task = model, temperature, top_k, trim, task
         self.recall = None if recall is None else TargetProbsMixer(recall)
         self._spelled: dict[SequenceState, Spelled] = {}
         self._readings = Readings(self._reading)
@@ -84,7 +86,9 @@ class ModelDrafter(TreeDrafter):
 
         super().bind(target)
         given = self.model
-        self.weights = given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device)
+        self.weights = (
+            given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device, self.task)
+        )
         self.vocabulary = self._common(target)
         if self.trim is not None:
             self.vocabulary = self.vocabulary.keep(frequent_tokens(target, self.trim))
@@ -154,6 +158,10 @@ class ModelDrafter(TreeDrafter):
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         super().update(sequences, scored, verdicts)
+        self.foresee(sequences, verdicts)
+
+    def foresee(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> None:
+        """The host has read the verdicts behind which the next trees may be drawn already."""
         if self._ahead is not None:
             self._ahead.follow(sequences, self._drafted, verdicts)
 
