@@ -32,7 +32,8 @@ from branchwise.engine import Engine, Generation, Request
 from branchwise.llm import LLM, load
 from branchwise.plots import pyplot, save
 from branchwise.provenance import without_folder
-from branchwise.train.head.learn import Score, Text, Watched
+from branchwise.train.corpus import Text
+from branchwise.train.head.learn import Score, Watched
 from branchwise.train.head.replay import Replay, Shape
 from branchwise.train.texts import Writer, without_loops
 from branchwise.verify import VERIFIERS

@@ -22,7 +22,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.engine import Engine, Request
 from branchwise.llm import LLM, load
-from branchwise.train.head.learn import Text
+from branchwise.train.corpus import Text
 from branchwise.train.head.replay import Shape
 from branchwise.train.texts import Writer
 from branchwise.verify import VERIFIERS

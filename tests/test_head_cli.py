@@ -14,7 +14,8 @@ from branchwise.draft.head.file import TrainedHead
 from branchwise.errors import UsageError
 from branchwise.llm import load
 from branchwise.train import prompts
-from branchwise.train.head.run import Texts, given_texts, hours_to_write
+from branchwise.train.corpus import Texts, given_texts
+from branchwise.train.writing import hours_to_write
 from tests.test_audit_model import tiny_model, tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
@@ -78,7 +79,7 @@ def test_what_a_head_has_learned_is_shown_while_it_learns_and_drawn(
 def test_whoever_would_wait_for_hours_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("branchwise.train.head.run.hours_to_write", lambda llm, texts: 7.3)
+    monkeypatch.setattr("branchwise.train.writing.hours_to_write", lambda llm, texts: 7.3)
     loading = ["--model", folder / "model", "--device", "cpu", "--dtype", "float32"]
     sizes = ["--minutes", 0.01, "--texts", 24, "--mlp", 16, "--table", 12]
     words = map(str, ["branchwise", "train", "head", *loading, *sizes, "--out", folder / "head"])

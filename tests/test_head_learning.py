@@ -13,8 +13,9 @@ from transformers import LlamaForCausalLM
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.errors import UsageError
 from branchwise.progress import Progress, silent
+from branchwise.train.corpus import Text
 from branchwise.train.head.cross import LayerCache, moved_keys, rotary_frequencies
-from branchwise.train.head.learn import Learner, Recipe, Text, Watched
+from branchwise.train.head.learn import Learner, Recipe, Watched
 from branchwise.train.head.run import FORMS, Sizes, Training, blank_head
 from branchwise.train.texts import Writer, without_loops
 from tests.test_head_drafter import VOCABULARY, model_of

@@ -10,7 +10,8 @@ from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.draft import build_policy
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.engine import Engine, Request
-from branchwise.train.head.learn import Text, Watched
+from branchwise.train.corpus import Text
+from branchwise.train.head.learn import Watched
 from branchwise.train.head.replay import Replay, Shape
 from branchwise.train.head.unroll import unroll
 from branchwise.verify import VERIFIERS

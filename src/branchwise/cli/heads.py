@@ -74,7 +74,8 @@ def head(
     from branchwise.draft.head.file import TrainedHead
     from branchwise.provenance import without_folder
     from branchwise.train.head.learn import Recipe
-    from branchwise.train.head.run import FORMS, SHARES, Sizes, Training, hours_to_write, prepare
+    from branchwise.train.head.run import FORMS, Sizes, Training
+    from branchwise.train.writing import SHARES, hours_to_write, prepare
 
     check_known("form", form, FORMS)
     check_known("kind", kind, SHARES)

@@ -71,6 +71,15 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class Target(Loading):
+    """The model that something is made for."""
+
+    model: Annotated[
+        str, Option("--target", "--model", "-m", help="Alias, hub id, folder or GGUF file; see `branchwise models`.")
+    ] = DEFAULT_MODEL
+
+
+@dataclass(frozen=True)
 class Drafting:
     """The method."""
 

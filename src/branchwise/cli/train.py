@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from branchwise.cli import group
+from branchwise.cli.drafters.data import data
+from branchwise.cli.drafters.student import nested, student
 from branchwise.cli.heads import export, head
 from branchwise.cli.making.experts import prune_experts
 from branchwise.cli.making.merge import merge
@@ -28,10 +30,8 @@ if TYPE_CHECKING:
 train = group("Train what helps a drafter, in minutes and on a CPU.")
 calibrate = group("Count which tokens a target writes, for drafters that need it.")
 tree = group("Find the shape that drafts should have.")
-train.command()(head)
-train.command()(export)
-train.command()(prune_experts)
-train.command()(merge)
+for command in (data, head, student, nested, prune_experts, merge, export):
+    train.command()(command)
 
 BATCH = 4
 """texts that are written together"""

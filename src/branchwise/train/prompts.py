@@ -23,6 +23,11 @@ def _known() -> dict[str, list[str]]:
     return known
 
 
+def topics() -> list[str]:
+    """What tasks are about."""
+    return _known()["topics"]
+
+
 def asked(count: int, seed: int) -> list[str]:
     """User turns: tasks about topics, questions of fact, translations and sums."""
     known, rng = _known(), random.Random(f"asked {seed}")

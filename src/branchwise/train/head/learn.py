@@ -25,9 +25,11 @@ from branchwise.backends.base import CachedRows
 from branchwise.backends.transformers.probe import context_limit
 from branchwise.draft.head.network import Head
 from branchwise.draft.head.prompt import KERNELS
+from branchwise.train.corpus import Text, padded
 from branchwise.train.head.cross import LayerCache, moved_keys, moved_positions
 from branchwise.train.head.loss import loss_of
 from branchwise.train.head.unroll import unroll
+from branchwise.train.keeping import kept_whole
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,6 @@ class Recipe:
     moved: float = 0.75
     """share of the batches whose positions are moved far into a text, for a head with cross-attention"""
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt and what the target wrote after it."""
-
-    tokens: Tensor
-    """(length,) int32"""
-    prompt: int
-    """tokens of the prompt"""
 
 
 @dataclass
@@ -207,14 +199,9 @@ class Learner:
 
     def _batch(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
         """(batch, length) tokens, and which tokens belong to an answer."""
-        device, longest = self.target.table.device, max(len(text.tokens) for text in texts)
+        longest = max(len(text.tokens) for text in texts)
         length = 2 - (2 - longest) // 8 * 8  # rows of a multiple of eight, which attention likes
-        tokens = torch.zeros(len(texts), length, dtype=torch.long)
-        answers = torch.zeros(len(texts), length, dtype=torch.bool)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text.tokens)] = text.tokens
-            answers[row, text.prompt : len(text.tokens)] = True
-        return tokens.to(device), answers.to(device)
+        return padded(texts, self.target.table.device, length)
 
     def _unrolled(self, texts: Sequence[Text], *, moved: bool = False) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """Predictions by depth, the target's states where each is judged, tokens, and the rows that count. Positions
@@ -284,8 +271,8 @@ class Learner:
 
     def save(self, file: Path) -> None:
         """Everything that the next step needs, in one file that replaces the old one as a whole."""
-        partial = file.with_name(f".{file.name}.part")
-        torch.save(
+        kept_whole(
+            file,
             {
                 "head": self.head.state_dict(),
                 "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
@@ -294,9 +281,7 @@ class Learner:
                 "best": self.best,
                 "curve": self.curve,
             },
-            partial,
         )
-        partial.replace(file)
 
     def restore(self, file: Path) -> None:
         kept = torch.load(file, map_location=self.target.table.device, weights_only=True)
@@ -304,22 +289,3 @@ class Learner:
         for optimiser, state in zip(self.optimisers, kept["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         self.elapsed, self.steps, self.best, self.curve = (kept[name] for name in ("elapsed", "steps", "best", "curve"))
-
-
-def batches(texts: Sequence[Text], tokens: int, seed: int) -> Iterator[list[Text]]:
-    """Batches without end, of texts of about one length, in another order every round; `seed` and how many were taken
-    decide everything."""
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number].tokens))
-    for turn in range(10**9):
-        rng = random.Random(f"{seed} {turn}")
-        groups, group = [], list[int]()
-        jittered = sorted(order, key=lambda number: len(texts[number].tokens) + rng.random() * 16)
-        for number in jittered:
-            if group and (len(group) + 1) * len(texts[number].tokens) > tokens:
-                groups.append(group)
-                group = []
-            group.append(number)
-        groups.append(group)
-        rng.shuffle(groups)
-        for group in groups:
-            yield [texts[number] for number in group]

@@ -17,7 +17,8 @@ from branchwise.backends.base import CachedRows
 from branchwise.draft.head.cache import MOST_EXTRA
 from branchwise.draft.head.network import Attend, Head, Rows
 from branchwise.draft.head.trees.copies import Nodes, copied, with_copy
-from branchwise.train.head.learn import Text, Watched
+from branchwise.train.corpus import Text
+from branchwise.train.head.learn import Watched
 from branchwise.train.head.unroll import unroll
 
 OFF = -2

@@ -6,9 +6,6 @@ Everything lies in one folder beside the head, texts first, so that the same com
 from __future__ import annotations
 
 import json
-import random
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,32 +19,14 @@ from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Block, Cross, Head, HeadConfig
 from branchwise.draft.head.speculators import usual_inputs
 from branchwise.errors import UsageError
-from branchwise.llm import LLM
 from branchwise.progress import Progress, silent
-from branchwise.train import prompts
+from branchwise.train.corpus import Text, batches, next_batches
 from branchwise.train.head.cross import rotary_frequencies
-from branchwise.train.head.learn import Learner, Recipe, Text, Watched, batches
-from branchwise.train.texts import Writer, without_loops
+from branchwise.train.head.learn import Learner, Recipe, Watched
+from branchwise.train.keeping import kept_whole
 
-HEAT = ((0.0, 0.6), (0.6, 0.25), (1.0, 0.15))
-"""(temperature, share of the answers)"""
-HELD_OUT = 0.02
 SCORED = 8
 """batches of held-out texts"""
-SHARES = {
-    "general": {"own turns": 0.38, "asked": 0.38, "read": 0.15, "code": 0.09},
-    "code": {"own turns": 0.14, "asked": 0.07, "read": 0.05, "code": 0.12, "own code": 0.36, "programming": 0.26},
-}
-"""of the texts of a kind, by where their prompts come from"""
-LEAST, LONGEST = 8, 2048
-"""tokens of a text that is given, prompt included; what is longer is cut"""
-TRIAL, USUAL = "the", 80
-"""what is continued to see how fast a model writes on a CPU, and how many such tokens a text costs: it has about twice
-as many, written several texts at a time"""
-TURN = 96
-"""tokens of a user turn at most that the target writes itself"""
-ARTICLE = 192
-"""tokens of a text that is written to be read again"""
 TAPPED = (1 / 15, 0.5, 0.9, 1.0)
 """depths of the tapped layers: late layers say most, the last one most of all"""
 LEAST_LAYERS = 7
@@ -132,171 +111,6 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
     return head
 
 
-class Texts:
-    """The texts that a head learns from, in one file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def read(self) -> tuple[list[Text], list[Text]]:
-        """Texts to learn from, and held-out ones."""
-        kept = torch.load(self.file, weights_only=True)
-        tokens = kept["tokens"].split(kept["lengths"].tolist())
-        texts = [Text(part, prompt) for part, prompt in zip(tokens, kept["prompts"].tolist(), strict=True)]
-        random.Random(0).shuffle(texts)
-        count = max(1, round(HELD_OUT * len(texts)))
-        return texts[count:], texts[:count]
-
-    def write(self, texts: Sequence[Text]) -> None:
-        partial = self.file.with_name(f".{self.file.name}.part")
-        torch.save(
-            {
-                "tokens": torch.cat([text.tokens for text in texts]),
-                "lengths": torch.tensor([len(text.tokens) for text in texts]),
-                "prompts": torch.tensor([text.prompt for text in texts]),
-            },
-            partial,
-        )
-        partial.replace(self.file)
-
-
-def write_texts(
-    model: Any,
-    tokenizer: Any,
-    stops: Sequence[int],
-    count: int,
-    *,
-    kind: str = "general",
-    length: int = 288,
-    slots: int = 256,
-    avoid: Sequence[str] = (),
-    seed: int = 0,
-    progress: Progress = silent,
-) -> list[Text]:
-    """So many texts of the target, none of whose prompts is close to one in `avoid`."""
-    share = Counter({name: round(count * part) for name, part in SHARES[kind].items()})
-    with Writer(model, stops, slots) as writer:
-
-        def written(asked: Sequence[str], heat: Sequence[float], length: int, what: str, seed: int) -> list[list[int]]:
-            return writer.write(
-                [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked],
-                heat,
-                length,
-                seed,
-                lambda done: progress(what, done, len(asked)),
-            )
-
-        def decode(tokens: Sequence[int]) -> str:
-            text: str = tokenizer.decode([token for token in tokens if token not in stops])
-            return text
-
-        own = share["own turns"]
-        begun = [prompts.user_prefix(tokenizer)] * own
-        turns = [decode(text) for text in written(begun, [1.0] * own, TURN, "user turns", seed)]
-        programs = list[str]()
-        if opened := prompts.openings(share["own code"], seed):
-            found = written(opened, [1.0] * len(opened), TURN, "programs", seed + 3)
-            programs = [first + decode(rest) for first, rest in zip(opened, found, strict=True)]
-        articles = prompts.asked(share["read"] // 2, seed + 1)
-        texts = written(
-            [prompts.as_turn(tokenizer, text) for text in articles],
-            [0.6] * len(articles),
-            ARTICLE,
-            "texts to read",
-            seed + 1,
-        )
-        asked = [
-            *dict.fromkeys(text.strip() for text in turns if text.strip()),
-            *prompts.asked(share["asked"], seed),
-            *prompts.reading([decode(text) for text in texts], share["read"], seed),
-            *prompts.programming(programs, share["programming"], seed),
-        ]
-        begun = [*prompts.code(share["code"], seed), *filter(None, dict.fromkeys(map(prompts.beginning, programs)))]
-        whole = [
-            *(prompts.as_turn(tokenizer, text) for text in prompts.without_copies(asked, avoid)),
-            *prompts.without_copies(begun, avoid),
-        ]
-        rng = random.Random(seed)
-        heat = rng.choices([heat for heat, _ in HEAT], [part for _, part in HEAT], k=len(whole))
-        answers = without_loops(written(whole, heat, length, "answers", seed + 2))
-    kept = []
-    for text, answer in zip(whole, answers, strict=True):
-        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(answer) > 4:
-            kept.append(Text(torch.tensor([*prompt, *answer], dtype=torch.int32), len(prompt)))
-    return kept
-
-
-def given_texts(file: Path, tokenizer: Any) -> list[Text]:
-    """Texts of a file: what another run wrote (`texts.pt`), or lines of JSON, {"prompt", "answer"} or {"text"}."""
-    if file.suffix == ".pt":
-        learn, held_out = Texts(file).read()
-        return [*held_out, *learn]
-    found = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        try:
-            known = json.loads(line) if line.strip() else {}
-        except ValueError:
-            raise UsageError(f"Line {number} of {file} is no JSON.") from None
-        if known and not (known.keys() >= {"prompt", "answer"} or "text" in known):
-            raise UsageError(f"Line {number} of {file} has neither prompt and answer nor text.")
-        if known:
-            before = prompts.as_turn(tokenizer, known["prompt"]) if "prompt" in known else ""
-            prompt = tokenizer(before, add_special_tokens=False)["input_ids"] if before else []
-            answer = tokenizer(known["answer"] if before else known["text"], add_special_tokens=False)["input_ids"]
-            if len(prompt) + len(answer) > LEAST:
-                tokens = torch.tensor([*prompt, *answer], dtype=torch.int32)[:LONGEST]
-                found.append(Text(tokens, max(1, len(prompt))))
-    return found
-
-
-def prepare(
-    llm: LLM,
-    folder: Path,
-    count: int,
-    *,
-    seed: int,
-    avoid: Sequence[str],
-    kind: str = "general",
-    data: Path | None = None,
-    progress: Progress = silent,
-) -> tuple[list[Text], list[Text]]:
-    """Texts to learn from and held-out ones: those in the folder, or those of a file, or new ones."""
-    texts = Texts(folder / "texts.pt")
-    if not texts.file.exists() and data is not None:
-        given = given_texts(data, llm.tokenizer)
-        if len(given) < 2:
-            raise UsageError(f"{data} holds {len(given)} texts of more than {LEAST} tokens; a head learns from many.")
-        texts.write(given)
-    if not texts.file.exists():
-        slots = 4096 if llm.engine.target.device.type == "cuda" else 8
-        texts.write(
-            write_texts(
-                llm.model,
-                llm.tokenizer,
-                sorted(llm.stop_tokens),
-                count,
-                kind=kind,
-                slots=slots,
-                avoid=avoid,
-                seed=seed,
-                progress=progress,
-            )
-        )
-    return texts.read()
-
-
-def hours_to_write(llm: LLM, count: int) -> float:
-    """About how long a model on a CPU takes to write so many texts; 0 on a GPU, where it is minutes."""
-    if llm.engine.target.device.type != "cpu":
-        return 0.0
-    llm.generate(TRIAL, max_new_tokens=2, raw=True)
-    start = time.perf_counter()
-    written = llm.generate(TRIAL, max_new_tokens=4, raw=True, ignore_eos=True)
-    seconds = (time.perf_counter() - start) / max(1, len(written.token_ids))
-    return count * USUAL * seconds / 3600
-
-
 def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:
     """(count,) tokens, those that answers have most first."""
     answers = torch.cat([text.tokens[text.prompt :] for text in texts])
@@ -354,7 +168,7 @@ class Training:
                 )
                 if score.tokens > learner.best:
                     learner.best = score.tokens
-                    torch.save(head.state_dict(), best)
+                    kept_whole(best, head.state_dict())
                 learner.save(state)
                 self.scored(learner.curve[-1])
             self.progress(f"learning, loss {loss:.2f}", round(100 * learner.done), 100)
@@ -363,15 +177,3 @@ class Training:
         head.eval().requires_grad_(False)
         about = {"recipe": asdict(self.recipe), "curve": learner.curve, "steps": learner.steps, "texts": len(texts)}
         return TrainedHead(head.float().cpu(), table.cpu(), self.info.name, self.info.weights, about)
-
-
-def next_batches(texts: Sequence[Text], tokens: int, count: int) -> list[list[Text]]:
-    """The first batches of these texts; fewer if there are fewer texts."""
-    found: list[list[Text]] = []
-    left = len(texts)
-    for batch in batches(texts, tokens, 0):
-        found.append(batch)
-        left -= len(batch)
-        if left <= 0 or len(found) == count:
-            return found
-    return found
