@@ -8,11 +8,16 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers import AddedToken
 
 pytest.importorskip("llguidance")
 
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.draft import build_drafter
+from branchwise.engine import Engine
 from branchwise.llm import LLM
 from branchwise.serve.protocol.calls import PLAIN, TAGGED, Call, CallFormat, Said, format_of
+from branchwise.verify import VERIFIERS
 from tests.serving import TEMPLATE, Served, byte_tokenizer, serving, tiny_llm
 
 START = "<|start|>system\n{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}<|end|>"
@@ -46,6 +51,17 @@ def load(template: str) -> LLM:
     llm = tiny_llm(context=1024)
     llm.tokenizer.chat_template = template
     return llm
+
+
+def load_with_tags(special: bool) -> LLM:
+    """A model that has tokens for the tags."""
+    llm = load(HERMES)
+    tags = [AddedToken(tag, special=special, normalized=False) for tag in ("<tool_call>", "</tool_call>")]
+    llm.tokenizer.add_tokens(tags, special_tokens=special)
+    llm.model.resize_token_embeddings(len(llm.tokenizer))
+    target = TransformersTarget(llm.model, slots=4, max_nodes=32, context=1024)
+    engine = Engine(target, build_drafter("ngram"), VERIFIERS.build("match"), prefix_cache=True)
+    return LLM("tiny", llm.model, llm.tokenizer, engine)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -96,6 +112,19 @@ def test_the_function_that_is_named_is_called_whole_and_streamed(served: Served)
     assert told[0].function.arguments == call.function.arguments
     assert not any(chunk.delta.content for chunk in chunks)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_can_be_tokens_of_their_own(special: bool) -> None:
+    with serving(lambda: load_with_tags(special)) as client:
+        opening, closing = client.llm.tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+        found = chat(client, tool_choice="required", parallel_tool_calls=False, logprobs=True, seed=1).json()
+        [choice] = found["choices"]
+        assert len(choice["message"]["tool_calls"]) == 1
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert (tokens[0], tokens[-2]) == ("<tool_call>", "</tool_call>")
+        free = chat(client, max_tokens=3, temperature=0, logit_bias={str(opening): 100, str(closing): 90}).json()
+        assert free["choices"][0]["message"]["content"] == "<tool_call>" * 3
 
 
 def test_several_calls_can_come_if_they_may(tagged: Served) -> None:

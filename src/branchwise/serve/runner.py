@@ -95,7 +95,7 @@ class Runner:
     def _submit(self, order: Order, index: int, writing: Writing) -> None:
         assert self.llm is not None
         # A tokenizer that fails on one text must not end the step of all: the text ends, and says so.
-        decode = _Guarded(self.llm.decode, partial(self._fail, writing, index))
+        decode = _Guarded(order.decode or self.llm.decode, partial(self._fail, writing, index))
         deliver = partial(self._deliver, writing, index)
         engine = writing.lane.engine
         generation = engine.submit(order.requests[index], TextStream(decode, order.stops), on_output=deliver)

@@ -76,7 +76,7 @@ class TaggedReader(CallReader):
     def _read(self, text: str, last: bool) -> Said:
         self._held += text
         before, calls = "", list[Call]()
-        opening, closing = self.form.opening.strip(), self.form.closing.strip()
+        opening, closing = self.form.opening, self.form.closing
         while (start := self._held.find(opening)) >= 0:
             end = self._held.find(closing, start)
             if end < 0 and not last:
@@ -121,12 +121,16 @@ class CallFormat:
     """the name of the field with the arguments"""
     opening: str = ""
     closing: str = ""
+    """tags around a call"""
+    inside: str = ""
+    """between a tag and its call"""
     between: str = ""
+    """two calls"""
     several: bool = False
     """whether an answer can have more than one"""
 
 
-TAGGED = CallFormat(TaggedReader, "arguments", "<tool_call>\n", "\n</tool_call>", "\n", several=True)
+TAGGED = CallFormat(TaggedReader, "arguments", "<tool_call>", "</tool_call>", "\n", "\n", several=True)
 """<tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen"""
 PLAIN = CallFormat(PlainReader, "parameters")
 """{"name": …, "parameters": …}, as Llama 3"""

@@ -43,6 +43,8 @@ class Order:
     """for each prompt what its tokens add to that text, if they are reported like those of the answer"""
     reading: Callable[[], CallReader] | None = None
     """makes what finds calls of tools in an answer, if there are tools"""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """tokens to text, if not as the model does it"""
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -72,7 +74,8 @@ class Prompts:
                 names = [tool.function.name for tool in asked.offered]
                 reading = partial(self.calls.reader, self.calls, names, several=asked.several)
             if asked.must_call:
-                wanted = grammar_of(asked.must_call, self.calls, asked.several)
+                tokens = self.llm.tokenizer.get_added_vocab()
+                wanted = grammar_of(asked.must_call, self.calls, tokens, several=asked.several)
         else:
             assert isinstance(asked, CompletionAsked)
             prompts, usual = (
@@ -108,7 +111,7 @@ class Prompts:
         except UsageError as error:
             raise refusal_of(error) from None
         spelt = [self._spelt(*pair) for pair in zip(prompts, echoes, strict=True)] if scored else None
-        return Order(requests, asked.stops, choices, echoes, spelt, reading)
+        return Order(requests, asked.stops, choices, echoes, spelt, reading, self._with_tags if reading else None)
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -120,6 +123,16 @@ class Prompts:
             said = "The chat template of this model knows no tools, or a form of calls that this server does not read."
             raise Refusal(400, said, param="tools", code="unsupported_value")
         return found
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        """Special tokens that are no text, and no tags of calls either."""
+        tokenizer, tags = self.llm.tokenizer, {self.calls.opening, self.calls.closing}
+        special = {token: tokenizer.convert_ids_to_tokens(token) for token in tokenizer.all_special_ids}
+        return frozenset(token for token, name in special.items() if name not in tags)
+
+    def _with_tags(self, tokens: Sequence[int]) -> str:
+        return self.text([token for token in tokens if token not in self._silent])
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if tools or any(message.tells_of_tools for message in messages):

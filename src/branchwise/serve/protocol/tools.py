@@ -6,7 +6,7 @@ The names of the fields are OpenAI's. How a model writes its calls is told by it
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -125,19 +125,26 @@ class Tooled(BaseModel):
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
 
-def grammar_of(tools: Sequence[Tool], form: CallFormat, several: bool) -> Wanted:
-    """The form of an answer that calls one of these tools, or several of them one after the other."""
+def grammar_of(tools: Sequence[Tool], form: CallFormat, tokens: Collection[str], *, several: bool) -> Wanted:
+    """The form of an answer that calls one of these tools, or several of them one after the other. Tags that are
+    `tokens` of their own are written so."""
     rules = []
     for number, tool in enumerate(tools):
         name = json.dumps(tool.function.name)
         # The schema stays the root of its own document, so that its references hold.
         schema = {"x-guidance": JSON_STYLE, **_closed(tool.function.parameters or NO_PARAMETERS), "type": "object"}
-        before = f'{form.opening}{{"name": {name}, "{form.arguments}": '
-        rules.append(f"call_{number}: {json.dumps(before)} arguments_{number} {json.dumps('}' + form.closing)}")
+        before = _spelt([form.opening, f'{form.inside}{{"name": {name}, "{form.arguments}": '], tokens)
+        behind = _spelt(["}" + form.inside, form.closing], tokens)
+        rules.append(f"call_{number}: {before} arguments_{number} {behind}")
         rules.append(f"arguments_{number}: %json {json.dumps(schema, ensure_ascii=False)}")
     one = " | ".join(f"call_{number}" for number in range(len(tools)))
     more = f" ({json.dumps(form.between)} call)*" if several and form.several else ""
     return Wanted("tools", {"grammar": "\n".join([f"start: call{more}", f"call: {one}", *rules])})
+
+
+def _spelt(parts: Sequence[str], tokens: Collection[str]) -> str:
+    """Texts one after the other, in the dialect of llguidance."""
+    return " ".join(part if part in tokens else json.dumps(part) for part in parts if part)
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
