@@ -88,10 +88,11 @@ def serving(
     loaded = threading.Event()
     server.on_loaded = loaded.set
     listening = listen("127.0.0.1", 0)
+    port = listening.getsockname()[1]  # a server that ends at once closes it
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
-        with Served(server, listening.getsockname()[1]) as client:
+        with Served(server, port) as client:
             if wait:
                 assert loaded.wait(60)
                 assert server.runner.state is State.READY
