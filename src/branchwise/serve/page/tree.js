@@ -68,7 +68,8 @@ export function draw(box, step, colour, seen) {
     if (node.index) lines.append(edge(nodes[node.parent], node));
     boxes.append(shape(node, colour, seen));
   }
-  const drawing = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "presentation" }, lines, boxes);
+  const scale = Math.min(1.35, Math.max(1, (box.clientWidth - 14) / width)); // a small tree fills its box
+  const drawing = make("svg", { viewBox: `0 0 ${width} ${height}`, width: scale * width, height: scale * height, role: "presentation" }, lines, boxes);
   box.replaceChildren(drawing);
   return nodes;
 }
