@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from branchwise.engine import Request
 from branchwise.errors import QueueFull
 from branchwise.methods import PRESETS, find_any
 from branchwise.serve.lanes import Lane, Lanes
@@ -154,6 +155,7 @@ def test_the_drafter_that_was_chosen_drafts(client: Served) -> None:
         ({"method": "rest"}, "an index, which requests cannot name"),
         ({"method": "model:folder"}, "Unknown drafter 'model'"),
         ({"method": "auto:head(file)"}, "options that are numbers"),
+        ({"draft": "head", "tree": "chain:4"}, "a trained head, which requests cannot name"),
         ({"draft": "fused:ngram+retrieval(folder)"}, "Unknown drafter 'fused'"),
         ({"draft": "ngram", "tree": "template:shape.json"}, "named with numbers"),
         ({"draft": "ngram", "tree": "ranks:/etc/hostname"}, "named with numbers"),
@@ -218,20 +220,6 @@ def test_there_are_as_many_lanes_as_may_be_and_the_oldest_goes(client: Served) -
     assert [key[1] for key in lanes_of(client)._others] == ["chain:4", "chain:3"]
 
 
-def test_a_lane_that_writes_is_not_dropped_for_another(client: Served) -> None:
-    lanes = lanes_of(client)
-    with (
-        client.stream("POST", "/v1/completions", json=long("chain:2")) as first,
-        client.stream("POST", "/v1/completions", json=long("chain:3")) as second,
-    ):
-        kept = set(lanes._others)
-        answer = client.post("/v1/completions", json=long("chain:4") | {"max_tokens": 1, "stream": False})
-        if answer.status_code == 429:
-            assert "2 methods besides the server's own" in answer.json()["error"]["message"]
-            assert set(lanes._others) == kept
-        assert read_events(first)[-1] == read_events(second)[-1] == "[DONE]"
-
-
 def long(tree: str) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 90, "stream": True, "draft": "ngram", "tree": tree, "ignore_eos": True}
 
@@ -287,6 +275,33 @@ def test_lanes_share_the_time_and_not_the_steps() -> None:
     for _ in range(14):
         turn()
     assert (slow.steps, quick.steps, late.steps) == (12, 36, 6), "who comes late has no claim to the time before"
+
+
+def test_a_lane_goes_when_nobody_waits_for_it_or_writes_in_it() -> None:
+    lock = threading.Condition()
+    lanes = Lanes(tiny_llm(), lock, most=1, queue=None)
+    left, waits = lanes.find(PRESETS["plain"]), lanes.find(PRESETS["plain"])
+    assert left.cancel()
+    lanes.make_wanted()
+    lane = waits.result(5)
+    assert lane.awaited == 1
+    busy = lanes.find(PRESETS["ngram"])
+    lanes.make_wanted()
+    with pytest.raises(QueueFull, match="at work"):
+        busy.result(5)
+    generation = lane.engine.submit(Request((5, 6, 7), max_new_tokens=4))
+    with lock:
+        lanes.let_go(lane)
+    busy = lanes.find(PRESETS["ngram"])
+    lanes.make_wanted()
+    with pytest.raises(QueueFull, match="at work"):
+        busy.result(5)
+    while not generation.finished:
+        assert lanes.next() is lane
+        lane.engine.step()
+    goes = lanes.find(PRESETS["ngram"])
+    lanes.make_wanted()
+    assert goes.result(5) is not lane
 
 
 def test_nobody_waits_for_a_lane_of_a_server_that_ends() -> None:

@@ -113,12 +113,12 @@ class Lanes:
             try:
                 made = self._made(method)
             except BranchwiseError as error:
-                found.set_exception(error)
+                _refuse(found, error)
             except torch.OutOfMemoryError:
-                found.set_exception(QueueFull("The device has no memory for another method; try again later."))
+                _refuse(found, QueueFull("The device has no memory for another method; try again later."))
             except Exception as error:
                 journal.write_failure("making a lane", error)
-                found.set_exception(UsageError(f"This method cannot be run here ({type(error).__name__})."))
+                _refuse(found, UsageError(f"This method cannot be run here ({type(error).__name__})."))
             else:
                 with self._lock:
                     self._others[_key(method)] = made
@@ -130,8 +130,9 @@ class Lanes:
         if lane is None:
             return False
         self._others[_key(method)] = lane  # the last one used
-        lane.awaited += 1
-        found.set_result(lane)
+        if found.set_running_or_notify_cancel():  # or whoever waited has left
+            lane.awaited += 1
+            found.set_result(lane)
         return True
 
     def _made(self, method: Method) -> Lane:
@@ -166,8 +167,13 @@ class Lanes:
     def refuse_all(self) -> None:
         """Nothing is made any more; the lock is held."""
         for _, found in self._wanted:
-            found.set_exception(QueueFull("The server is ending; ask another one, or try again later."))
+            _refuse(found, QueueFull("The server is ending; ask another one, or try again later."))
         self._wanted.clear()
+
+
+def _refuse(found: Future[Lane], error: Exception) -> None:
+    if found.set_running_or_notify_cancel():
+        found.set_exception(error)
 
 
 def _key(method: Method) -> Key:

@@ -12,7 +12,8 @@ export function make(name, attributes = {}, ...children) {
 
 /** A token so that blanks and line ends can be seen. */
 export function visible(token) {
-  return token.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ | $/g, "·");
+  const blanks = (run) => (run.length > 2 ? `·×${run.length}` : "·".repeat(run.length));
+  return token.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ {2,}|^ | $/g, blanks);
 }
 
 export function percent(p) {

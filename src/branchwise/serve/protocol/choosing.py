@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from branchwise.draft import TREES, build_drafter, build_policy
 from branchwise.draft.policies.template import SHAPES
 from branchwise.errors import BranchwiseError, PairingError, UsageError
-from branchwise.methods import BLANKS, HEAD, PRESETS, Method, choose_method
+from branchwise.methods import BLANKS, HEAD, PRESETS, Method
 from branchwise.registry import check_known, split_spec
 from branchwise.serve.protocol.failures import Refusal, refusal_of
 from branchwise.verify import VERIFIERS
@@ -99,7 +99,7 @@ def _chosen(asked: Chosen, head: str | None) -> Method:
         if draft is None:
             raise UsageError("Name a drafter with draft, or a method.")
         _check(draft, tree, verify)
-        method = choose_method(draft=draft, tree=tree, verify=verify, head=head if draft == HEAD and head else None)
+        method = Method("/".join(part or "" for part in parts).rstrip("/"), draft, tree, verify or "match")
     if not method.lossless:
         raise UsageError(f"{method.name} changes the distribution of the texts, and this server keeps it.")
     for name in method.blanks:
