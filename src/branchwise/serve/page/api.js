@@ -39,15 +39,15 @@ async function json(path) {
   return answer.json();
 }
 
-/** Wait until the model is loaded; `waiting` is told the state meanwhile. */
+/** Wait until the model is loaded; `waiting` is told the state meanwhile, and says whether nobody waits any more. */
 export async function ready(waiting) {
-  for (;;) {
+  for (let left = false; !left; ) {
     try {
       const { status } = await (await fetch("health")).json();
       if (status === "ready") return;
-      waiting(status);
+      left = waiting(status);
     } catch {
-      waiting("not reached");
+      left = waiting("not reached");
     }
     await new Promise((resolve) => setTimeout(resolve, 700));
   }

@@ -266,7 +266,11 @@ onLocked(() => new Promise((resolve) => {
 }));
 
 async function start() {
-  await ready((state) => status(state === "loading" ? "The model is loading…" : `The server is ${state}.`, state !== "loading"));
+  await ready((state) => {
+    if (!settings.offline) status(state === "loading" ? "The model is loading…" : `The server is ${state}.`, state !== "loading");
+    return settings.offline;
+  });
+  if (settings.offline) return;
   try {
     const about = await describe();
     if (settings.offline) return;

@@ -28,7 +28,7 @@ export class Settings {
 
   close() {
     this.offline = true;
-    for (const id of ["prompt", "send", "race"]) at(id).disabled = true;
+    at("composer").hidden = true;
   }
 
   get method() {

@@ -170,7 +170,8 @@ export class Inspector {
   tell(step, last) {
     const drafted = step.nodes.length - 1, kept = step.path.length - 1, own = `“${visible(step.own.token)}”`;
     const bold = (text) => make("b", { text });
-    at("where").textContent = `Step ${this.step + 1} of ${last + 1} · ${milliseconds(step).toFixed(0)} ms${step.batch > 1 ? ` · with ${plural(step.batch - 1, "other text")}` : ""}`;
+    const spent = milliseconds(step); // of a step on a GPU it may not be known yet
+    at("where").textContent = `Step ${this.step + 1} of ${last + 1}${spent ? ` · ${spent.toFixed(0)} ms` : ""}${step.batch > 1 ? ` · with ${plural(step.batch - 1, "other text")}` : ""}`;
     const story = at("story");
     if (!drafted) {
       story.replaceChildren("Nothing was drafted: one pass, one token, the model's own ", bold(own), ".");
