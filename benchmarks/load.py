@@ -162,9 +162,12 @@ class Served:
             for kind in ("draft", "accepted"):
                 if f"spec_decode_num_{kind}_tokens_total" in name:
                     found[f"{kind} tokens"] = float(value)
-        if self.process is not None:
-            found["cpu"] = sum(self.process.cpu_times()[:2])
-        return found
+        return found if self.cpu is None else found | {"cpu": self.cpu}
+
+    @property
+    def cpu(self) -> float | None:
+        """Seconds of the processor that the server has had, where it is known which process it is."""
+        return None if self.process is None else sum(self.process.cpu_times()[:2])
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -309,7 +312,7 @@ async def loaded(
     }
 
 
-async def overhead(served: Drive, llm: LLM, questions: Sequence[Asked], turns: int) -> AsyncIterator[dict[str, Any]]:
+async def overhead(served: Served, llm: LLM, questions: Sequence[Asked], turns: int) -> AsyncIterator[dict[str, Any]]:
     """One stream through HTTP and through `LLM.stream`, in turns; the server is another process of the same model."""
 
     def stream(asked: Asked) -> tuple[float, int]:
@@ -327,8 +330,10 @@ async def overhead(served: Drive, llm: LLM, questions: Sequence[Asked], turns: i
         for number, asked in enumerate(questions):
             found = {}
             for who in ("http", "library") if (turn + number) % 2 else ("library", "http"):
+                before = (served.cpu or 0.0) if who == "http" else time.process_time()
                 seconds, tokens = stream(asked) if who == "library" else await served_stream(asked)
-                found[who] = {"seconds": seconds, "tokens": tokens}
+                spent = (served.cpu or math.nan) if who == "http" else time.process_time()
+                found[who] = {"seconds": seconds, "tokens": tokens, "cpu": spent - before}
             progress(f"overhead: turn {turn + 1} of {turns}, prompt {number + 1} of {len(questions)}")
             if turn >= 0:
                 yield {"kind": "overhead", "turn": turn, "prompt": number, **found, "load_average": os.getloadavg()[0]}
@@ -460,6 +465,9 @@ def summarise(records: list[dict[str, Any]]) -> None:
             f"{1000 * record['per_token']['p50']:7.0f} ms {sum(record['faults'].values()):7}  "
             + ", ".join(f"{count} {what}" for what, count in record["compared"].items())
         )
+    if levels:
+        told = [record["load_average"] for record in levels]
+        print(f"load average of the machine: {min(map(min, told)):.1f} to {max(map(max, told)):.1f}")
     if pairs := [record for record in records if record["kind"] == "overhead"]:
         print(overhead_line(pairs))
     for record in records:
@@ -472,16 +480,17 @@ def summarise(records: list[dict[str, Any]]) -> None:
 
 
 def overhead_line(pairs: list[dict[str, Any]]) -> str:
-    def seconds_per_token(one: dict[str, Any]) -> float:
-        return one["seconds"] / one["tokens"]
-
     def speed(who: str) -> float:
         return sum(pair[who]["tokens"] for pair in pairs) / sum(pair[who]["seconds"] for pair in pairs)
 
-    ratios = [seconds_per_token(pair["http"]) / seconds_per_token(pair["library"]) for pair in pairs]
+    def ratios(what: str) -> str:
+        """A token through HTTP over one of the library."""
+        served, own = ([pair[who][what] / pair[who]["tokens"] for pair in pairs] for who in ("http", "library"))
+        return interval([one / other for one, other in zip(served, own, strict=True)])
+
     return (
-        f"one stream: {speed('http'):.1f} tokens/s through HTTP, {speed('library'):.1f} in the library; "
-        f"time of HTTP over the library's in {len(pairs)} turns: {interval(ratios)}"
+        f"one stream: {speed('http'):.1f} tokens/s through HTTP, {speed('library'):.1f} in the library; HTTP over "
+        f"library in {len(pairs)} turns: time {ratios('seconds')}, processor time {ratios('cpu')}"
     )
 
 

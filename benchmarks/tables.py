@@ -21,6 +21,7 @@ import chains
 import controller
 import drafting
 import foundations
+import load
 import long_heads
 import memories
 import verifiers
@@ -49,6 +50,7 @@ SCRIPTS = {
     "cells": cells,
     "chains": chains,
     "controller": controller,
+    "load": load,
 }
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}

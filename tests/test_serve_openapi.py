@@ -59,6 +59,7 @@ def test_the_document_tells_the_limits_of_this_server(served: Served) -> None:
         asked = schemas[form]["properties"]
         assert [asked[name]["anyOf"][0]["maximum"] for name in ("n", "max_tokens")] == [3, 12]
         assert asked["stop"]["anyOf"][1]["maxItems"] == 4
+        assert asked["model"]["anyOf"][0]["enum"] == ["tiny"]
     assert schemas["CompletionAsked"]["properties"]["best_of"] == {"enum": [None, 1]}
 
 
@@ -85,8 +86,7 @@ def test_generated_requests_are_answered_as_the_document_says(served: Served, re
                 _send(operation.as_strategy(generation_mode=mode), round(requests * share / parts), statuses)
     assert sum(statuses.values()) >= 0.9 * requests
     assert set(statuses) <= {200, *STATUSES} - {500, 503}
-    assert statuses[200] > requests / 10
-    assert statuses[400] > requests / 10
+    assert min(statuses[200], statuses[400]) > requests / 20
     assert served.complete("to be or not", max_tokens=12, temperature=0)["choices"] == before
     eventually(lambda: not served.server.runner.live and served.server.door.inside == 0)
     assert free_slots_of(served) == served.llm.engine.target.slots

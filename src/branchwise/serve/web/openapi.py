@@ -53,6 +53,8 @@ def document(settings: Settings) -> Schema:
         [(form, "validation") for form in BODIES.values()], ref_template="#/components/schemas/{model}"
     )
     schemas: dict[str, Schema] = shared["$defs"]
+    for form in BODIES.values():
+        schemas[form.__name__]["properties"]["model"]["anyOf"][0]["enum"] = list(settings.names)
     for path in ("/v1/completions", "/v1/chat/completions"):
         _describe(schemas[BODIES[path].__name__]["properties"], settings.limits)
     about = {"title": "Branchwise", "version": __version__, "description": "A language model in OpenAI's protocol."}
