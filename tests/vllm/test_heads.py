@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft import build_policy
@@ -25,6 +27,7 @@ from branchwise.verify import VERIFIERS
 from tests.vllm.engines import CONTEXT, PROMPT, VOCABULARY, engine, law, params, runner_of, texts, write_model
 
 LENGTH = 3
+WRITTEN = 20
 PROMPTS = [PROMPT, [7, 8, 9] * 4, [3, 3, 1], list(range(VOCABULARY))]
 Drafted = dict[tuple[int, ...], list[int]]
 """the tokens of a text -> what was drafted behind them"""
@@ -67,7 +70,7 @@ def drafted_here(head: TrainedHead, target: TransformersTarget) -> tuple[list[li
     drafter = Noting(head, tree=build_policy(f"topk:{LENGTH},depth={LENGTH},width=1"))
     drafter.chains = {}
     writing = Engine(target, drafter, VERIFIERS.build("match"))
-    generations = [writing.submit(Request(tuple(prompt), max_tokens=20)) for prompt in PROMPTS]
+    generations = [writing.submit(Request(tuple(prompt), SamplingParams(), WRITTEN)) for prompt in PROMPTS]
     while writing.busy:
         writing.step()
     return [list(generation.token_ids) for generation in generations], drafter.chains
@@ -99,11 +102,18 @@ def test_an_exported_head_drafts_in_vllm_what_it_drafts_here(
     answers, here = drafted_here(trained, target)
     llm = engine(deep, {"method": "eagle3", "model": str(folder), "num_speculative_tokens": LENGTH})
     there = drafted_there(llm)
-    assert texts(llm, PROMPTS, params(max_tokens=20)) == answers
-    both = here.keys() & there.keys()
-    chains = [text for text in both if len(here[text]) == LENGTH]  # shorter where an answer is about to end
-    assert len(chains) > 30
-    assert {text: there[text] for text in chains} == {text: here[text] for text in chains}
+    assert texts(llm, PROMPTS, params(max_tokens=WRITTEN)) == answers
+    table = set(trained.table.tolist())
+    compared = 0
+    for prompt in PROMPTS:
+        for text in (text for text in here.keys() & there.keys() if text[: len(prompt)] == tuple(prompt)):
+            if len(text) - len(prompt) >= WRITTEN - LENGTH:
+                continue  # here chains end with the answer
+            # Here a head also proposes tokens of the text that are not in its table.
+            own = list(takewhile(table.__contains__, here[text]))
+            assert there[text][: len(own)] == own
+            compared += len(own)
+    assert compared > 100
 
 
 def test_texts_of_an_exported_head_have_the_law_of_the_target_by_block(
@@ -113,6 +123,6 @@ def test_texts_of_an_exported_head_have_the_law_of_the_target_by_block(
     register()
     how = {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
     llm = engine(deep, {"method": "eagle3", "model": str(head[2]), "num_speculative_tokens": LENGTH, **how})
-    found = texts(llm, [PROMPT] * 1600, params(temperature=0.7, max_tokens=3))
+    found = texts(llm, [PROMPT] * 800, params(temperature=0.7, max_tokens=3))
     assert runner_of(llm).drafter._enable_probabilistic_draft_probs
     assert law(deep, 3, 0.7).p_value(found) > 1e-4

@@ -11,7 +11,7 @@ from tests.vllm.engines import PROMPT, PROPOSER, engine, law, params, runner_of,
 
 DRAFTERS = ["memories", "recycle", "suffix", "ngram", "stand", "trigram", "fused:recycle+ngram"]
 PROMPTS = [PROMPT, [7, 8, 9] * 5, [3], list(range(16)), [5, 5, 5, 5, 11], PROMPT * 4]
-MANY = 1600
+MANY = 800
 """texts of one chi-square test"""
 SURE = 1e-4
 """a p-value below this is no accident"""
