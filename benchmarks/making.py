@@ -152,7 +152,7 @@ def tune(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         learner.step()
-        told(step, float(loss))
+        told(step, float(loss.detach()))
         step += 1
     model.eval().requires_grad_(False)
     return step

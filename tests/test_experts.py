@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,25 @@ def test_the_folder_is_loaded_by_transformers_and_drafts(family: str, tmp_path: 
     drafted = llm.generate("w5 w9", max_new_tokens=12, seed=1, ignore_eos=True)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.accepted_tokens > 6, "it draws what the whole model draws"
+
+
+def test_a_dense_model_becomes_a_mixture_that_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What benchmarks reduce: as long as its experts are copies, it does not matter who answers."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    making = importlib.import_module("making")
+    torch.manual_seed(0)
+    dense = hf.LlamaForCausalLM(
+        hf.LlamaConfig(**{key: SIZES[key] for key in list(SIZES)[:7]}, tie_word_embeddings=True)
+    )
+    made, text = making.upcycled(dense.eval(), experts=4, active=2, noise=0.0), texts(1)[0]
+    torch.testing.assert_close(logits(made, text), logits(dense, text))
+    assert check_mixture(made, "made") == 4
+    apart = making.upcycled(dense, experts=4, active=2, noise=0.5)
+    before = acceptance(dense, apart, texts())
+    losses: list[float] = []
+    making.tune(apart, dense, texts(), steps=12, rate=3e-3, balance=0.01, told=lambda step, loss: losses.append(loss))
+    assert acceptance(dense, apart, texts()) > before, "it learns what its model finds probable"
+    assert losses[-1] < losses[0]
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

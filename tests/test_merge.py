@@ -386,6 +386,10 @@ def test_the_default_method_takes_a_pack(made: Path) -> None:
         engine.step()
     assert found[0].token_ids == found[1].token_ids
     assert any(isinstance(source, Specialists) for source in drafter.sources)
+    one = AutoDrafter(f"model({made / 'pack'},task=law)")
+    assert one.tasks == ()
+    assert isinstance(one._model, ModelDrafter)
+    assert one._model.task == "law"
 
 
 def test_a_pack_is_lossless_by_the_audit(made: Path) -> None:

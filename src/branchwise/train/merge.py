@@ -18,6 +18,7 @@ from branchwise.draft.model.pack import EIGHT_BITS, EXACT, Pack, packed
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import load_model, resolve
 from branchwise.models.cache import bytes_in
+from branchwise.models.show import quiet
 from branchwise.progress import Progress, silent
 from branchwise.provenance import without_folder
 from branchwise.train.folder import whole_folder
@@ -179,7 +180,7 @@ def merge(base: str, specialists: Mapping[str, str], out: Path, kind: str, progr
     about["tasks"] = {
         task: {"source": without_folder(name), **asdict(told[task])} for task, name in specialists.items()
     }
-    with whole_folder(out, about, size) as folder:
+    with whole_folder(out, about, size) as folder, quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         pack.write(folder)

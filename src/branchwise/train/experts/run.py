@@ -18,6 +18,7 @@ from branchwise.backends.transformers.runner import bytes_read
 from branchwise.bench.prompts import Item
 from branchwise.errors import UsageError
 from branchwise.llm import LLM
+from branchwise.models.show import quiet
 from branchwise.progress import Progress, silent
 from branchwise.train.experts.reduce import WAYS, check_mixture, check_sizes, grouped, reduced, told
 from branchwise.train.experts.usage import Text, Usage, acceptance, usage_of
@@ -146,6 +147,6 @@ def save_reduction(found: Reduction, tokenizer: Any, out: Path, about: dict[str,
         "acceptance": round(found.chosen.acceptance, 4),
         "layers": found.layers,
     }
-    with whole_folder(out, noted, size) as folder:
+    with whole_folder(out, noted, size) as folder, quiet():
         found.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
