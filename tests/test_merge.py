@@ -24,6 +24,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.draft import build_drafter
 from branchwise.draft.auto import AutoDrafter
 from branchwise.draft.base import Budget
+from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.draft.model.pack import FILE, Pack, load_specialist, packed, unpacked
 from branchwise.draft.model.specialists import MOST_OPEN, Specialists
@@ -33,7 +34,9 @@ from branchwise.llm import LLM
 from branchwise.models.cache import bytes_in
 from branchwise.train.merge import elect, in_eight_bits, merge, named, pack_of
 from branchwise.verify import VERIFIERS
+from tests import attention_twins
 from tests.test_experts import tokenizer
+from tests.test_inflight import Watched
 
 WORDS = 48
 PROMPTS = [(5, 6, 7, 8), (9,), (11, 12, 13)]
@@ -341,6 +344,37 @@ def test_a_seed_writes_the_same_text_whatever_runs_beside_it(made: Path) -> None
     assert written([PROMPTS[0]]) == written([PROMPTS[1], PROMPTS[2], PROMPTS[0]])
 
 
+@pytest.mark.parametrize("tasks", [(None,), ("code",) * 3, ("code", "law", None)], ids=["found", "one", "mixed"])
+def test_drafts_ahead_of_the_host_are_those_of_the_host(
+    tasks: tuple[str | None, ...], made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a verifier that reads q: the text would be another if any tree or distribution were."""
+    attention_twins.install(monkeypatch)
+    ahead = []
+    own = ModelAhead.draft_next
+    monkeypatch.setattr(ModelAhead, "draft_next", lambda *given: ahead.append(own(*given)) or ahead[-1])
+
+    def written(*, kernels: bool) -> list[list[int]]:
+        form: Any = {"slots": 3, "context": 96, "max_nodes": 32, "kernels": kernels, "tokenizer": tokenizer()}
+        engine = Engine(
+            Watched(near, **form), build_drafter(f"model:{made / 'pack'}", "chain:3"), VERIFIERS.build("block")
+        )
+        sampling = SamplingParams(temperature=1.0, seed=6)
+        found = [
+            engine.submit(Request(prompt, sampling, 30 + 8 * row, task=task))
+            for row, (prompt, task) in enumerate(zip(PROMPTS, tasks, strict=False))
+        ]
+        while engine.busy:
+            engine.step()
+        return [generation.token_ids for generation in found]
+
+    near = tuned(tiny(), 1, far=0.08)
+    by_host = written(kernels=False)
+    assert not ahead
+    assert written(kernels=True) == by_host
+    assert any(trees is not None for trees in ahead)
+
+
 def test_specialists_that_no_text_needs_are_let_go(made: Path, tmp_path: Path) -> None:
     names = [f"task-{number}" for number in range(MOST_OPEN + 2)]
     places = {name: str(made / "code") for name in names}
@@ -392,7 +426,9 @@ def test_the_default_method_takes_a_pack(made: Path) -> None:
     assert one._model.task == "law"
 
 
-def test_a_pack_is_lossless_by_the_audit(made: Path) -> None:
+def test_a_pack_is_lossless_by_the_audit(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One specialist after the other drafts for every text."""
+    monkeypatch.setattr("branchwise.control.bandit.STINT", 1)
     model = tiny(7)
     target = TransformersTarget(model, slots=33, max_nodes=32, tokenizer=tokenizer())
     llm = LLM("tiny", model, tokenizer(), Engine(target, build_drafter("none"), VERIFIERS.build("match")))
@@ -400,6 +436,9 @@ def test_a_pack_is_lossless_by_the_audit(made: Path) -> None:
     drafter = build_drafter(f"model:{made / 'pack'}", "paths:2x2")
     found = ModelAuditor(llm, ["w5 w6 w7"], plan).audit(drafter, verify="cascade")
     assert found.finding.word is Word.LOSSLESS, found.finding.evidence
+    assert isinstance(drafter, Specialists)
+    assert min(steps for steps, _ in drafter._seen.values()) >= 1
+    assert drafter._seen["math"][0] > 20, "texts that need a second step have it from the second specialist"
 
 
 # The bandit
