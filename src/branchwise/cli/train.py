@@ -12,10 +12,10 @@ from typer import Option
 
 from branchwise.cli import group
 from branchwise.cli.drafters.data import data
+from branchwise.cli.drafters.experts import prune_experts
+from branchwise.cli.drafters.merge import merge
 from branchwise.cli.drafters.student import nested, student
 from branchwise.cli.heads import export, head
-from branchwise.cli.making.experts import prune_experts
-from branchwise.cli.making.merge import merge
 from branchwise.cli.options import AsJson, DraftModel, Loading, at_least, check_out, drafter_spec, grouped
 from branchwise.errors import PairingError, UsageError
 from branchwise.progress import Progress, showing

@@ -46,8 +46,8 @@ def merge(
         return
     for task, one in found.tasks.items():
         print(
-            f"{task}: {one.agreement:.0%} of its changes have the elected sign; its weights are {one.distance:.2f} of "
-            "the way to the base off"
+            f"{task}: {one.agreement:.0%} of its changes have the elected sign, and its weights are off by "
+            f"{one.distance:.0%} of their distance from the base."
         )
     print(f"{found.bytes / 1e6:.1f} MB, for {len(names)} specialists of {found.specialists / 1e6:.1f} MB.")
     print(f"Use it with --draft-model {out}, or --draft-model {out},task={next(iter(names))}")

@@ -1,1 +1,0 @@
-"""Commands that make draft models out of others."""
