@@ -103,7 +103,11 @@ def toy(folder: Path, every: int = 1) -> dict[str, Any]:
         if method.needs_head:
             return method.drafting_with(head=str(folder / "head"))
         draft = method.draft.replace("model:trim=32768", "disturbed").replace("fused:model", "fused:trigram")
-        draft = draft.replace("model", "disturbed").replace("retrieval", f"retrieval{{}}{index}")
+        draft = (
+            draft.replace("model", "disturbed")
+            .replace("nested", "disturbed")
+            .replace("retrieval", f"retrieval{{}}{index}")
+        )
         return replace(method, draft=draft.format("(" if "fused" in draft else ":") + (")" if "fused" in draft else ""))
 
     methods = [*map(standing_in, PRESETS.values()), *verifiers("disturbed:sigma=1")]
@@ -127,7 +131,10 @@ def real(folder: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
         writer.finish(["prompts"])
     random_head(target.info, table=1000).save(folder / "real-head")
     found = {}
-    for method in [*PRESETS.values(), *verifiers("model")][share[0] :: share[1]]:
+    presets = [
+        method for method in PRESETS.values() if "nested" not in method.blanks
+    ]  # what is timed decides its exits
+    for method in [*presets, *verifiers("model")][share[0] :: share[1]]:
         wanted = {"draft_model": draft.name} if "model" in method.blanks else {}
         wanted |= {"index": str(index)} if "retrieval" in method.blanks else {}
         wanted |= {"head": str(folder / "real-head")} if "head" in method.blanks else {}

@@ -46,6 +46,8 @@ NAMES = [
     "cascade",
     "traversal",
     "vocabtrim",
+    "distillspec",
+    "s2d",
     "uncurl",
     "emr",
 ]

@@ -26,6 +26,8 @@ RETRIEVAL = "retrieval"
 """the drafter that reads an index"""
 HEAD = "head"
 """the drafter that runs a trained head"""
+NESTED = "nested"
+"""the drafter that runs a draft model with exits"""
 
 
 class Blank(NamedTuple):
@@ -42,6 +44,9 @@ BLANKS = {
     MODEL: Blank("a draft model", "--draft-model", "ID", "such as a smaller model with the tokenizer of the target"),
     RETRIEVAL: Blank("an index", "--index", "DIR", "a folder that `branchwise index build` made"),
     HEAD: Blank("a trained head", "--head", "FILE", "a file that `branchwise train head --model MODEL` wrote"),
+    NESTED: Blank(
+        "a draft model with exits", "--draft-model", "FOLDER", "a folder that `branchwise train nested` made"
+    ),
 }
 """drafters that need a model, a folder or a file"""
 FUSED = "fused:"
@@ -90,7 +95,7 @@ class Method:
 
     @property
     def needs_draft_model(self) -> bool:
-        return MODEL in self.blanks
+        return MODEL in self.blanks or NESTED in self.blanks
 
     @property
     def needs_index(self) -> bool:
@@ -115,11 +120,12 @@ class Method:
 
         Their options override the method's own.
         """
-        given = {MODEL: draft_model, RETRIEVAL: index, HEAD: head}
+        given = _by_drafter(draft_model, index, head)
         for name, (what, option, _, hint) in BLANKS.items():
-            if given[name] is not None and name not in self.takes:
+            taken = any(BLANKS[other].option == option for other in self.takes)
+            if given[name] is not None and not taken:
                 raise UsageError(f"Method {self.name!r} drafts without {what}; leave out {option}.")
-            if not given[name] and (name in self.blanks or given[name] is not None):
+            if not given[name] and (name in self.blanks or (given[name] is not None and name in self.takes)):
                 raise UsageError(f"Method {self.name!r} needs {what}; name one with {option}, {hint}.")
         if split_spec(self.draft)[0] == AUTO:
             joined = [*split_spec(self.draft)[1], *(f"{name}({given[name]})" for name in CHOICES if given[name])]
@@ -172,17 +178,19 @@ PLAIN = PRESETS["plain"]
 def find_method(spec: str, draft_model: str | None = None, index: str | None = None, head: str | None = None) -> Method:
     """The method of a name or of a spec `draft/tree/verify`, with the draft model, index and head if it takes them."""
     method = find_any(spec)
-    given = {MODEL: draft_model, RETRIEVAL: index, HEAD: head}
-    return method.drafting_with(*(given[name] if name in method.takes else None for name in BLANKS))
+    options = {BLANKS[name].option for name in method.takes}
+    values = {"--draft-model": draft_model, "--index": index, "--head": head}
+    return method.drafting_with(*(value if option in options else None for option, value in values.items()))
 
 
 def find_methods(
     specs: Sequence[str], draft_model: str | None = None, index: str | None = None, head: str | None = None
 ) -> list[Method]:
     """Methods that share a draft model, an index and a head; at least one must take each."""
-    for (name, blank), value in zip(BLANKS.items(), (draft_model, index, head), strict=True):
-        if value is not None and not any(name in find_any(spec).takes for spec in specs):
-            raise UsageError(f"No method here drafts with {blank.what}; leave out {blank.option}.")
+    taken = {BLANKS[name].option for spec in specs for name in find_any(spec).takes}
+    for name, value in zip((MODEL, RETRIEVAL, HEAD), (draft_model, index, head), strict=True):
+        if value is not None and BLANKS[name].option not in taken:
+            raise UsageError(f"No method here drafts with {BLANKS[name].what}; leave out {BLANKS[name].option}.")
     return [find_method(spec, draft_model, index, head) for spec in specs]
 
 
@@ -208,7 +216,8 @@ def choose_method(
             return find_methods([method], draft_model, index, head)[0]
         named = draft_model is not None or index is not None or head is not None
         return method.drafting_with(draft_model, index, head) if named else method
-    said = [name for name, value in zip(BLANKS, (draft_model, index, head), strict=True) if value is not None]
+    values = {MODEL: draft_model, RETRIEVAL: index, HEAD: head}
+    said = [name for name, value in values.items() if value is not None]
     if draft is not None and said and not Method("", draft).takes:
         raise UsageError(f"Give --draft or {BLANKS[said[0]].option}, not both.")
     default = PRESETS[DEFAULT]
@@ -259,7 +268,15 @@ def members_of(draft: str) -> list[str]:
     return split_members(draft.removeprefix(FUSED))
 
 
-FILES = ("model:", "model(", "retrieval:", "retrieval(", "head:", "head(", "template:", "ranks:", "learned:")
+def _by_drafter(draft_model: str | None, index: str | None, head: str | None) -> dict[str, str | None]:
+    """What the user names, by the drafter that runs it."""
+    return {MODEL: draft_model, RETRIEVAL: index, HEAD: head, NESTED: draft_model}
+
+
+FILES = (
+    *(f"{name}{mark}" for name in ("model", "retrieval", "head", "nested") for mark in ":("),
+    *("template:", "ranks:", "learned:"),
+)
 """parts of a spec after which a name with slashes may follow"""
 
 

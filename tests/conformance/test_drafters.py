@@ -18,6 +18,7 @@ from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
+from branchwise.draft.nested.drafter import NestedDrafter
 from branchwise.engine import Engine, Request
 from branchwise.testing import ContrarianDrafter, RandomDrafter, ToyTarget, TruthDrafter
 from branchwise.verify import VERIFIERS, Verifier, check_pairing
@@ -50,6 +51,23 @@ class AnyModel(ModelDrafter):
         super().bind(target)
 
 
+class AnyNested(NestedDrafter):
+    """A random draft model with two exits and as many tokens as the target."""
+
+    def __init__(self) -> None:
+        super().__init__(self._weights(VOCABULARY), threshold=0.5, tree=TREES.build("paths:2x3"))
+
+    def bind(self, target: TargetInfo) -> None:
+        self.model = self._weights(target.vocabulary)
+        super().bind(target)
+
+    @staticmethod
+    def _weights(vocabulary: int) -> Weights:
+        model = tiny(1, layers=2, vocabulary=vocabulary)
+        model.config.exits = [1, 2]
+        return Weights("tiny", model, None)
+
+
 def any_index() -> Drafter:
     """What random texts hold; the files are gone when it drafts, but they are mapped."""
     rng = random.Random(0)
@@ -78,6 +96,7 @@ class AnyAuto(AutoDrafter):
 NOT_BY_NAME: dict[str, Callable[[], Drafter]] = {
     "auto": AnyAuto,
     "model": AnyModel,
+    "nested": AnyNested,
     "retrieval": any_index,
     "head": any_head,
     "fused": lambda: build_drafter("fused:recycle+suffix+trigram"),

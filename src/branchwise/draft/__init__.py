@@ -19,6 +19,7 @@ DRAFTERS = Registry(
         "head": "branchwise.draft.head.drafter:HeadDrafter",
         "memories": "branchwise.draft.lookup.memories:DefaultDrafter",
         "model": "branchwise.draft.model.specialists:DraftModel",
+        "nested": "branchwise.draft.nested.drafter:NestedDrafter",
         "ngram": "branchwise.draft.lookup.ngram:NGram",
         "none": "branchwise.draft.base:NoDrafter",
         "recycle": "branchwise.draft.recycle.drafter:Recycle",

@@ -107,6 +107,28 @@ class Pass:
         return found.transpose(1, 2).to(query.dtype).contiguous()
 
 
+class RowsPass(Pass):
+    """A pass over rows that are there already, in layers that have not seen them: any rows, not only the last."""
+
+    def __init__(self, slots: list[int], rows: Tensor, seen: Tensor, positions: Tensor, key_positions: Tensor) -> None:
+        """`rows` and `positions` (batch, nodes); `seen` (batch, nodes, keys) marks the rows that each attends to, its
+        own included, and `key_positions` (batch, keys) are those of these."""
+        self.keys = seen.shape[2]
+        self.rows, self.depths, self._seen, self._key_positions = rows, positions, seen, key_positions
+        self.slot_column = torch.tensor(slots, device=rows.device)[:, None]
+        self.slots = side_by_side(slots) or self.slot_column[:, 0]
+        self._masks = {}
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+        if window not in self._masks:
+            seen = self._seen
+            if window is not None:
+                seen = seen & (self._key_positions[:, None] > self.depths[:, :, None] - window)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self._masks[window] = mask.masked_fill_(~seen, -torch.inf)[:, None]
+        return self._masks[window], False
+
+
 class BlankCache(Cache):
     """A cache that knows of no positions. transformers asks for them, but positions are always given and masks are made
     here, so the answers decide nothing; a model that uses them all the same fails the probe at load."""
@@ -176,6 +198,28 @@ class KVCache(BlankCache, Slots):
         self.current = Pass(slots, lengths, depths, ancestors, written)
         self._touch(slots, [self.current.keys] * len(slots), self.current.keys)
         return self.current
+
+    def revisit(
+        self, sequences: Sequence[SequenceState], rows: Tensor, seen: Tensor, positions: Tensor, key_positions: Tensor
+    ) -> RowsPass:
+        """Make ready for a pass over rows of these sequences that earlier passes wrote; see `RowsPass`."""
+        slots, _ = self._seats(sequences)
+        self.current = found = RowsPass(slots, rows, seen, positions, key_positions)
+        self._touch(slots, [found.keys] * len(slots), found.keys)
+        return found
+
+    def beside(self, count: int, width: int) -> Tensor:
+        """(count, slots, rows, width): numbers that lie beside the rows and go wherever these go; not where kernels
+        move them."""
+        assert not self.by_kernels, "kernels move what they were given at first"
+        tensor = zeros((count, self.slots, 1, self.rows, width), self.layers_keys[0].dtype, self._device)
+        self._tensors["beside", (len(self._tensors), width)] = tensor
+        self._cells.append(tensor)
+        return tensor[:, :, 0]
+
+    def places(self, sequences: Sequence[SequenceState]) -> list[int]:
+        """The slots of these sequences."""
+        return self._seats(sequences)[0]
 
     def seat(
         self, sequences: Sequence[SequenceState], written: Sequence[int], nodes: int, padded: int

@@ -121,7 +121,7 @@ class ModelRunner:
         """Logits (batch, rows, vocabulary), the last `keep` rows or all, and hidden states (batch, nodes, width)."""
         extra = {"logits_to_keep": keep} if "logits_to_keep" in self._forward_parameters else {}
         hidden: dict[str, Tensor] = {}
-        with torch.inference_mode(), self.attending(self.hook.name), self._packed(), self._watching(hidden):
+        with self.passing(), self._watching(hidden):
             logits: Tensor = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **extra
             ).logits
@@ -207,6 +207,12 @@ class ModelRunner:
             finally:
                 for config, implementation in zip(self._configs, found, strict=True):
                     config._attn_implementation_internal = implementation
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let the model, or parts of it, make a pass here."""
+        with torch.inference_mode(), self.attending(self.hook.name), self._packed():
+            yield
 
     @contextmanager
     def _watching(self, hidden: dict[str, Tensor]) -> Iterator[None]:

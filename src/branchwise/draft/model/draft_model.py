@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from branchwise.backends.base import Execution
@@ -194,11 +195,12 @@ class DraftKVCache:
         tokens = np.array([new + [0] * (nodes - len(new)) for new in ahead], dtype=np.int64)
         depths = np.tile(np.arange(nodes), (len(ahead), 1))
         chain = np.tile(np.tri(nodes, dtype=np.bool_), (len(ahead), 1, 1))
-        logits = self.slots.sprout([one.key for one in followed], tokens, depths, chain)
+        places = [slice(len(new) - 1, len(new)) for new in ahead]
+        logits = self._sprout(followed, tokens, depths, chain, places)
         self.count(sequences, ahead)
         for one, tree in zip(followed, trees, strict=True):
             one.tree = tree
-        return logits, [slice(len(new) - 1, len(new)) for new in ahead]
+        return logits, places
 
     def unwritten(
         self, sequences: Sequence[SequenceState], texts: Sequence[list[int]], most: int = AT_ONCE
@@ -254,11 +256,27 @@ class DraftKVCache:
                 ancestors[b, place, before[b] + place] = True
             joined.append(rows)
 
-        keys = [one.key for one in followed]
-        logits = self.slots.sprout(keys, tokens, depths, ancestors, PartialTree(before, row_depths))
+        places = [slice(len(new)) for new in wanted]
+        logits = self._sprout(followed, tokens, depths, ancestors, places, PartialTree(before, row_depths))
         for one, rows in zip(followed, joined, strict=True):
             one.rows = rows
-        return logits, [slice(len(new)) for new in wanted]
+        return logits, places
+
+    def _sprout(
+        self,
+        followed: Sequence[DraftSlot],
+        tokens: NDArray[np.int64],
+        depths: NDArray[np.int64],
+        ancestors: NDArray[np.bool_],
+        places: Sequence[slice],
+        written: PartialTree | None = None,
+    ) -> Tensor:
+        """One pass (`TransformersTarget.sprout`), of which only the logits at these places of each text are read."""
+        return self.slots.sprout([one.key for one in followed], tokens, depths, ancestors, written)
+
+    def _extend(self, followed: DraftSlot, tokens: list[int]) -> None:
+        """Write further tokens of a text, of which no logits are wanted."""
+        self.slots.extend(followed.key, tokens)
 
     def _catch_up(self, followed: DraftSlot, text: list[int], most: int) -> list[int]:
         """Keep the rows that are still valid; returns the tokens that are not written yet, at least the root and at
@@ -276,7 +294,7 @@ class DraftKVCache:
         followed.rows = {}
         ahead = text[len(cached) :]
         if len(ahead) > most:
-            self.slots.extend(followed.key, ahead[:-1])
+            self._extend(followed, ahead[:-1])
             cached += ahead[:-1]
         return text[len(cached) :]
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from branchwise.backends.base import Scored, TargetInfo
+from branchwise.backends.base import Execution, Scored, TargetInfo
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -41,6 +41,9 @@ from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeD
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
 from branchwise.verify import Verdict, Verdicts
+
+if TYPE_CHECKING:
+    from branchwise.backends.transformers.target import TransformersTarget
 
 FOR_GREEDY = 0.6
 """The temperature of draft distributions for a greedy text: the best token of the draft is the target's best token more
@@ -82,7 +85,6 @@ class ModelDrafter(TreeDrafter):
 
     def bind(self, target: TargetInfo) -> None:
         from branchwise.backends.transformers.probe import context_limit  # transformers takes seconds to import
-        from branchwise.backends.transformers.runner import bytes_read
 
         super().bind(target)
         given = self.model
@@ -102,16 +104,27 @@ class ModelDrafter(TreeDrafter):
         # The same text may take more tokens of another tokenizer.
         wanted = target.context + 1 if self.vocabulary.same else 2 * target.context
         self._context = min(wanted, context_limit(self.weights.model.config))
-        execution = target.execution
-        if self.tree.needs_hidden:  # the hidden states of a recorded pass are known to its graph alone
-            execution = replace(execution, graphs=False)
-        acquire = partial(self.weights.acquire, target.slots, self._context, self._head, execution)
+        acquire = partial(self.weights.acquire, target.slots, self._context, self._head, self._execution(target))
         self.weights.release(acquire())  # a model that cannot be served is refused here
-        self._following = DraftKVCache(self.weights, acquire, self.vocabulary.draft_token)
+        self._following = self._cache(acquire)
         self._ahead = self._on_device(target)
+        self.cost = None if target.weight_bytes is None else self._share(target)
+
+    def _share(self, target: TargetInfo) -> float:
+        """The bytes that a pass reads, as a share of those that one of the target reads."""
+        from branchwise.backends.transformers.runner import bytes_read  # transformers takes seconds to import
+
         rows = None if self.trim is None else len(self.vocabulary.columns)
-        read = bytes_read(self.weights.model, rows)
-        self.cost = None if target.weight_bytes is None else read / target.weight_bytes
+        return bytes_read(self.weights.model, rows) / (target.weight_bytes or 1)
+
+    def _execution(self, target: TargetInfo) -> Execution:
+        """How its passes are made."""
+        if self.tree.needs_hidden:  # the hidden states of a recorded pass are known to its graph alone
+            return replace(target.execution, graphs=False)
+        return target.execution
+
+    def _cache(self, acquire: Callable[[], TransformersTarget]) -> DraftKVCache:
+        return DraftKVCache(self.weights, acquire, self.vocabulary.draft_token)
 
     def with_tree(self, tree: TreePolicy) -> ModelDrafter:
         """The same draft model with another tree, given one that is bound. Both keep texts in the same cache."""

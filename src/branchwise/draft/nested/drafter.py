@@ -1,0 +1,99 @@
+"""A draft model that leaves early where it is sure: `nested:FOLDER[,threshold=…]`.
+
+Kavehzadeh et al., "S2D: Sorted Speculative Decoding", arXiv 2407.01955. One model whose first layers are draft models
+too (`branchwise train nested`) drafts for every target of its tokenizer: a small target lets it leave early, for a
+large one it goes deeper. Its passes are made as on a host, also on a GPU: where a node leaves decides what runs next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from branchwise.backends.base import Execution, TargetInfo
+from branchwise.draft.builder import TreePolicy
+from branchwise.draft.model.ahead import ModelAhead
+from branchwise.draft.model.draft_model import DraftKVCache, Weights
+from branchwise.draft.model.drafter import ModelDrafter
+from branchwise.draft.nested.cache import NestedKVCache
+from branchwise.draft.nested.exits import NEVER, USUAL, Ladder, best_ladder, fixed_ladder, read_samples
+from branchwise.draft.nested.parts import exits_of
+from branchwise.draft.nested.segments import Segments
+from branchwise.errors import ModelError, PairingError, UsageError
+from branchwise.models import local_folder
+
+if TYPE_CHECKING:
+    from branchwise.backends.transformers.target import TransformersTarget
+
+
+class NestedDrafter(ModelDrafter):
+    name = "nested"
+
+    def __init__(
+        self,
+        model: str | Weights,
+        threshold: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        trim: int | None = None,
+        tree: TreePolicy | None = None,
+    ) -> None:
+        """`threshold` is how probable the best token of an exit must be for a draft to leave there; by default what was
+        measured in training and at load decides. The rest is as for `model`."""
+        super().__init__(model, temperature, top_k, trim, tree=tree)
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise UsageError(f"A threshold is a probability, such as threshold=0.5, not {threshold}.")
+        if self.tree.needs_hidden:
+            raise PairingError("Exits differ in their hidden states; a nested model needs a tree that asks for none.")
+        self.threshold = threshold
+
+    def bind(self, target: TargetInfo) -> None:
+        super().bind(target)
+        if self.ladder.cost is not None:
+            self.cost = self.ladder.cost
+
+    def _execution(self, target: TargetInfo) -> Execution:
+        return replace(target.execution, kernels=False, graphs=False, compile=False)
+
+    def _on_device(self, target: TargetInfo) -> ModelAhead | None:
+        return None
+
+    def _cache(self, acquire: Callable[[], TransformersTarget]) -> DraftKVCache:
+        config = self.weights.model.config
+        exits = exits_of(config)
+        layers = config.get_text_config().num_hidden_layers
+        if len(exits) < 2 or list(exits) != sorted({*exits}) or not (exits[0] > 0 and exits[-1] == layers):
+            raise ModelError(
+                f"{self.weights.name} has no exits that end at its {layers} layers; make such a model with "
+                "`branchwise train nested`, or draft with the whole one: --draft-model."
+            )
+        segments, slots = Segments(self.weights.model, exits), acquire()
+        with self._passing(0):
+            seconds = segments.tried(slots)
+        self.weights.release(slots)
+        self.ladder = self._chosen(exits, seconds)
+        thresholds = self.ladder.thresholds
+        return NestedKVCache(self.weights, acquire, self.vocabulary.draft_token, segments, thresholds)
+
+    def _chosen(self, exits: tuple[int, ...], seconds: list[float]) -> Ladder:
+        given = self.model
+        samples = None if isinstance(given, Weights) else read_samples(local_folder(given), exits)
+        if self.threshold is not None or samples is None:
+            return fixed_ladder(len(exits), USUAL if self.threshold is None else self.threshold)
+        assert self.target is not None
+        # A pass of the target was not timed yet: bytes say what the whole draft model costs, clocks what its parts do.
+        whole = self._share(self.target)
+        *segments, head = (whole * part / sum(seconds) for part in seconds)
+        return best_ladder(samples, segments, head)
+
+    def reasons(self, batch: int) -> list[str]:
+        cache = self._following
+        assert isinstance(cache, NestedKVCache)
+        exits, shown = cache.segments.exits, []
+        for layers, threshold in zip(exits, self.ladder.thresholds, strict=False):
+            shown.append(f"{layers} layers are not looked at" if threshold == NEVER else f"{layers} if {threshold:g}")
+        found = f"It leaves after {', '.join(shown)} sure, else after {exits[-1]} layers."
+        if total := sum(cache.left.values()):
+            found += " It left after " + ", ".join(f"{n}: {cache.left[n] / total:.0%}" for n in exits) + "."
+        return [found]
