@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md and docs/heads.md, from the committed records, and the README's table of methods.
+"""The tables of the pages in docs, from the committed records, and the README's table of methods.
 
 A table stands behind a line `<!-- table: FILE [what] -->` and is whatever that file of records says today, over all
 prompts, by `categories`, or of the `sources` of the tokens; where a file is still to be measured, it says so.
@@ -24,6 +24,7 @@ import foundations
 import load
 import long_heads
 import memories
+import students
 import verifiers
 from rich.console import Console
 
@@ -34,7 +35,7 @@ from branchwise.bench.summary import Row, summarise, table
 from branchwise.methods import table as table_of_methods
 
 ROOT = Path(__file__).parents[1]
-PAGE, HEADS = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "heads.md"
+PAGE, HEADS, TRAIN = (ROOT / "docs" / name for name in ("benchmarks.md", "heads.md", "train.md"))
 RECORDS = ROOT / "benchmarks" / "records"
 README = ROOT / "README.md"
 PLACE = re.compile(r"(<!-- table: (\S+?)(?: (\S+))? -->\n```\n)(.*?)(```\n)", re.DOTALL)
@@ -51,6 +52,7 @@ SCRIPTS = {
     "chains": chains,
     "controller": controller,
     "load": load,
+    "students": students,
 }
 """whose records are their own, with a summary that prints"""
 WIDTHS = {"drafting": 150}
@@ -58,7 +60,7 @@ WIDTHS = {"drafting": 150}
 
 
 def main() -> None:
-    for path, fill in ((PAGE, filled), (HEADS, filled), (README, with_methods)):
+    for path, fill in ((PAGE, filled), (HEADS, filled), (TRAIN, filled), (README, with_methods)):
         page = path.read_text()
         found = fill(page)
         if "--check" in sys.argv and found != page:

@@ -27,7 +27,7 @@ from branchwise.train.texts import Writer
 from tests.test_audit_model import tiny_model, tokenizer
 from tests.test_model_drafter import VOCABULARY, tiny
 
-RECIPE = Recipe(1.0, steps=40, tokens=500, rate=1e-2, depth=3, chunk=64)
+RECIPE = Recipe(1.0, steps=30, tokens=700, rate=3e-2, depth=3, chunk=256)
 
 
 def plain(p: Tensor, q: Tensor, kind: str) -> Tensor:
@@ -85,12 +85,13 @@ def test_chunks_have_the_gradients_of_the_whole(kind: str) -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
-# A target with something to learn: the layers of a student say it in another place
-
-
 def taught_by() -> LlamaForCausalLM:
-    """A target whose next token depends on the last one in a way that its first layer does not show."""
-    return tiny(2, layers=3).requires_grad_(False)
+    """A target with something to learn: its next token depends on the last one alone."""
+    model = tiny(2, layers=2).requires_grad_(False)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
 
 
 def texts_of(model: Any, count: int = 60, length: int = 24, heat: float = 1.0, seed: int = 0) -> list[Text]:
@@ -103,7 +104,7 @@ def texts_of(model: Any, count: int = 60, length: int = 24, heat: float = 1.0, s
 
 def run_of(folder: Path, recipe: Recipe = RECIPE, progress: Progress = silent, exits: tuple[int, ...] = ()) -> Run:
     target = taught_by()
-    student = begin("layers:0,2", target, None, torch.device("cpu"))
+    student = tiny(9, layers=2)
     info = TransformersTarget(target, slots=1, context=64).info
     return Run(student, target, info, folder, recipe, exits, progress=progress)
 
@@ -143,7 +144,7 @@ def test_a_student_learns_nothing_from_what_the_target_says_of_other_places(
 
 def test_the_score_is_the_acceptance_and_the_block_efficiency_of_the_rule(tmp_path: Path) -> None:
     """Against a slow count: drafts drawn from the student, accepted with min(1, p/q), over many texts of the target."""
-    target = taught_by()
+    target = tiny(2, layers=3).requires_grad_(False)
     student = tiny(2, layers=2).requires_grad_(False)
     learner = Learner(Taught(student), target, replace(RECIPE, depth=2))
     texts = texts_of(target, 300, length=2)
@@ -205,11 +206,11 @@ def test_what_the_student_writes_is_the_student_s(tmp_path: Path) -> None:
 
 
 def test_the_share_of_own_batches_is_the_one_asked_for(tmp_path: Path) -> None:
-    run = run_of(tmp_path, replace(RECIPE, on_policy=0.5, span=6, steps=30))
+    run = run_of(tmp_path, replace(RECIPE, on_policy=0.5, span=6, steps=16))
     texts = texts_of(run.target)
     learner = run.run(texts[10:], texts[:10], 1e9)
-    assert 5 < learner.written < 25
-    assert learner.curve[-1]["exits"][0]["acceptance"] > learner.curve[0]["exits"][0]["acceptance"] + 0.05
+    assert 3 < learner.written < 13
+    assert learner.curve[-1]["exits"][0]["acceptance"] > learner.curve[0]["exits"][0]["acceptance"]
 
 
 # Runs
@@ -217,7 +218,7 @@ def test_the_share_of_own_batches_is_the_one_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_policy", [0.0, 0.4])
 def test_a_run_that_was_ended_goes_on_to_the_last_bit(tmp_path: Path, on_policy: float) -> None:
-    recipe = replace(RECIPE, steps=24, on_policy=on_policy, span=6)
+    recipe = replace(RECIPE, steps=8, on_policy=on_policy, span=6)
     whole, ended = run_of(tmp_path / "whole", recipe), run_of(tmp_path / "ended", recipe)
     texts = texts_of(whole.target, 40)
     whole.run(texts[8:], texts[:8], 0.0)
@@ -231,7 +232,7 @@ def test_a_run_that_was_ended_goes_on_to_the_last_bit(tmp_path: Path, on_policy:
     (tmp_path / "ended" / ".state.pt.part").write_bytes(b"half a checkpoint, as a kill leaves it")
     again = run_of(tmp_path / "ended", recipe)
     learner = again.run(texts[8:], texts[:8], 0.0)
-    assert learner.steps == 24
+    assert learner.steps == 8
     for name, weight in whole.student.state_dict().items():
         assert torch.equal(again.student.state_dict()[name], weight), name
     with pytest.raises(UsageError, match="another run"):
