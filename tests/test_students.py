@@ -109,19 +109,26 @@ def run_of(folder: Path, recipe: Recipe = RECIPE, progress: Progress = silent, e
     return Run(student, target, info, folder, recipe, exits, progress=progress)
 
 
+def blind(target: Any, texts: list[Text]) -> float:
+    """The acceptance of a drafter that knows how often tokens come, and nothing of the text before them."""
+    rows = torch.cat([target(text.tokens.long()[None]).logits[0, text.prompt - 1 : -1].softmax(-1) for text in texts])
+    return float(torch.minimum(rows, rows.mean(0)).sum(-1).mean())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_student_rises_above_what_it_began_with_in_texts_that_it_never_saw(tmp_path: Path, kind: str) -> None:
     run = run_of(tmp_path, replace(RECIPE, divergence=kind))
     texts = texts_of(run.target)
     learner = run.run(texts[10:], texts[:10], 1e9)
     before, after = (learner.curve[at]["exits"][0] for at in (0, -1))
-    assert after["acceptance"] > before["acceptance"] + 0.1
+    assert after["acceptance"] > max(before["acceptance"], blind(run.target, texts[:10])) + 0.1
     assert after["block"] > before["block"] + 0.1
 
 
-def test_a_student_learns_nothing_from_what_the_target_says_of_other_places(
+def test_a_student_learns_nothing_of_texts_from_what_the_target_says_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Shuffled among the places of a batch, the target's distributions teach how often tokens come, and no more."""
     own, rng = Learner.states, torch.Generator().manual_seed(0)
 
     def shuffled(self: Learner, texts: Any) -> Any:
@@ -130,16 +137,12 @@ def test_a_student_learns_nothing_from_what_the_target_says_of_other_places(
 
     run = run_of(tmp_path)
     texts = texts_of(run.target)
-    monkeypatch.setattr(Learner, "states", shuffled)
     learner = Learner(Taught(run.student), run.target, RECIPE)
-    test = [texts[:10]]
-    monkeypatch.setattr(Learner, "states", own)
-    before = learner.score(test)[0].acceptance
-    monkeypatch.setattr(Learner, "states", shuffled)
-    while not learner.finished:
-        learner.learn(texts[10:30])
-    monkeypatch.setattr(Learner, "states", own)
-    assert learner.score(test)[0].acceptance < before + 0.1
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "states", shuffled)
+        while not learner.finished:
+            learner.learn(texts[10:30])
+    assert learner.score([texts[:10]])[0].acceptance < blind(run.target, texts[:10]) + 0.05
 
 
 def test_the_score_is_the_acceptance_and_the_block_efficiency_of_the_rule(tmp_path: Path) -> None:
