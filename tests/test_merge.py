@@ -318,7 +318,7 @@ def test_texts_of_different_tasks_run_together_and_are_those_of_plain_decoding(v
     ) -> list[list[int]]:
         target = TransformersTarget(tiny(7), slots=2, tokenizer=tokenizer())
         engine = Engine(target, build_drafter(draft, tree), VERIFIERS.build(rule))
-        requests = [Request(p, sampling, 40, task=task) for p, task in zip(PROMPTS, tasks, strict=True)]
+        requests = [Request(p, sampling, 18, task=task) for p, task in zip(PROMPTS, tasks, strict=True)]
         found = [engine.submit(request) for request in requests]
         while engine.busy:
             engine.step()
@@ -336,7 +336,7 @@ def test_a_seed_writes_the_same_text_whatever_runs_beside_it(made: Path) -> None
     def written(prompts: Sequence[tuple[int, ...]]) -> list[int]:
         target = TransformersTarget(tiny(7), slots=3, tokenizer=tokenizer())
         engine = Engine(target, build_drafter(f"model:{made / 'pack'}", "chain:3"), VERIFIERS.build("token"))
-        found = [engine.submit(Request(prompt, sampling, 60)) for prompt in prompts]
+        found = [engine.submit(Request(prompt, sampling, 36)) for prompt in prompts]
         while engine.busy:
             engine.step()
         return found[-1].token_ids
