@@ -763,7 +763,8 @@ MUTANTS = [
         "draft/head/prompt.py",
         ("value, is_causal=True", "value, is_causal=False"),
         ("kept[slots, :, :longest] = new", "kept[slots, :, : longest - 1] = new[:, :, 1:]"),
-        ("= predict[rows, last], carry[rows, last]", "= predict[rows, 0 * last], carry[rows, last]"),
+        (", wanted=last)", ", wanted=0 * last)"),
+        ("(positions <= last[:, None])", "(positions < last[:, None])"),
     ),
     *family(
         "head",

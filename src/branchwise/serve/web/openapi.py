@@ -104,6 +104,7 @@ def _paths(locked: bool) -> dict[str, Schema]:
         "/v1/completions": post("/v1/completions", "Continue texts.", _streamed("Completion")),
         "/v1/models": get("List the names of the model.", _json(_ref("ModelList")), key=True),
         "/v1/models/{name}": get("Describe the model.", _json(_ref("Model")), 404, key=True) | {"parameters": [name]},
+        "/v1/methods": get("List the methods that requests may name.", _json(_ref("MethodList")), 503, key=True),
         "/tokenize": post("/tokenize", "Turn text into tokens.", _json(_ref("Tokenized"))),
         "/detokenize": post("/detokenize", "Turn tokens into text.", _json(_object(prompt=TEXT))),
         "/health": {"get": _stating("Whether the process should live on.", state)},
@@ -184,6 +185,13 @@ ANSWERS: dict[str, Schema] = {
     ),
     "Model": _MODEL,
     "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+    "MethodList": _object(
+        serving=_maybe({"type": "object"}),
+        lanes=WHOLE,
+        methods=_list({"type": "object"}),
+        drafters=_list({"type": "object"}),
+        verifiers={"type": "object"},
+    ),
     "Tokenized": _object(count=WHOLE, max_model_len=WHOLE, tokens=_list(WHOLE), token_strs=_maybe(_list(TEXT))),
     "State": _object(status={"enum": ["loading", "ready", "draining", "broken"]}),
 }

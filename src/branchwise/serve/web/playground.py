@@ -28,6 +28,6 @@ def add_pages(app: FastAPI) -> None:
 
 
 def _add(app: FastAPI, path: str, content: bytes, kind: str) -> None:
-    @app.get(path)
+    @app.get(path, include_in_schema=False)
     async def page() -> Response:
         return Response(content, media_type=kind, headers=HEADERS)
