@@ -191,13 +191,19 @@ def test_a_runner_of_others_is_served_by_vllm_alone(runner_class: Runner, table:
         ({"chain": "tree"}, "best, drawn"),
         ({"share": "al"}, "Did you mean 'all'"),
         ({"floor": 2.0}, "below 1"),
-        ({"batch": -1}, "at least 0"),
+        ({"batch": -2}, "at least -1"),
         ({"tenants": True}, "of type int"),
     ],
 )
 def test_a_wrong_option_is_refused_at_start(options: dict[str, Any], match: str, runner_class: Runner) -> None:
     with pytest.raises((UsageError, UnknownName), match=match):
         Proposer(config(**options))
+
+
+def test_a_device_is_not_kept_waiting_for_a_large_batch() -> None:
+    assert Settings().most_requests("cpu") == Settings(batch=0).most_requests("cuda") == 0
+    assert 0 < Settings().most_requests("cuda") < 64
+    assert Settings(batch=3).most_requests("cuda") == Settings(batch=3).most_requests("cpu") == 3
 
 
 def test_options_of_others_are_none_of_ours() -> None:

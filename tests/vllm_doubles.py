@@ -266,5 +266,6 @@ def config(length: int = 4, **options: Any) -> Any:
         additional_config={"branchwise": options},
         speculative_config=SimpleNamespace(num_speculative_tokens=length),
         model_config=model,
+        device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )

@@ -24,6 +24,7 @@ from branchwise.integrations.vllm.texts import TENANT, Asked, Texts
 
 REPORTED = 16
 """tokens after every node that a device reports at least"""
+LEARNS = {"request": "each request alone", "tenant": "each tenant's requests", "all": "all requests"}
 UNKNOWN = Asked(constrained=True)
 
 
@@ -66,17 +67,18 @@ class Proposer(HookedProposer):
         self.texts = Texts(self.settings, target, seed=vllm_config.model_config.seed or 0)
         self.verifies = self.settings.verify == "auto"
         self._reported = max(REPORTED, self.texts.drafters.reported)
+        self._most_requests = self.settings.most_requests(vllm_config.device_config.device_type)
         self.hooked = install()
         self._shown: Shown | None = None
         self._names: Sequence[str | int] = ()
         self._requests: Mapping[str, Any] = {}
         self._most = self.length
         log.info(
-            "Branchwise drafts chains of up to %d tokens with %s (%s), learned per %s; verification: %s.",
+            "Branchwise drafts chains of up to %d tokens with %s (%s), learning from %s; verification: %s.",
             self.length,
             self.settings.draft,
             self.settings.chain,
-            self.settings.share,
+            LEARNS[self.settings.share],
             "Branchwise's" if self.hooked and self.verifies else "vLLM's",
         )
 
@@ -126,7 +128,7 @@ class Proposer(HookedProposer):
             self.texts.keep(names)
         rows = None if shown is None else shown.rows()
         writing = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
-        rests = 0 < self.settings.batch < len(writing)
+        rests = 0 < self._most_requests < len(writing)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for row in writing:
             asked = self._asked(names[row])

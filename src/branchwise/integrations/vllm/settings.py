@@ -9,6 +9,8 @@ from typing import Any
 from branchwise.errors import UsageError
 from branchwise.registry import check_known
 
+USUAL_BATCH = 8
+"""requests that one core drafts for in the time that speculation saves on a GPU (docs/vllm.md has the numbers)"""
 CHOICES = {"chain": ("best", "drawn"), "verify": ("auto", "vllm"), "share": ("request", "tenant", "all")}
 
 
@@ -29,8 +31,9 @@ class Settings:
     """whose texts a drafter learns from: those of one request, of one tenant, or all"""
     tenants: int = 16
     """tenants whose drafters are kept; the one that wrote nothing for longest is forgotten first"""
-    batch: int = 0
-    """with more requests than this in a step nothing is drafted; 0 for no such limit"""
+    batch: int = -1
+    """with more requests than this in a step nothing is drafted; 0 for no such limit, and -1 for `USUAL_BATCH` where
+    passes run on a device, which does not wait for the host to draft for many"""
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -38,10 +41,16 @@ class Settings:
         for name, fits, rule in (
             ("floor", 0 <= self.floor < 1, "at least 0 and below 1"),
             ("tenants", self.tenants >= 1, "at least 1"),
-            ("batch", self.batch >= 0, "at least 0"),
+            ("batch", self.batch >= -1, "at least -1"),
         ):
             if not fits:
                 raise UsageError(f"{name!r} of Branchwise in vLLM must be {rule}, not {getattr(self, name)}.")
+
+    def most_requests(self, device_type: str) -> int:
+        """Requests of a step that are drafted for; 0 for any number."""
+        if self.batch >= 0:
+            return self.batch
+        return 0 if device_type == "cpu" else USUAL_BATCH
 
     @classmethod
     def read(cls, additional: Any) -> Settings:
