@@ -38,20 +38,26 @@ def write_model(folder: Path, layers: int = 2, vocabulary: int = VOCABULARY) -> 
     return folder
 
 
-def engine(model: Path, speculative: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **more: Any):  # type: ignore[no-untyped-def]
-    """An engine in this process; `options` are Branchwise's."""
-    from vllm import LLM
-
+def arguments(
+    model: Path, speculative: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Of an engine in this process; `options` are Branchwise's."""
     settings: dict[str, Any] = {
-        "dtype": "float32", "enforce_eager": True, "max_model_len": CONTEXT, "max_num_seqs": 16, "block_size": 32,
-        "skip_tokenizer_init": True, "distributed_executor_backend": "uni", "disable_log_stats": False,
-        "num_gpu_blocks_override": 512, "max_num_batched_tokens": 256,
+        "model": str(model), "dtype": "float32", "enforce_eager": True, "max_model_len": CONTEXT, "max_num_seqs": 16,
+        "block_size": 32, "skip_tokenizer_init": True, "distributed_executor_backend": "uni",
+        "disable_log_stats": False, "num_gpu_blocks_override": 512, "max_num_batched_tokens": 256,
     } | more  # fmt: skip
     if speculative is not None:
         settings["speculative_config"] = {"num_speculative_tokens": 4} | speculative
     if options is not None:
         settings["additional_config"] = {"branchwise": options}
-    return LLM(str(model), **settings)
+    return settings
+
+
+def engine(*given: Any, **more: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(**arguments(*given, **more))
 
 
 def runner_of(llm: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,16 +36,8 @@ def test_a_tensor_parallel_group_writes_what_one_rank_writes(plain: Any, model: 
     assert set(lengths) == {24}
 
 
-def test_two_data_parallel_engines_each_write_their_part(plain: Any, model: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    together = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}
-    halves = PROMPTS[:3], PROMPTS[3:]
-    processes = [
-        started(model, {}, half, VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank), **together)
-        for rank, half in enumerate(halves)
-    ]
-    found = [answers(process) for process in processes]
-    assert found[0][0] + found[1][0] == texts(plain, PROMPTS, params())
-    assert {length for _, lengths in found for length in lengths} == {24}
+def test_two_data_parallel_engines_write_what_one_writes(plain: Any, model: Path) -> None:
+    more = {"data_parallel_size": 2}
+    greedy, lengths = answers(started(model, more, PROMPTS, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
+    assert greedy == texts(plain, PROMPTS, params())
+    assert set(lengths) == {24}

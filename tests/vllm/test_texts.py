@@ -104,6 +104,15 @@ def test_chunks_and_preemption_in_mid_draft_change_no_text(plain: Any, model: Pa
     assert not runner_of(llm).drafter.texts.open
 
 
+def test_a_seeded_prompt_may_be_read_in_chunks(ours: Any) -> None:
+    """The prompt is longer than what one pass reads beside others."""
+    use(ours, share="all", floor=0.01)
+    long, sampling = PROMPT * 16, params(temperature=0.9, seed=4, max_tokens=12)
+    alone = texts(ours, [long], sampling)
+    ours.reset_prefix_cache()
+    assert texts(ours, [[2], *[[number, *long] for number in range(3)], long], sampling)[-1:] == alone
+
+
 def test_an_aborted_request_is_closed_and_the_others_go_on(plain: Any, ours: Any) -> None:
     proposer = use(ours, share="all", floor=0.01)
     engine_ = ours.llm_engine

@@ -116,15 +116,30 @@ def sample(original: Original, runner: Any, logits: Tensor | None, spec_decode_m
         _judging = None
 
 
+class HostGenerator(torch.Generator):
+    """vLLM winds a generator back if it sampled behind a part of a prompt. Those of the CPU cannot be, and the engine
+    ends. Here generators are set before every draw, so there is nothing to wind back."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
+
+
 def seeds_of(runner: Any, lengths: Sequence[int]) -> Seeds:
     """The seed of each seeded request and the position of its next token. Its generator is set for the token behind its
     drafts, which vLLM draws first."""
     batch, seeds = runner.input_batch, {}
-    for request, generator in batch.sampling_metadata.generators.items():
-        seed = runner.requests[batch.req_ids[request]].sampling_params.seed
+    generators = batch.sampling_metadata.generators
+    for request, generator in list(generators.items()):
+        state = runner.requests[batch.req_ids[request]]
+        seed = state.sampling_params.seed
         position = int(batch.num_tokens_no_spec[request])
         behind = position + (lengths[request] if lengths else 0)
         if seed is not None:
+            if generator.device.type == "cpu" and not isinstance(generator, HostGenerator):
+                generator = generators[request] = state.generator = HostGenerator()
             generator.manual_seed(generator_seed(seed, behind))
             seeds[request] = seed, position
     return seeds
