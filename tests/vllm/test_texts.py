@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import PROMPT, PROPOSER, engine, law, params, runner_of, texts, use
+from tests.vllm.engines import PROMPT, law, params, texts, use
 
 DRAFTERS = ["memories", "recycle", "suffix", "ngram", "stand", "trigram", "fused:recycle+ngram"]
 PROMPTS = [PROMPT, [7, 8, 9] * 5, [3], list(range(16)), [5, 5, 5, 5, 11], PROMPT * 4]
@@ -83,25 +83,6 @@ def test_a_seeded_text_is_the_same_whatever_is_drafted(ours: Any, sampling: dict
         found.append(texts(ours, PROMPTS, params(**sampling))[:1] + found[-1][1:])
     assert all(one == found[0] for one in found)
     assert found[0] != texts(ours, PROMPTS, params(**sampling | {"seed": 99}))
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"enable_prefix_caching": True, "max_num_batched_tokens": 16, "max_num_seqs": 4},
-        {"num_gpu_blocks_override": 14, "enable_prefix_caching": False},
-    ],
-    ids=["chunked prefill and prefix caching", "preemption"],
-)
-def test_chunks_and_preemption_in_mid_draft_change_no_text(plain: Any, model: Path, more: dict[str, Any]) -> None:
-    llm = engine(model, {"model": PROPOSER}, {"share": "all", "floor": 0.01}, **more)
-    sampling = params(max_tokens=60)
-    prompts = [[number, *PROMPT * 3] for number in range(8)]
-    assert texts(llm, prompts, sampling) == texts(plain, prompts, sampling)
-    preempted = next(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
-    assert bool(preempted) == ("num_gpu_blocks_override" in more)
-    llm.llm_engine.step()
-    assert not runner_of(llm).drafter.texts.open
 
 
 def test_a_seeded_prompt_may_be_read_in_chunks(ours: Any) -> None:
