@@ -54,7 +54,7 @@ class Writer:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(self._name, None)
         self._store = torch.zeros(0)
-        del self._step
+        vars(self).pop("_step", None)  # there is none before the first text
 
     @torch.inference_mode()
     def write(
