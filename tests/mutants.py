@@ -820,6 +820,32 @@ MUTANTS = [
         ("slope = said.exp() - 0.5 * meant.exp()", "slope = said.exp() - meant.exp()"),
     ),
     *family(
+        "students",
+        "train/student/divergence.py",
+        ("return (p * (log_p - log_q)).sum(-1), q - p", "return (p * (log_p - log_q)).sum(-1), p - q"),
+        ("return value, q * (apart - value[:, None])", "return value, q * apart"),
+        ("apart = 0.5 * (log_q - log_m)", "apart = log_q - log_m"),
+        ("side = 0.5 * torch.sign(q - p)", "side = torch.sign(q - p)"),
+    ),
+    *family(
+        "students",
+        "train/student/score.py",
+        ("table.unfold(1, self.depth, 1).cumprod(-1)", "table.unfold(1, self.depth, 1)"),
+    ),
+    *family(
+        "nested",
+        "draft/nested/exits.py",
+        ("cost += segments[number] * float(left.mean())", "cost += segments[number]"),
+        ("left = left & ~leaves", "pass"),
+    ),
+    *family(
+        "nested",
+        "draft/nested/cache.py",
+        ("beside.seen[place, needed] <= number", "beside.seen[place, needed] < number"),
+        ("seen[place, self.length + above] = True", "pass"),
+        ("beside.seen[current.slot_column, current.rows] = 1", "pass"),
+    ),
+    *family(
         "packed",
         "backends/packed.py",
         ("self._weight._version != self._version or ", ""),
@@ -884,6 +910,8 @@ TESTS = {
         "tests/test_head_replay.py",
         "tests/test_head_learning.py",
     ],
+    "students": ["tests/test_students.py"],
+    "nested": ["tests/test_nested.py"],
     "packed": ["tests/test_packed.py"],
 }
 """what runs for a family, in this order, until the first failure"""

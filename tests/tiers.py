@@ -221,6 +221,11 @@ SLOW: dict[str, str] = {
     # Many requests to a server
     "test_serve_steady.py::test_a_server_is_as_it_was_after_many_requests": "120",
     "test_serve_openapi.py::test_generated_requests_are_answered_as_the_document_says": "200",
+    # Students that learn, and a nested model that is audited, 40 s
+    "test_students.py::test_a_student_rises_above_what_it_began_with_in_texts_that_it_never_saw": "fkl",
+    "test_students.py::test_a_run_that_was_ended_goes_on_to_the_last_bit": "0.4",
+    "test_nested.py::test_the_audit_finds_nothing_in_sampled_drafts_of_mixed_exits": "token",
+    "test_nested.py::test_a_node_leaves_at_the_first_exit_that_is_sure_and_has_its_distribution": "thresholds0",
 }
 """test of a file -> the parameters, as pytest writes them, of the cases that stay quick"""
 
