@@ -200,6 +200,9 @@ class Witness(Drafter):
     def finish(self, sequence: SequenceState) -> None:
         self.drafter.finish(sequence)
 
+    def assign(self, sequence: SequenceState, task: str) -> None:
+        self.drafter.assign(sequence, task)
+
     def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
         return self.drafter.reusable(source, sequence, rows)
 
