@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from branchwise.errors import LossyWarning, UsageError
 from branchwise.methods import DISTANCES, Method
 from branchwise.verify import VERIFIERS
 
-PLUGIN = Path(__file__).parents[1] / "docs" / "examples" / "lenient.py"
+DOCS = Path(__file__).parents[1] / "docs"
+PLUGIN, PAGE = DOCS / "examples" / "lenient.py", DOCS / "train.md"
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,16 @@ def test_what_it_says_of_its_distance_was_measured(lenient: Any) -> None:
     assert DISTANCES["lossy-lenient"][0] == pytest.approx(largest, abs=6e-4)
     with pytest.warns(LossyWarning, match="is lossy: it changes the distribution"):
         Method("", "model:x/y", "chain:6", "lossy-lenient:0.5").warn_if_lossy()
+
+
+def test_the_page_tells_what_is_measured(lenient: Any) -> None:
+    rows = re.findall(r"^\| (0\.\d) \| (0\.\d+) \| (\d\.\d+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 4
+    for eps, told, tokens in rows:
+        found = [emitted(lenient(float(eps)), Drafts.of("paths", instance)) for instance in worlds(3)]
+        distances, efficiencies = zip(*found, strict=True)
+        assert float(told) == pytest.approx(max(distances), abs=6e-4)
+        assert float(tokens) == pytest.approx(np.mean(efficiencies), abs=6e-3)
 
 
 def test_no_leniency_is_refused_with_a_sentence() -> None:

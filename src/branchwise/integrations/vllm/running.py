@@ -139,6 +139,7 @@ def seeds_of(runner: Any, lengths: Sequence[int]) -> Seeds:
         behind = position + (lengths[request] if lengths else 0)
         if seed is not None:
             if generator.device.type == "cpu" and not isinstance(generator, HostGenerator):
+                say_once("Branchwise lets prompts of seeded requests be read in chunks, where vLLM on the CPU fails.")
                 generator = generators[request] = state.generator = HostGenerator()
             generator.manual_seed(generator_seed(seed, behind))
             seeds[request] = seed, position

@@ -185,7 +185,8 @@ def _status(app: FastAPI, service: Service) -> None:
         if runner.llm is None:
             raise Refusal(503, NOT_READY[runner.state])
         settings = service.settings
-        return JSONResponse(offered(settings.method, service.head, settings.lanes))
+        # The first to ask has every drafter tried with every tree, which takes a while.
+        return JSONResponse(await service.tokenizing(offered, settings.method, service.head, settings.lanes))
 
     @app.get("/health")
     async def health() -> Response:
