@@ -131,3 +131,40 @@ def test_what_is_chosen_can_be_told() -> None:
     assert told[0] == "For 1 text plain decoding: 1.00 tokens a step of 1000.00 ms, 1 tokens/s."
     assert told[-1].startswith("For 1 text trees of 63 nodes: ")
     assert ladder.reasons(64) == [], "never timed"
+
+
+def test_a_batch_is_expected_to_gain_what_its_own_texts_do() -> None:
+    machine = Machine(free=64, row=0.0002, level=0.06, gain=0.6, noise=0.0)
+    ladder = warmed(machine, 16)
+    easy, hard = [f"easy {number}" for number in range(8)], [f"hard {number}" for number in range(8)]
+    for _ in range(40):
+        rung = ladder.rung(16, [*easy, *hard])
+        tokens = dict.fromkeys(easy, machine.tokens(ladder.nodes[rung])) | dict.fromkeys(hard, 1.0)
+        mean = sum(tokens.values()) / 16
+        ladder.record(16, rung, mean, machine.seconds(16, ladder.nodes[rung]), tokens)
+    assert rung, "drafting pays for all of them together"
+    assert ladder.tokens(rung, [*easy, *hard]) == pytest.approx(ladder.tokens(rung), rel=0.1)
+    assert ladder.tokens(rung, easy) > 1.5 * ladder.tokens(rung, hard)
+    assert ladder.tokens(rung, hard) < 1.4
+    assert ladder.tokens(rung, ["a new one"]) == ladder.tokens(rung)
+    ladder.record(8, rung, 1.0, None, dict.fromkeys(hard, 1.0))
+    assert ladder.tokens(rung, easy) == ladder.tokens(rung), "those that left are forgotten"
+
+
+def test_nothing_is_drafted_for_texts_that_gain_nothing_once_the_others_have_left() -> None:
+    machine = Machine(free=64, row=0.0002, level=0.06, gain=0.6, noise=0.0)
+    ladder = warmed(machine, 4, 8)
+    easy, hard = [f"easy {number}" for number in range(4)], [f"hard {number}" for number in range(4)]
+
+    def steps(texts: list[str], count: int) -> list[int]:
+        chosen = []
+        for _ in range(count):
+            rung = ladder.rung(len(texts), texts)
+            tokens = {text: machine.tokens(ladder.nodes[rung]) if text in easy else 1.0 for text in texts}
+            seconds = machine.seconds(len(texts), ladder.nodes[rung])
+            ladder.record(len(texts), rung, sum(tokens.values()) / len(texts), seconds, tokens)
+            chosen.append(rung)
+        return chosen
+
+    assert steps([*easy, *hard], 40)[-1]
+    assert steps(hard, 1) == [0]

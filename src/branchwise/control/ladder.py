@@ -3,15 +3,17 @@
 On a device every size of a pass is compiled and recorded, so there are few of them, each tried when a batch of its size
 first comes, which is at warm-up. From then on steps are timed as they go, and what a draft gains is counted with decay.
 How much more a larger tree gains hardly depends on the texts, so one number, by how much drafting pays at all, is
-learned for all sizes together, and how far each is off it besides.
+learned for all sizes together, and how far each is off it besides. It does depend on whose texts they are: so each
+text has its own share in that number, and what is expected of a batch changes at once when texts come and go.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from branchwise.cuda.inputs import BATCHES, fitting
 
@@ -30,6 +32,8 @@ FADING, IDLE_FADING = 0.97, 0.998
 hundreds of steps"""
 PRIOR = 8.0
 """the weight, in steps, of what a size should gain by what others do"""
+OWN_PRIOR = 24.0
+"""the weight of what all texts gain in what one does, in doublings of its trees: those of eight steps of small ones"""
 HOPED = 0.6
 """tokens that a draft gains for each doubling of its nodes, before anything was counted"""
 THINNING = 0.07
@@ -88,6 +92,8 @@ class Ladder:
     def forget(self) -> None:
         """What drafts gained; not what steps cost."""
         self._gains = [Gain() for _ in self.nodes]
+        self._own: dict[Hashable, Gain] = {}
+        """of the texts of the last step; steps count as many times as their trees doubled"""
         self._chosen = None
 
     def rungs(self, batch: int) -> tuple[int, ...]:
@@ -97,8 +103,8 @@ class Ladder:
         largest = max(1, fits[-1])
         return tuple(sorted({0, max(1, largest - FARTHER_DOWN), largest}))
 
-    def rung(self, batch: int) -> int:
-        """For the next step of so many texts."""
+    def rung(self, batch: int, texts: Sequence[Hashable] = ()) -> int:
+        """For the next step of so many texts, which are these if they are known."""
         size = fitting(batch, BATCHES)
         untried = [rung for rung in reversed(self.rungs(size)) if not self._paces[size, rung].known]
         if untried:
@@ -106,15 +112,19 @@ class Ladder:
             return untried[0]
         self._turn += 1
         if self._chosen is None or self._chosen[0] != size or self._turn >= EVERY:
-            self._chosen, self._turn = (size, self._best(size)), 0
+            self._chosen, self._turn = (size, self._best(size, texts)), 0
         return self._chosen[1]
 
-    def _best(self, size: int) -> int:
-        best = max(self.rungs(size), key=lambda rung: self.speed(size, rung))
-        return best if self.speed(size, best) >= worth(size) * self.speed(size, 0) else 0
+    def _best(self, size: int, texts: Sequence[Hashable]) -> int:
+        speeds = {rung: self.speed(size, rung, texts) for rung in self.rungs(size)}
+        best = max(speeds, key=speeds.__getitem__)
+        return best if speeds[best] >= worth(size) * speeds[0] else 0
 
-    def record(self, batch: int, rung: int, tokens: float, seconds: float | None) -> None:
-        """A step gave so many tokens a text, and took so long, if it came right after another like it."""
+    def record(
+        self, batch: int, rung: int, tokens: float, seconds: float | None, each: Mapping[Any, float] | None = None
+    ) -> None:
+        """A step gave so many tokens a text, `each` of them so many, and took so long, if it came right after another
+        like it."""
         if seconds is not None:
             self._paces[fitting(batch, BATCHES), rung].record(seconds)
         fading = FADING if rung else IDLE_FADING
@@ -123,22 +133,42 @@ class Ladder:
         if rung:
             self._gains[rung].tokens += tokens - 1
             self._gains[rung].steps += 1
+        self._own = {text: self._own.get(text, Gain()) for text in each or ()}  # of others nothing is expected any more
+        for text, own in self._own.items():
+            own.tokens, own.steps = fading * own.tokens, fading * own.steps
+            if rung and each:
+                own.tokens += each[text] - 1
+                own.steps += self._doublings(rung)
 
-    def tokens(self, rung: int) -> float:
-        """That a step of this rung is expected to give a text."""
+    def _doublings(self, rung: int) -> float:
+        return math.log2(1 + self.nodes[rung])
+
+    def _common(self) -> float:
+        """Tokens that a text gains for each doubling of its tree."""
+        counted = sum(gain.tokens for gain in self._gains)
+        due = sum(gain.steps * self._doublings(rung) for rung, gain in enumerate(self._gains))
+        return (PRIOR * HOPED + counted) / (PRIOR + due)
+
+    def _of_these(self, texts: Sequence[Hashable], common: float) -> float:
+        """The same of these texts, as a share of what it is for all that were drafted for lately."""
+        owns = [self._own[text] for text in texts if text in self._own]
+        if not owns or common <= 0:
+            return 1.0
+        found = sum((OWN_PRIOR * common + own.tokens) / (OWN_PRIOR + own.steps) for own in owns)
+        return (found / common + len(texts) - len(owns)) / len(texts)
+
+    def tokens(self, rung: int, texts: Sequence[Hashable] = ()) -> float:
+        """That a step of this rung is expected to give a text, or one of these."""
         if not rung:
             return 1.0
-        promised = [math.log2(1 + nodes) for nodes in self.nodes]
-        counted = sum(gain.tokens for gain in self._gains)
-        due = sum(gain.steps * share for gain, share in zip(self._gains, promised, strict=True))
-        common = (PRIOR * HOPED + counted) / (PRIOR + due)
-        gain = self._gains[rung]
-        return 1 + (PRIOR * common * promised[rung] + gain.tokens) / (PRIOR + gain.steps)
+        common, gain = self._common(), self._gains[rung]
+        usual = (PRIOR * common * self._doublings(rung) + gain.tokens) / (PRIOR + gain.steps)
+        return 1 + usual * self._of_these(texts, common)
 
-    def speed(self, batch: int, rung: int) -> float:
+    def speed(self, batch: int, rung: int, texts: Sequence[Hashable] = ()) -> float:
         """Tokens a second of a text, by what is known; 0 where steps of this rung were never timed."""
         pace = self._paces[fitting(batch, BATCHES), rung]
-        return self.tokens(rung) / pace.seconds if pace.seconds else 0.0
+        return self.tokens(rung, texts) / pace.seconds if pace.seconds else 0.0
 
     def reasons(self, batch: int) -> list[str]:
         """What the choice for so many texts is made by."""

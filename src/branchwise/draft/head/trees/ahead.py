@@ -7,7 +7,7 @@ that are over, and chooses before the verdict of the present one is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,16 +117,16 @@ class Ahead:
     def stands_aside(self, sequences: Sequence[SequenceState]) -> bool:
         """Whether nothing is to be drafted for these texts, because that does not pay."""
         if self._ladder is not None and not self._foresaw(sequences):
-            self._climb(len(sequences))
+            self._climb(sequences)
         return self._rung == 0
 
     def _foresaw(self, sequences: Sequence[SequenceState]) -> bool:
         return self._expected == [(sequence, sequence.root) for sequence in sequences]
 
-    def _climb(self, texts: int) -> None:
+    def _climb(self, sequences: Sequence[SequenceState]) -> None:
         """Choose the size of the next drafts."""
         if self._ladder is not None:
-            self._rung = self._ladder.rung(texts)
+            self._rung = self._ladder.rung(len(sequences), sequences)
             if self._rung:
                 self._draft = self._drafts[self._rung - 1]
 
@@ -184,7 +184,7 @@ class Ahead:
         paths = verdicts.paths[:, : self._depth + 1]  # a recorded verdict has columns for longer ones
         ends = self._catch_up(slots, nodes.lengths, nodes.tokens, paths, verdicts.tokens, *hidden)
         self._caught = True
-        self._climb(len(self._sequences))
+        self._climb(self._sequences)
         if self._rung:
             self._found = self._grow[self._drafts.index(self._draft)](slots, *ends)
 
@@ -192,20 +192,22 @@ class Ahead:
         """The host has read the verdict; whether its rows are written already, or will never be."""
         self._draft.scored(verdicts)
         if self._ladder is not None:
-            self._time(self._ladder, sum(len(verdict.path) for verdict in verdicts) / len(verdicts), len(sequences))
+            tokens = [len(verdict.path) for verdict in verdicts]
+            self._time(self._ladder, dict(zip(sequences, tokens, strict=True)))
         if self._caught:
             for sequence, verdict in zip(sequences, verdicts, strict=True):
                 self._cache.lengths[sequence] += len(verdict.path)
             self._expected = [(sequence, verdict.token) for sequence, verdict in zip(sequences, verdicts, strict=True)]
         return self._caught or self._rested > PATIENCE
 
-    def _time(self, ladder: Ladder, tokens: float, texts: int) -> None:
+    def _time(self, ladder: Ladder, tokens: Mapping[SequenceState, int]) -> None:
         """A step is over. How long it took is known if the one before was its like: the device works ahead. One without
         a draft is plain decoding's only when nothing is read in it for drafts to come."""
-        now, reads = time.perf_counter(), self._rested <= PATIENCE
+        now, reads, texts = time.perf_counter(), self._rested <= PATIENCE, len(tokens)
         step = texts, self._scored_rung, reads
         seconds = None if self._last is None or self._last[0] != step else now - self._last[1]
-        ladder.record(texts, self._scored_rung, tokens, seconds if self._scored_rung or not reads else None)
+        seconds = seconds if self._scored_rung or not reads else None
+        ladder.record(texts, self._scored_rung, sum(tokens.values()) / texts, seconds, tokens)
         self._last = step, now
 
     def forget(self) -> None:
