@@ -32,7 +32,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.draft.base import LearningDrafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.engine.stats import PHASES
-from branchwise.engine.warmup import warm_up
+from branchwise.engine.warmup import leave_to_itself, warm_up
 from branchwise.errors import UsageError
 from branchwise.llm import LLM, load
 from branchwise.methods import PLAIN, find_methods
@@ -181,6 +181,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engines = {method.name: llm.with_method(method).engine for method in (PLAIN, *methods[1:])}
     engines[methods[0].name] = llm.engine
     warmed = {name: warm_up(engine, progress=False) for name, engine in engines.items()}
+    leave_to_itself()
     about = {"model": Path(arguments.model).name, "prompts": len(items), "warm_up": warmed, "run": run}
     fresh = {} if arguments.keep_memory else {name: learned(engine) for name, engine in engines.items()}
     for batch in arguments.batches:

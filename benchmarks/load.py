@@ -7,9 +7,9 @@
 
 Every prompt is first asked for alone. Under load, so many streams ask for one prompt after the other, and each answer
 is compared with the one that the prompt got alone: token by token, greedy or with its seed. In 16 bits a near-tie may
-fall differently beside other texts. Such an answer is counted apart, if both tokens were equally probable to 0.1 where
-the texts part; all others must be the same. And every answer must account for itself: one end, as many tokens as its
-`usage` says, and the bytes of its tokens joined are its text.
+fall differently beside other texts. Such an answer is counted apart, if both tokens were equally probable to 0.25 where
+the texts part; all others must be the same, and in 32 bits every one. And every answer must account for itself: one
+end, as many tokens as its `usage` says, and the bytes of its tokens joined are its text.
 
 `--library` drives the engine in this process with the same requests, where nothing can be served.
 """
@@ -43,8 +43,9 @@ from branchwise.engine import Generation, Request
 from branchwise.llm import LLM
 from branchwise.openai_client import Client
 
-NEAR = 0.1
-"""by how much the log-probabilities of two tokens may differ that are a near-tie in 16 bits"""
+NEAR = 0.25
+"""by how much the log-probabilities of two tokens may differ that are a near-tie in 16 bits: between 16 and 32 logits
+are multiples of an eighth there"""
 QUESTION = "Say the same in other words."
 Message = dict[str, str]
 
@@ -92,11 +93,16 @@ class Answer:
             return "tokens are not the text"
         return None
 
+    def apart(self, alone: Answer) -> float | None:
+        """By how much the log-probabilities of the first tokens that are not the same differ; None if all are."""
+        pairs = zip(self.tokens, alone.tokens, strict=False)
+        found = (abs(logprob - expected) for (token, logprob), (other, expected) in pairs if token != other)
+        return next(found, None)
+
     def against(self, alone: Answer) -> str:
         """`same`, `near-tie` or `different`."""
-        for (token, logprob), (other, expected) in zip(self.tokens, alone.tokens, strict=False):
-            if token != other:
-                return "near-tie" if abs(logprob - expected) <= NEAR else "different"
+        if (apart := self.apart(alone)) is not None:
+            return "near-tie" if apart <= NEAR else "different"
         return "same" if (len(self.tokens), self.text) == (len(alone.tokens), alone.text) else "different"
 
 
@@ -293,6 +299,7 @@ async def loaded(
     after = drive.counters()
     whole = [(which, answer, ahead) for which, answer, ahead in done if answer.fault is None and answer.times]
     firsts = [answer.first for _, answer, _ in whole]
+    apart = [gap for which, answer, _ in whole if (gap := answer.apart(expected[which])) is not None]
     paces = [(a.times[-1] - a.times[0]) / (len(a.times) - 1) for _, a, _ in whole if len(a.times) > 1]
     return {
         "kind": "load",
@@ -306,6 +313,7 @@ async def loaded(
         "first_over_ahead": percentile([a.first / ahead for _, a, ahead in whole], 0.95),
         "per_token": {"p50": percentile(paces, 0.5), "p95": percentile(paces, 0.95)},
         "compared": Counter(answer.against(expected[which]) for which, answer, _ in whole),
+        "apart": {"p50": percentile(apart, 0.5), "p95": percentile(apart, 0.95), "most": max(apart, default=None)},
         "faults": Counter(answer.fault for _, answer, _ in done if answer.fault is not None),
         "counters": {name: value - before.get(name, 0) for name, value in after.items()},
         "load_average": [load, os.getloadavg()[0]],
@@ -374,7 +382,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", action="store_true", help="sample, prompt i with the seed i, instead of greedily")
     parser.add_argument("--overhead", type=int, default=0, metavar="TURNS", help="HTTP against the library")
     parser.add_argument("--second-turn", type=int, default=0, metavar="TIMES", help="of conversations of 2,000 tokens")
-    parser.add_argument("--model", default="smollm2", help="what this process loads, if it does; so are the next four")
+    parser.add_argument("--model", default="smollm2", help="what this process loads, if it does; so are the next six")
+    parser.add_argument("--fresh", action="store_true", help="prefill every prompt: keep no prefixes")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--draft", help="a drafter; the method `default` without")
@@ -386,15 +396,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load(arguments: argparse.Namespace, **options: Any) -> LLM:
-    wanted = {name: getattr(arguments, name) for name in ("dtype", "device", "draft", "threads")}
-    return branchwise.load(arguments.model, max_batch=arguments.max_batch, **wanted, **options)
+def load(arguments: argparse.Namespace) -> LLM:
+    wanted = {name: getattr(arguments, name) for name in ("dtype", "device", "draft", "threads", "compile")}
+    wanted["prefix_cache"] = not arguments.fresh
+    return branchwise.load(arguments.model, max_batch=arguments.max_batch, **wanted)
 
 
 @asynccontextmanager
 async def driving(arguments: argparse.Namespace) -> AsyncIterator[Drive]:
     if arguments.library:
-        library = Library(load(arguments, prefix_cache=bool(arguments.second_turn)))
+        library = Library(load(arguments))
         try:
             yield library
         finally:

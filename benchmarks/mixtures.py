@@ -45,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a small target of three languages in its place")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--active", type=int, default=2)
+    parser.add_argument("--keep", type=int, nargs="+", help="experts that are kept; several sizes without")
     parser.add_argument("--noise", type=float, default=0.3, help="by which experts differ at first, of their spread")
     parser.add_argument("--minutes", type=float, default=8.0, help="of tuning the mixture")
     parser.add_argument("--texts", type=int, default=4000, help="of each task, to tune it on")
@@ -114,7 +115,7 @@ def reductions(
     run: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     usages = usage_of(mixture, [text for number, text in enumerate(texts[task]) if number % 4 != 3])
-    sizes = [size for size in (8, 6, 4, 3, 2, 1, 16, 32) if size <= arguments.experts]
+    sizes = [size for size in arguments.keep or (8, 6, 4, 3, 2, 1, 16, 32) if size <= arguments.experts]
     for active in dict.fromkeys((arguments.active, 1)):
         for keep in sorted({size for size in sizes if size >= active}, reverse=True):
             best: tuple[float, Any] = (-1.0, None)

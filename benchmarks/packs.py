@@ -5,7 +5,7 @@ of that task alone, and, for as long, from all of them: three specialists and th
 packs. What the target accepts of each is measured on held-out answers to every task, and texts of all tasks are written
 by the engine with a specialist that is named, and with the one that the bandit finds.
 
-    python benchmarks/packs.py --model smollm2 --layers 0 10 21 31 --minutes 4 --more 3 --out packs.jsonl
+    python benchmarks/packs.py --model smollm2 --layers 0 10 20 29 --minutes 4 --more 3 --out packs.jsonl
     python benchmarks/packs.py --tiny --out packs.jsonl
 """
 
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="the target")
     parser.add_argument("--tiny", action="store_true", help="a small target of three languages in its place")
-    parser.add_argument("--layers", type=int, nargs="+", default=[0, 10, 21, 31], help="of the target, in the student")
+    parser.add_argument("--layers", type=int, nargs="+", default=[0, 10, 20, 29], help="of the target, in the student")
     parser.add_argument("--minutes", type=float, default=4.0, help="of learning all tasks")
     parser.add_argument("--more", type=float, default=3.0, help="minutes of learning on, for each specialist")
     parser.add_argument("--texts", type=int, default=4000, help="of each task, to learn from")

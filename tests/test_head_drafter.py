@@ -154,7 +154,8 @@ def test_prompts_that_are_read_together_are_read_as_alone(form: str) -> None:
         for text in texts:
             cache.open(text)
         for group in groups:
-            read_prompts(head, cache, embeddings, [texts[i] for i in group], [features[i] for i in group])
+            own = [features[i] for i in group]
+            read_prompts(head, cache, embeddings, [texts[i] for i in group], torch.cat(own), [*map(len, own)])
         slots = [cache.slot[text] for text in texts]
         rows = [cache.store[:, :, slot, :, : len(part)] for slot, part in zip(slots, features, strict=True)]
         found.append([cache.predicted[slots], cache.carried[slots], *rows])
@@ -309,6 +310,7 @@ def test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host(form: str, shap
     def draft(sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         nonlocal compared
         trees = HeadDrafter.draft(drafter, sequences, budgets)
+        other._propose(sequences)
         for sequence in sequences:
             if len(other._texts[sequence].unread):
                 other._roots([sequence])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_texts_are_those_of_plain_decoding_whatever_size_is_drafted(
 ) -> None:
     rng, taken = random.Random(patience), Counter[int]()
 
-    def rung(ladder: Ladder, batch: int) -> int:
+    def rung(ladder: Ladder, batch: int, texts: Sequence[object]) -> int:
         taken[found := rng.choice([0, 1, 2, 2])] += 1
         return found
 
@@ -92,13 +93,13 @@ def test_a_head_that_stands_aside_reads_no_prompt_and_drafts_for_the_next_text(
     read: list[int] = []
     own = drafter_module.read_prompts
 
-    def watched(*given: Any) -> list[int]:
+    def watched(*given: Any) -> None:
         read.append(len(given[3]))
-        return own(*given)
+        own(*given)
 
     aside = True
     monkeypatch.setattr(drafter_module, "read_prompts", watched)
-    monkeypatch.setattr(Ladder, "rung", lambda ladder, batch: 0 if aside else 2)
+    monkeypatch.setattr(Ladder, "rung", lambda ladder, batch, texts: 0 if aside else 2)
     drafter = HeadDrafter(random_head(target.info, table=90))
     engine = Engine(target, drafter, VERIFIERS.build("match"))
     for wanted in (0, 1):
@@ -124,12 +125,12 @@ def test_a_plain_step_is_timed_when_nothing_is_read_in_it_for_drafts_to_come(
     timed: list[tuple[int, bool]] = []
     record = Ladder.record
 
-    def watched(ladder: Ladder, batch: int, rung: int, tokens: float, seconds: float | None) -> None:
+    def watched(ladder: Ladder, batch: int, rung: int, tokens: float, seconds: float | None, each: Any) -> None:
         timed.append((rung, seconds is not None))
-        record(ladder, batch, rung, tokens, seconds)
+        record(ladder, batch, rung, tokens, seconds, each)
 
     rungs = iter([1, 1])
-    monkeypatch.setattr(Ladder, "rung", lambda ladder, batch: next(rungs, 0))
+    monkeypatch.setattr(Ladder, "rung", lambda ladder, batch, texts: next(rungs, 0))
     monkeypatch.setattr(Ladder, "record", watched)
     monkeypatch.setattr(ahead_module, "PATIENCE", 3)
     drafter = HeadDrafter(random_head(target.info, table=90))
@@ -149,7 +150,7 @@ def test_prompts_that_are_read_together_have_few_rows() -> None:
     assert [text for group in groups for text in group] == texts
     for group in groups:
         rows = len(group) * max(len(text.tokens) for text in group)
-        assert rows <= prompt_module.MOST or len(group) == 1
+        assert rows <= prompt_module.MOST_ROWS or len(group) == 1
         assert len(group) <= prompt_module.MOST_TOGETHER
     assert max(map(len, groups)) > 9
     assert len(prompt_module.together(texts, torch.device("cpu"))) == len(texts)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import branchwise.draft.head.drafter as drafter_module
 from branchwise.backends.toy import ToyTarget
 from branchwise.control.choice import SHORTEST_WAIT, TRIAL, Terms
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import NoDrafter
-from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.following import Unread
-from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.usual import Usual
 from branchwise.draft.policies.topk import TopK
@@ -154,11 +152,9 @@ def test_a_prompt_is_not_read_by_a_head_that_stands_aside(monkeypatch: pytest.Mo
     read: list[int] = []
     own = drafter_module.read_prompts
 
-    def watched(
-        head: Head, cache: HeadCache, embeddings: Tensor, sequences: list[SequenceState], features: list[Tensor]
-    ) -> list[int]:
-        read.extend(map(len, features))
-        return own(head, cache, embeddings, sequences, features)
+    def watched(*given: Any) -> None:
+        read.extend(given[5])
+        own(*given)
 
     monkeypatch.setattr(drafter_module, "read_prompts", watched)
     sizes(monkeypatch, Costs(0.0), ((1, 2, 3), (4, 5, 6, 7)), tokens=6)
@@ -176,6 +172,28 @@ def test_a_head_stands_aside_for_batches_of_the_size_where_it_does_not_pay() -> 
         draft._rest.record(1.0, 2.0)
     assert draft.rests(7), "about the same size"
     assert not draft.rests(1)
+
+
+def test_states_of_a_prompt_are_taken_as_they_are_and_take_little_memory_once_they_have_to_wait() -> None:
+    found = torch.arange(60.0).view(2, 10, 3)  # of two taps, behind those of another prompt
+    hidden = [part[4:7] for part in found]
+    unread = Unread.of_prompt(hidden, 3, found.device)
+    assert len(unread) == 3
+    assert [part.data_ptr() for part in unread.by_tap(9)] == [part.data_ptr() for part in hidden]
+    assert [len(part) for part in unread.by_tap(2)] == [2, 2]
+    Unread.settle([unread])
+    assert unread.first(9).untyped_storage().nbytes() == 4 * 18
+    torch.testing.assert_close(list(unread.by_tap(9)), hidden)
+    unread.add(torch.stack(hidden, dim=1), 1, 3)
+    torch.testing.assert_close(list(unread.by_tap(9)), [torch.cat([part, part[1:]]) for part in hidden])
+    unread.drop(4)
+    torch.testing.assert_close(list(unread.by_tap(9)), [part[2:] for part in hidden])
+    unread = Unread.of_prompt(hidden, 3, found.device)
+    unread.cut(2)
+    assert len(unread) == 2
+    torch.testing.assert_close(list(unread.by_tap(9)), [part[:2] for part in hidden])
+    bare = Unread.of_prompt([], 5, found.device)
+    assert (len(bare), list(bare.by_tap(3))) == (5, [])
 
 
 def test_states_are_read_in_their_order_and_forgotten_from_the_end() -> None:

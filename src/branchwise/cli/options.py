@@ -62,11 +62,14 @@ class Loading:
     trust_remote_code: TrustRemoteCode = False
 
     def load(self, **settings: Any) -> LLM:
+        from branchwise.engine.warmup import leave_to_itself
         from branchwise.llm import load
 
         llm = load(**vars(self), **settings)
         if (found := llm.conversion) is not None:
             print_notice(f"The target is {llm.name}: {found.distance}.")
+        if llm.engine.pipelined:
+            leave_to_itself()  # a command keeps its model until it ends
         return llm
 
 

@@ -2,16 +2,17 @@
 
 On a GPU the first steps of a process compile kernels and record CUDA graphs: of the prefill, of every size of tree that
 the drafter tries in a batch of every size, of the verdict for greedy and for sampled texts. So short texts go through
-the engine at load, alone and together, and the drafter forgets what it learned from them, but for what steps cost.
-Compiled kernels stay in the user's cache.
+the engine at load, alone and together, then some with longer prompts, and the drafter forgets what it learned from
+them, but for what steps cost. Compiled kernels stay in the user's cache.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
@@ -34,6 +35,8 @@ TEMPERATURES = (0.7, 1.0)
 """of one text each: where a rule is not a kernel of ours, its verdicts on tempered texts and on those at temperature 1
 are different programs"""
 PROMPT_TOKENS = 24
+LONGER_PROMPTS, LONGER_STEPS = (90, 400, 1500), 2
+"""tokens of prompts that are read together: longer ones are read by other kernels, and shorter ones padded"""
 TIMES = "warmup.json"
 """in the cache: how long it took the last time"""
 
@@ -61,16 +64,27 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
         for texts, temperature, steps in rounds:
             if engine.guard is not None:
                 engine.guard.rehearse(steps)
-            for _ in _steps(engine, texts, temperature, steps):
+            for _ in _steps(engine, [PROMPT_TOKENS] * texts, temperature, steps):
                 show(f"compiling and recording passes over {texts} text{'s' * (texts > 1)}{took}", done, whole)
                 done += 1
+        for _ in _steps(engine, LONGER_PROMPTS[: info.slots], 0.0, LONGER_STEPS):
+            show(f"reading longer prompts{took}", done, whole)
     seconds = time.perf_counter() - start
     _remember(_key(engine), seconds)
     return seconds
 
 
-def _steps(engine: Engine, texts: int, temperature: float, steps: int) -> Iterator[None]:
-    """So many steps of so many texts, which are cancelled then. A small context is full before: others follow."""
+def leave_to_itself() -> None:
+    """Let the garbage collector pass over all that there is by now. Compilers leave so much behind that a whole
+    collection takes most of a second, in the middle of a text. What is passed over is not freed before the process
+    ends, so this is for those that keep their model until then."""
+    gc.collect()
+    gc.freeze()
+
+
+def _steps(engine: Engine, lengths: Sequence[int], temperature: float, steps: int) -> Iterator[None]:
+    """So many steps of texts with prompts of these lengths, which are cancelled then. A small context is full before:
+    others follow."""
     info = engine.target.info
     generations: list[Generation] = []
     try:
@@ -78,7 +92,8 @@ def _steps(engine: Engine, texts: int, temperature: float, steps: int) -> Iterat
             if not generations or any(generation.finished for generation in generations):
                 for generation in generations:
                     engine.cancel(generation)
-                generations = [engine.submit(_request(info, number, temperature)) for number in range(texts)]
+                asked = [_request(info, number, temperature, length) for number, length in enumerate(lengths)]
+                generations = [engine.submit(request) for request in asked]
             yield
             engine.step()
     finally:
@@ -86,8 +101,8 @@ def _steps(engine: Engine, texts: int, temperature: float, steps: int) -> Iterat
             engine.cancel(generation)
 
 
-def _request(info: TargetInfo, number: int, temperature: float) -> Request:
-    length = min(PROMPT_TOKENS, info.context // 2)
+def _request(info: TargetInfo, number: int, temperature: float, length: int) -> Request:
+    length = min(length, info.context // 2)
     prompt = tuple((7 * place + 3 + number) % info.vocabulary for place in range(length))
     sampling = SamplingParams(temperature=temperature, seed=number)
     return Request(prompt, sampling, info.context - length, scope=object())  # every prompt is prefilled

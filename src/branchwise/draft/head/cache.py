@@ -9,9 +9,10 @@ the rows in the window move to the first cells from time to time, and a cell is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -79,12 +80,15 @@ class HeadCache:
             self.tokens[slot, :cells] = self.tokens[origin, :cells]
         self.lengths[sequence], self.first[sequence] = rows, first
 
-    def propose(self, sequence: SequenceState, extra: Tensor, rows: Tensor) -> None:
-        """`extra` tokens can be proposed in a text besides the table, and have these output rows."""
-        slot = self.slot[sequence]
-        self.extra_tokens[slot] = functional.pad(extra, (0, MOST_EXTRA - len(extra)), value=-1)
-        if len(extra):
-            self.extra_rows[slot, : len(extra)] = rows
+    def propose(self, extra: Mapping[SequenceState, Sequence[int]], output: Tensor, weight: Tensor) -> None:
+        """In texts these tokens can be proposed besides the table. Their rows are those of the `output` times the
+        weights of the norm."""
+        numbers = np.full((len(extra), 1 + MOST_EXTRA), -1)
+        for row, (sequence, tokens) in zip(numbers, extra.items(), strict=True):
+            row[0], row[1 : 1 + len(tokens)] = self.slot[sequence], tokens
+        uploaded = torch.from_numpy(numbers).to(output.device, non_blocking=True)
+        slots, known = uploaded[:, 0], uploaded[:, 1:]
+        self.extra_tokens[slots], self.extra_rows[slots] = known, output[known.clamp_min(0)] * weight
 
     def close(self, sequence: SequenceState) -> None:
         if sequence in self.slot:

@@ -155,31 +155,36 @@ class HeadDrafter(SharingDrafter):
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
-        prompt = dict.fromkeys(reversed(sequence.tokens))  # the last tokens first
-        unlisted = [token for token in prompt if not self._listed[token]][:MOST_EXTRA]
-        extra = torch.tensor(unlisted, dtype=torch.long).to(self._table.device, non_blocking=True)
         text = self._texts.get(sequence)
         if text is None:  # nothing was inherited
             self._cache.open(sequence, self.unseen(sequence))
         new = len(sequence.tokens) - 1 - self._cache.lengths[sequence] - (len(text.unread) if text else 0)
-        found = [prefill.hidden[tap] for tap in self._taps]
-        states = stacked([part[max(0, len(part) - new) :] for part in found], new, self._table.device)
+        hidden = [part[max(0, len(part) - new) :] for part in map(prefill.hidden.__getitem__, self._taps)]
         if text is None:
-            text = self._texts[sequence] = Following(Unread(states))
+            text = self._texts[sequence] = Following(Unread.of_prompt(hidden, new, self._table.device))
         else:
-            text.unread.add(states, 0, new)
-        text.extra = len(extra)
-        self._cache.propose(sequence, extra, self._output[extra] * self.head.output_norm.weight)
+            text.unread.add(stacked(hidden, new, self._table.device), 0, new)
+        prompt = np.array(sequence.tokens)
+        text.extra = [*dict.fromkeys(prompt[~self._listed[prompt]][::-1].tolist())][:MOST_EXTRA]  # the last ones first
+
+    def _propose(self, sequences: Sequence[SequenceState]) -> None:
+        """Tokens of new prompts that are not in the table."""
+        if new := {sequence: text for sequence in sequences if not (text := self._texts[sequence]).proposed}:
+            extra = {sequence: text.propose() for sequence, text in new.items()}
+            self._cache.propose(extra, self._output, self.head.output_norm.weight)
 
     def _read_prompts(self, sequences: Sequence[SequenceState]) -> None:
         """Read the prompts of which nothing is read, where that takes one pass."""
         texts, fits = self._texts, reads_at_once(self.head.config)
         fresh = [one for one in sequences if fits and not self._cache.lengths[one] and len(texts[one].unread)]
         for group in together(fresh, self._table.device):
-            features = [self._features(texts[sequence].unread.first(MOST)) for sequence in group]
-            counts = read_prompts(self.head, self._cache, self._embeddings, group, features)
-            for sequence, count in zip(group, counts, strict=True):
-                texts[sequence].unread.drop(count)
+            unread = [texts[sequence].unread for sequence in group]
+            counts = [min(MOST, len(one)) for one in unread]
+            by_tap = zip(*(one.by_tap(MOST) for one in unread), strict=True)
+            features = self._features([torch.cat(parts) for parts in by_tap], sum(counts))
+            read_prompts(self.head, self._cache, self._embeddings, group, features, counts)
+            for one, count in zip(unread, counts, strict=True):
+                one.drop(count)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self._rests, self._kept = False, []
@@ -193,15 +198,17 @@ class HeadDrafter(SharingDrafter):
         with torch.inference_mode():
             if self._ahead.rests(len(sequences)):
                 return self.rest(sequences)
+            self._propose(sequences)
             if self._ahead.stands_aside(sequences) or not any(known):
-                read = not any(len(self._texts[sequence].unread) for sequence in sequences)
-                self._drafted = self._ahead.rest(sequences, read=read)
-                return self._drafted
-            self._read_prompts(sequences)
-            self._ahead.begin()
-            if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
-                self._roots(behind)
-            self._drafted = self._ahead.draft(sequences, budgets)
+                unread = [self._texts[sequence].unread for sequence in sequences]
+                Unread.settle(unread)
+                self._drafted = self._ahead.rest(sequences, read=not any(map(len, unread)))
+            else:
+                self._read_prompts(sequences)
+                self._ahead.begin()
+                if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
+                    self._roots(behind)
+                self._drafted = self._ahead.draft(sequences, budgets)
         return self._drafted
 
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
@@ -263,10 +270,10 @@ class HeadDrafter(SharingDrafter):
             if text.misses_nothing(sequence, self._cache.lengths):
                 text.unread.add(states, start, end)
 
-    def _features(self, states: Tensor) -> Tensor:
+    def _features(self, hidden: Sequence[Tensor], rows: int) -> Tensor:
         """(rows, width), or (rows, 0) in a head that reads no hidden states."""
-        features = self.head.features([state.to(self.head.dtype) for state in states.unbind(1)])
-        return self._rows.new_zeros(len(states), 0) if features is None else features
+        features = self.head.features([state.to(self.head.dtype) for state in hidden])
+        return self._rows.new_zeros(rows, 0) if features is None else features
 
     @torch.inference_mode()
     def look(self, requests: Sequence[ExpandRequest]) -> list[NodeProbs]:
@@ -286,6 +293,7 @@ class HeadDrafter(SharingDrafter):
     def _roots(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
         """Catch up with the texts; what is predicted after their roots, (1, width) each."""
         self.passes += 1
+        self._propose(sequences)
         self._read_prompts(sequences)
         while behind := [sequence for sequence in sequences if len(self._texts[sequence].unread) > self._chunk]:
             self._catch_up(behind)
@@ -303,10 +311,9 @@ class HeadDrafter(SharingDrafter):
         """One pass over the next unread rows of these texts."""
         self._cache.let_go(sequences, self._chunk)
         texts, lengths = [self._texts[sequence] for sequence in sequences], self._cache.lengths
-        taken = [self._features(text.unread.first(self._chunk)) for text in texts]
-        last = [len(part) == len(text.unread) for part, text in zip(taken, texts, strict=True)]
-        masks = self.head.config.masks if all(last) else 0
-        counts = [len(part) for part in taken]
+        counts = [min(self._chunk, len(text.unread)) for text in texts]
+        taken = [self._features(text.unread.by_tap(n), n) for text, n in zip(texts, counts, strict=True)]
+        masks = self.head.config.masks * all(n == len(text.unread) for text, n in zip(texts, counts, strict=True))
         first = torch.tensor([self._cache.first[sequence] for sequence in sequences])[:, None]
         rows = max(counts) + masks
         features = taken[0].new_zeros(len(sequences), rows, taken[0].shape[1])
@@ -384,7 +391,7 @@ class HeadDrafter(SharingDrafter):
         previous = self._embeddings[tokens] if self.head.config.bias else None
         logits = predict.new_full((len(predict), self._vocabulary.size), NONE)
         logits[:, self._table] = self._product(self.head.output(predict, previous), None)
-        if count := self._texts[request.sequence].extra:
+        if count := len(self._texts[request.sequence].extra):
             extra = self._cache.extra_tokens[self._cache.slot[request.sequence], :count]
             logits[:, extra] = self.head.logits(predict, self._output[extra], previous)
         return self._readings.of(request.sequence.sampling)(logits)

@@ -19,11 +19,27 @@ class Unread:
     of their steps and joined when they are read, and not before.
     """
 
-    def __init__(self, states: Tensor) -> None:
-        self._states = states
+    def __init__(self, states: Tensor, hidden: Sequence[Tensor] = ()) -> None:
+        """Behind the states come those of a prompt, (rows, width) a tap."""
+        self._states, self._hidden = states, hidden
         self._steps: list[tuple[Tensor, int, int]] = []
         """states of whole batches, and where those of this text begin and end"""
-        self._rows = len(states)
+        self._rows = len(states) + (len(hidden[0]) if hidden else 0)
+
+    @classmethod
+    def of_prompt(cls, hidden: Sequence[Tensor], rows: int, device: torch.device) -> Unread:
+        """Untouched: many prompts start one after the other, and are read together."""
+        if not hidden:
+            return cls(stacked(hidden, rows, device))
+        return cls(hidden[0].new_empty(0, len(hidden), hidden[0].shape[1]), hidden)
+
+    @staticmethod
+    def settle(texts: Sequence[Unread]) -> None:
+        """States of texts may stay unread for long, and are parts of what passes over many prompts found: copies take
+        less memory."""
+        for text in texts:
+            if text._hidden:
+                text.first(0)
 
     def __len__(self) -> int:
         return self._rows
@@ -35,14 +51,24 @@ class Unread:
 
     def first(self, rows: int) -> Tensor:
         """The states of so many tokens at most."""
-        if self._steps:
-            self._states = torch.cat([self._states, *(states[start:end] for states, start, end in self._steps)])
-            self._steps = []
+        parts = [self._states] if len(self._states) else []
+        parts += [torch.stack(list(self._hidden), dim=1)] if self._hidden else []
+        parts += [states[start:end] for states, start, end in self._steps]
+        if parts:
+            self._keep(parts[0] if len(parts) == 1 else torch.cat(parts))
         return self._states[:rows]
+
+    def by_tap(self, rows: int) -> Sequence[Tensor]:
+        """The same, (rows, width) a tap: those of a prompt as they are."""
+        as_they_are = self._hidden and not self._steps and not len(self._states)
+        return [part[:rows] for part in self._hidden] if as_they_are else self.first(rows).unbind(1)
 
     def drop(self, rows: int) -> None:
         """So many were read. What is left is usually nothing, and must not hold the memory of a prompt."""
-        self._keep(self.first(self._rows)[rows:].clone())
+        whole = rows >= self._rows
+        self._keep(
+            self._states.new_empty(0, *self._states.shape[1:]) if whole else self.first(self._rows)[rows:].clone()
+        )
 
     def cut(self, rows: int) -> None:
         """Forget what is behind the first of them."""
@@ -50,7 +76,7 @@ class Unread:
             self._keep(self.first(rows))
 
     def _keep(self, states: Tensor) -> None:
-        self._states, self._steps, self._rows = states, [], len(states)
+        self._states, self._hidden, self._steps, self._rows = states, (), [], len(states)
 
 
 def stacked(hidden: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
@@ -76,8 +102,10 @@ class Following:
     """The state of one text."""
 
     unread: Unread
-    extra: int = 0
-    """how many tokens of the prompt are not in the table and can be proposed in this text too"""
+    extra: Sequence[int] = ()
+    """tokens of the prompt that are not in the table and can be proposed in this text too"""
+    proposed: bool = False
+    """whether they are in the cache"""
     whole: bool = True
     """whether there were states of all tokens before the root in every step"""
     root: int = 0
@@ -88,6 +116,11 @@ class Following:
     """node -> its cell in the cache"""
     ahead: Tensor | None = None
     """(depths, width): what a parallel head predicted for the levels below the root"""
+
+    def propose(self) -> Sequence[int]:
+        """The tokens that are not in the table, to be put into the cache."""
+        self.proposed = True
+        return self.extra
 
     def misses_nothing(self, sequence: SequenceState, lengths: dict[SequenceState, int]) -> bool:
         """Whether there are states of all tokens before the root, of which so many were read. States of a step that was

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,7 +20,9 @@ from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
 
 MOST = 4096
-"""rows of a prompt that are read so, and of several prompts together, as long as the longest of them"""
+"""rows of a prompt that are read so"""
+MOST_ROWS = 8192
+"""of several prompts together, as long as the longest of them"""
 MOST_TOGETHER = 16
 """prompts of a pass"""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -39,7 +42,7 @@ def together(sequences: Sequence[SequenceState], device: torch.device) -> list[l
     for sequence in sequences:
         longest = max(longest, len(sequence.tokens))
         full = device.type == "cpu" or len(groups[-1]) == MOST_TOGETHER if groups else True
-        if full or (len(groups[-1]) + 1) * longest > MOST:
+        if full or (len(groups[-1]) + 1) * longest > MOST_ROWS:
             groups.append([])
             longest = len(sequence.tokens)
         groups[-1].append(sequence)
@@ -47,21 +50,31 @@ def together(sequences: Sequence[SequenceState], device: torch.device) -> list[l
 
 
 def read_prompts(
-    head: Head, cache: HeadCache, embeddings: Tensor, sequences: Sequence[SequenceState], features: Sequence[Tensor]
-) -> list[int]:
-    """Write the first rows of texts, which read these features (rows, width); returns how many were written of each.
+    head: Head,
+    cache: HeadCache,
+    embeddings: Tensor,
+    sequences: Sequence[SequenceState],
+    features: Tensor,
+    counts: Sequence[int],
+) -> None:
+    """Write so many first rows of texts, which read these features (rows of one text behind those of another, width).
 
     What pads the shorter ones comes behind their rows: these do not see it, and it is overwritten by what comes next.
     """
-    counts = [min(len(part), MOST) for part in features]
-    longest, device = max(counts), features[0].device
+    longest, device, texts = max(counts), features.device, len(sequences)
     cache.hold(longest)
-    for sequence, count in zip(sequences, counts, strict=True):
-        cache.note(sequence, count)
-    slots = torch.tensor([cache.slot[sequence] for sequence in sequences], device=device)
-    read = torch.nn.utils.rnn.pad_sequence([part[:MOST] for part in features], batch_first=True)
-    after, last = cache.tokens[slots, :longest], torch.tensor(counts, device=device) - 1
-    positions = torch.arange(longest, device=device)
+    tokens, places = np.zeros((texts, longest), dtype=np.int64), np.arange(texts * longest).reshape(texts, longest)
+    for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        tokens[row, :count] = sequence.tokens[1 : count + 1]
+    real = np.arange(longest) < np.array(counts)[:, None]
+    # All in one copy: each is a launch.
+    numbers = [cache.slot[sequence] for sequence in sequences], np.array(counts) - 1, places[real], tokens.ravel()
+    uploaded = torch.from_numpy(np.concatenate(numbers)).to(device, non_blocking=True)
+    slots, last, rows, flat = uploaded.split([texts, texts, len(features), texts * longest])
+    after = flat.view(texts, longest)
+    cache.tokens[slots, :longest] = after
+    read = features.new_zeros(texts * longest, features.shape[1]).index_copy_(0, rows, features)
+    read, positions = read.view(texts, longest, -1), torch.arange(longest, device=device)
     # A row that is alone sees all that is there, but for what pads its text.
     shorter = None if min(counts) == longest else (positions <= last[:, None])[:, None, None]
 
@@ -77,4 +90,3 @@ def read_prompts(
     cache.predicted[slots], cache.carried[slots] = predict[:, 0], carry[:, 0]
     for sequence, count in zip(sequences, counts, strict=True):
         cache.lengths[sequence] = count
-    return counts
