@@ -446,7 +446,19 @@ class Stub:
     delay: float = 0.0
     models: Any = field(default_factory=lambda: {"data": [{"id": "stub"}]})
     end: bytes = b"\n\n"
+    accepts: int | None = None
+    """tokens that it says to have accepted for every answer, of twice as many drafts; None if it counts nothing"""
     seen: list[dict[str, Any]] = field(default_factory=list)
+
+    def metrics(self) -> bytes:
+        """As vLLM shows them, by engine."""
+        lines = ["# HELP vllm:spec_decode_num_draft_tokens Number of draft tokens."]
+        for kind, each in (("draft", 2), ("accepted", 1)):
+            for engine in range(2):
+                count = (self.accepts or 0) * each * len(self.seen) * (engine == 0) + 1000 * engine
+                lines.append(f'vllm:spec_decode_num_{kind}_tokens_total{{engine="{engine}"}} {float(count)}')
+                lines.append(f'vllm:spec_decode_num_{kind}_tokens_created{{engine="{engine}"}} 1.79e+09')
+        return "\n".join(lines).encode()
 
     def stream(self, request: dict[str, Any]) -> bytes:
         many = min(len(self.words), request["max_tokens"])
@@ -475,7 +487,8 @@ def serving(stub: Stub) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._whole(200, json.dumps(stub.models).encode())
+            counted = self.path == "/metrics" and stub.accepts is not None
+            self._whole(200, stub.metrics() if counted else json.dumps(stub.models).encode())
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -554,6 +567,20 @@ def test_a_server_that_gives_no_ids_is_counted_by_its_usage(tiny: LLM) -> None:
 def test_a_server_that_counts_nothing_is_retokenised(tiny: LLM) -> None:
     answer = ask(Stub(ids=None, usage=False), tiny)
     assert (answer.counted_by, answer.ids) == ("retokenised", [5, 6, 7])
+
+
+def test_what_a_server_drafted_is_what_it_counted_meanwhile(tiny: LLM) -> None:
+    answer = ask(Stub(accepts=2), tiny)
+    assert (answer.drafted, answer.accepted, answer.steps) == (4, 2, 1)
+    assert sum(answer.by_source.values()) == 3
+
+
+@pytest.mark.parametrize(
+    ("accepts", "prompts"), [(None, 1), (3, 1), (1, 2)], ids=["counts nothing", "served others", "a batch"]
+)
+def test_what_a_server_drafted_is_not_guessed(tiny: LLM, accepts: int | None, prompts: int) -> None:
+    answer = ask(Stub(accepts=accepts), tiny, prompts=[[5, 6, 7, 8]] * prompts)
+    assert answer.steps is answer.drafted is answer.accepted is None
 
 
 def test_the_request_says_all_that_was_asked(tiny: LLM) -> None:

@@ -2,12 +2,17 @@
 
 Prompts are sent as token ids. A server that accepts only text gets the text, and must count as many prompt tokens as
 we do; otherwise it would continue another prompt than the other contestants.
+
+What a server drafts is known where it counts that at `/metrics` as vLLM does. It counts for all requests together, so
+only a request that ran alone has numbers of its own.
 """
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,6 +26,7 @@ from branchwise.openai_client import NEUTRAL, Client, Forms
 
 TIMEOUT = 300.0
 """seconds without a byte; a server may serve others, or still be loading"""
+COUNTED = re.compile(r"^\S*spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE)
 
 
 @dataclass
@@ -55,12 +61,24 @@ class OpenAI(Peer):
         _ = self.server.model  # asked for before the clock runs, like the form of requests
         if not self._forms.settled:  # with one token, so that the server caches nothing of the prompt
             self._forms.send(lambda form: self._ask(form, replace(asked, max_new_tokens=1), prompts[0][:1], 0))
+        before = self._counts() if len(prompts) == 1 else None
         with ThreadPoolExecutor(len(prompts)) as pool:
             start = time.perf_counter()
             ask = partial(self._ask, self._forms.best, asked)
             found = list(pool.map(ask, prompts, range(len(prompts))))
             seconds = time.perf_counter() - start
-        return [self._answer(reply, len(prompt), seconds) for reply, prompt in zip(found, prompts, strict=True)]
+        answers = [self._answer(reply, len(prompt), seconds) for reply, prompt in zip(found, prompts, strict=True)]
+        if before is not None and (after := self._counts()) is not None:
+            after.subtract(before)
+            add_counts(answers[0], after)
+        return answers
+
+    def _counts(self) -> Counter[str] | None:
+        """Tokens drafted and accepted since the server started; None if it does not count them."""
+        counts: Counter[str] = Counter()
+        for kind, value in COUNTED.findall(self.server.page("/metrics") or ""):
+            counts[kind] += int(float(value))
+        return counts if len(counts) == 2 else None
 
     def _ask(self, form: tuple[bool, bool], asked: Asked, prompt: Sequence[int], number: int) -> Reply:
         """Stream the answer to the prompt of this number in the batch, which selects its seed."""
@@ -129,3 +147,13 @@ class OpenAI(Peer):
             answer.ids = list(self._llm.tokenizer(reply.text, add_special_tokens=False, verbose=False)["input_ids"])
             answer.counted_by = "retokenised" if answer.tokens is None else "usage"
         return answer
+
+
+def add_counts(answer: Answer, counts: Counter[str]) -> None:
+    """What a server counted while it wrote an answer: every pass, the first too, emits one token more than it accepts.
+    If it accepted more, others were served meanwhile, and nothing is known of this answer."""
+    tokens = len(answer.ids) if answer.tokens is None else answer.tokens
+    if counts["accepted"] < tokens:
+        answer.drafted, answer.accepted = counts["draft"], counts["accepted"]
+        answer.steps = answer.target_passes = tokens - answer.accepted
+        answer.by_source = {"target": answer.steps, "draft": answer.accepted}
