@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -305,6 +306,38 @@ def test_q_is_handed_over_for_what_was_drawn(runner_class: Runner, table: torch.
         assert all(rows[place, token] > 0 for place, token in enumerate(drafts[name]))
     runner.step(names)
     assert runner.seen_q is not None
+
+
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_ranks_draw_the_same_chains_whatever_chance_is_around_them(
+    draft: str, runner_class: Runner, table: torch.Tensor
+) -> None:
+    """Ranks of a tensor-parallel group share the draws of vLLM's sampler and nothing else."""
+
+    def drafts(rank: int) -> list[Any]:
+        proposer = Proposer(config(draft=draft, chain="drawn", share="all", floor=0.0))
+        propose, found = proposer.propose, list[Any]()
+
+        def noting(*given: Any, **named: Any) -> list[list[int]]:
+            random.seed(rank)
+            with torch.random.fork_rng():
+                torch.manual_seed(rank)
+                found.append(propose(*given, **named))
+            return found[-1]  # type: ignore[no-any-return]
+
+        proposer.propose = noting  # type: ignore[method-assign]
+        torch.manual_seed(5)
+        runner = runner_class(proposer, table)
+        names = ["a", "b", "c"]
+        for name in names:
+            runner.add(name, [1, 2, 1, 2, 1], temperature=1.0, max_tokens=40)
+        for _ in range(8):
+            runner.step(names)
+        return found
+
+    first = drafts(1)
+    assert first == drafts(2)
+    assert any(chain for step in first for chain in step)
 
 
 def law_of(runner: Runner, names: list[str]) -> torch.Tensor:

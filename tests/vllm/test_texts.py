@@ -94,6 +94,34 @@ def test_a_seeded_prompt_may_be_read_in_chunks(ours: Any) -> None:
     assert texts(ours, [[2], *[[number, *long] for number in range(3)], long], sampling)[-1:] == alone
 
 
+def test_a_step_without_drafts_survives_top_k(ours: Any) -> None:
+    """vLLM alone ends here with an error: `max(): Expected reduction dim`."""
+    use(ours, draft="ngram")
+    assert [len(text) for text in texts(ours, [[3]], params(temperature=1.0, top_k=5, max_tokens=6))] == [6]
+
+
+def test_tenants_share_what_they_wrote_with_nobody_else(ours: Any) -> None:
+    proposer = use(ours, draft="recycle", share="tenant", floor=0.0)
+    drafted: list[list[int]] = []
+    propose = proposer.propose
+
+    def noting(*given: Any, **named: Any) -> list[list[int]]:
+        found: list[list[int]] = propose(*given, **named)
+        drafted.append(found[0])
+        return found
+
+    proposer.propose = noting
+
+    def first_draft(tenant: str | None) -> list[int]:
+        drafted.clear()
+        texts(ours, [[3]], params(extra_args=None if tenant is None else {"branchwise_tenant": tenant}))
+        return drafted[0]
+
+    assert first_draft("acme") == []
+    assert first_draft("acme") != []
+    assert first_draft("umbrella") == first_draft(None) == first_draft(None) == []
+
+
 def test_an_aborted_request_is_closed_and_the_others_go_on(plain: Any, ours: Any) -> None:
     proposer = use(ours, share="all", floor=0.01)
     engine_ = ours.llm_engine
