@@ -33,7 +33,9 @@ METHODS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "ours, per request": ({"model": OURS}, {"share": "request"}),
     "ours, block": ({"model": OURS}, {"share": "all", "chain": "drawn"}),
     "ours, drawn, vllm's rule": ({"model": OURS}, {"share": "all", "chain": "drawn", "verify": "vllm"}),
+    "head": ({"method": "eagle3"}, {}),
 }
+"""`head` is one that `branchwise train export` wrote, in the folder of --head"""
 
 
 class Timed:
@@ -112,6 +114,8 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         speculative, ours = METHODS[name]
         if speculative is not None:
             speculative = {**speculative, "num_speculative_tokens": arguments.length}
+            if name == "head":
+                speculative["model"] = str(arguments.head)
         llm = LLM(
             str(arguments.model), dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=arguments.batch,
             distributed_executor_backend="uni", disable_log_stats=False, enable_prefix_caching=False,
@@ -147,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--head", type=Path, help="folder of an exported head, for the method head")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--every", type=int, default=8, help="take every so many-th of the prompts that are short")
     parser.add_argument("--longest", type=int, default=300, help="tokens of a prompt")

@@ -25,7 +25,9 @@ def test_chunks_and_preemption_in_mid_draft_change_no_text(plain: Any, model: Pa
     llm = engine(model, {"model": PROPOSER}, {"share": "all", "floor": 0.01}, **more)
     sampling = params(max_tokens=60)
     prompts = [[number, *PROMPT * 3] for number in range(8)]
-    assert texts(llm, prompts, sampling) == texts(plain, prompts, sampling)
+    truth = texts(plain, prompts, sampling)
+    assert texts(llm, prompts, sampling) == truth
+    assert texts(llm, prompts, sampling) == truth  # where prefixes are cached, from the cache
     tight = "num_gpu_blocks_override" in more
     assert bool(counted(llm, "num_preemptions")) == tight
     assert bool(counted(llm, "prefix_cache_hits")) != tight
