@@ -76,6 +76,7 @@ def test_no_records_have_no_numbers() -> None:
         metrics.phase_shares,
         metrics.equality,
         metrics.accuracy,
+        metrics.cut_share,
         metrics.output_length,
         metrics.repeat_rate,
     ):
@@ -185,6 +186,12 @@ def test_accuracy_is_over_the_answers_that_could_be_checked() -> None:
     own = [record(correct=True), record(item="b", correct=False), record(item="c", correct=True), record(item="d")]
     assert metrics.accuracy(own) == 2 / 3
     assert metrics.accuracy(own[3:]) is None
+
+
+def test_answers_that_the_limit_cut_are_counted_among_those_that_could_be_checked() -> None:
+    own = [record(correct=False), record(correct=True, finish_reason="stop"), record(), record(correct=False)]
+    assert metrics.cut_share(own) == 2 / 3
+    assert metrics.cut_share(own[2:3]) is None
 
 
 def test_length_and_repeats() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from branchwise.bench.prompts import MT_BENCH, SUITES, find_suite, load_items, own_items, read_items
+from branchwise.bench.prompts import MT_BENCH, SUITES, executing, find_suite, load_items, own_items, read_items
 from branchwise.bench.run import digest
 from branchwise.cli import app
 from branchwise.errors import UnknownName, UsageError
@@ -23,7 +23,8 @@ needs_published = pytest.mark.skipif(
 )
 
 DIALOGUE = {"question_id": 7, "category": "writing", "turns": ["Write.", "Write again."]}
-FUNCTION = {"task_id": "HumanEval/3", "prompt": "def three():\n    ", "test": "unused"}
+FUNCTION = {"task_id": "HumanEval/3", "prompt": "def three():\n    ", "entry_point": "three"}
+TESTED = FUNCTION | {"test": "def check(candidate):\n    assert candidate() == 3\n"}
 PROBLEM = {"question": "How many?", "answer": "Two and two.\n#### 1,004"}
 
 
@@ -113,6 +114,16 @@ def test_functions_are_continued_as_they_are(tmp_path: Path) -> None:
     assert item.turns == (FUNCTION["prompt"],)
 
 
+def test_a_function_is_executed_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    untested, tested = read_items(write(tmp_path / "x.jsonl", FUNCTION, TESTED | {"task_id": "HumanEval/4"}))
+    assert untested.program is None
+    assert tested.check is None
+    assert tested.program is not None
+    assert [item.check for item in executing([untested, tested])] == [None, tested.program]
+    assert tested.program("return 3\n")
+    assert not tested.program("return 4\n")
+
+
 def test_word_problems_are_checked_by_their_number(tmp_path: Path) -> None:
     (item,) = read_items(write(tmp_path / "x.jsonl", PROBLEM))
     assert (item.id, item.suite, item.category, item.raw) == ("gsm8k/1", "gsm8k", "math", False)
@@ -197,6 +208,7 @@ def test_a_missing_field_is_named_with_its_line(tmp_path: Path, entry: dict[str,
     + [DIALOGUE | {"category": value} for value in (3, "", None, ["x"])]
     + [DIALOGUE | {"question_id": value} for value in (None, True, 1.5, [], "")]
     + [FUNCTION | {"prompt": value} for value in (None, 3, "", ["x"])]
+    + [TESTED | {"test": value} for value in (None, 3, "")]
     + [PROBLEM | {"answer": value} for value in ("no mark 4", "#### none", 4, "")]
     + [PROBLEM | {"question": value} for value in (4, "", None)]
     + [{"prompt": value} for value in (4, "", None, [], "half \ud800 of a pair")],

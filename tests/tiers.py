@@ -93,6 +93,11 @@ SLOW: dict[str, str] = {
     ),
     "test_verify_batches.py::test_no_coin_decides_twice_in_trees_of_any_size": "paths:2x140.*-device",
     "test_head_audit.py::test_the_first_tokens_have_the_targets_law": "fspad-gate-chain:2-block",
+    # Programs of models: each attack that ends with its time takes seconds
+    "test_bench_execution.py::test_an_endless_loop_ends_with_its_time": "when called-the kernel alone",
+    "test_bench_execution.py::test_an_endless_sleep_ends_with_its_time": "True",
+    "test_bench_execution.py::test_memory_is_bounded": "the kernel alone",
+    "test_bench_execution.py::test_every_published_solution_of_humaneval_passes_and_an_empty_one_does_not": "0",
     # Heads that learn, 60 s
     "test_head_learning.py::test_a_head_learns_a_rule": "options0",
     "test_head_cli.py::test_what_a_head_has_learned_is_shown_while_it_learns_and_drawn": "chat",

@@ -266,9 +266,15 @@ def equality(records: Sequence[Record]) -> Equality | None:
 
 
 def accuracy(records: Sequence[Record]) -> float | None:
-    """The share of right answers among those that could be checked."""
+    """The share of right answers among those that could be checked; of programs pass@1."""
     checked = [record.correct for record in records if record.correct is not None]
     return _over(sum(checked), len(checked))
+
+
+def cut_share(records: Sequence[Record]) -> float | None:
+    """Of the answers that could be checked, the share that the limit of tokens ended: they had no time to be right."""
+    checked = [record for record in records if record.correct is not None]
+    return _over(sum(record.finish_reason == "length" for record in checked), len(checked))
 
 
 def output_length(records: Sequence[Record]) -> float | None:

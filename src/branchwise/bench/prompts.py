@@ -2,7 +2,8 @@
 
     form          a line                                      item
     Spec-Bench    {"question_id", "category", "turns"}        a dialogue; so is MT-bench
-    HumanEval     {"task_id", "prompt", …}                    a text to continue as it is, category "code"
+    HumanEval     {"task_id", "prompt", …}                    a text to continue as it is, category "code"; with
+                                                              "entry_point" and "test" a program that can be run
     GSM8K         {"question", "answer": "… #### 18"}         a question with a checker, category "math"
     ours          {"prompt"}                                  a question, category "prompts"
     plain text    any line that is not empty                  a question, category "prompts"
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from branchwise.bench.answers import NumberIs, number_in
+from branchwise.bench.execution.programs import Program
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import check_known, nearest
 
@@ -63,6 +65,8 @@ class Item:
     """one text to continue as it is, without the chat template"""
     check: Callable[[str], bool] | None = None
     """whether an answer to the last turn is right; None if the item has no checker"""
+    program: Program | None = None
+    """a checker that executes the answer, which is done only if asked for; see `executing`"""
 
 
 def read_data(name: str) -> list[dict[str, Any]]:
@@ -122,6 +126,11 @@ def load_items(
             hint = f"{nearest(name, names)} There are: {', '.join(names)}."
             raise UnknownName(f"No prompt is of the category {name!r}.{hint}")
     return kept
+
+
+def executing(items: Sequence[Item]) -> list[Item]:
+    """The items with programs among the checkers: their answers will be executed, in a sandbox."""
+    return [replace(item, check=item.check or item.program) for item in items]
 
 
 def find_suite(name: str, folder: Path | None = None) -> Path:
@@ -268,8 +277,10 @@ def _dialogues(entries: list[_Line], stem: str) -> list[Item]:
 
 
 def _function(entry: _Line) -> Item:
-    name = entry.name("task_id").removeprefix("HumanEval/")
-    return Item(f"humaneval/{name}", "humaneval", "code", (entry.text("prompt"),), raw=True)
+    name, prompt = entry.name("task_id").removeprefix("HumanEval/"), entry.text("prompt")
+    tested = {"entry_point", "test"} <= entry.values.keys()
+    program = Program(prompt, entry.text("entry_point"), entry.text("test")) if tested else None
+    return Item(f"humaneval/{name}", "humaneval", "code", (prompt,), raw=True, program=program)
 
 
 def _word_problem(entry: _Line) -> Item:

@@ -48,14 +48,15 @@ class Row:
     tokens_by_source: dict[str, int]
     equality: Equality | None
     accuracy: float | None
+    cut_share: float | None
     output_length: float | None
     repeat_rate: float | None
 
 
 OF_OWN_RECORDS = (
     "mean_acceptance_length", "block_efficiency", "memory_bound_speed_up", "nodes_per_step", "target_passes_per_step",
-    "draft_passes_per_step", "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "output_length",
-    "repeat_rate",
+    "draft_passes_per_step", "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "cut_share",
+    "output_length", "repeat_rate",
 )  # fmt: skip
 """the numbers of a row that follow from the contestant's own records alone, as functions of `metrics`"""
 
@@ -150,6 +151,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "equal": lambda row: f"{row.equality.equal}/{row.equality.compared}" if row.equality else ABSENT,
     "max gap": lambda row: shown(row.equality.max_gap if row.equality else None, ".3g"),
     "accuracy": lambda row: shown(row.accuracy, ".1%"),
+    "cut": lambda row: shown(row.cut_share, ".0%"),
     "length": lambda row: shown(row.output_length, ".1f"),
 }
 LEFT = ("contestant", "category", "by depth")
@@ -157,7 +159,8 @@ LEFT = ("contestant", "category", "by depth")
 DRAFTED = ("drafts/step", "MBSU", "by depth")
 """columns that are about draft models"""
 EXPENDABLE = (
-    "tokens/step", "length", "nodes/step", "max gap", "by depth", "MBSU", "drafts/step", "accuracy", "acceptance",
+    "cut", "tokens/step", "length", "nodes/step", "max gap", "by depth", "MBSU", "drafts/step", "accuracy",
+    "acceptance",
 )  # fmt: skip
 """columns that a narrow terminal omits, in this order"""
 

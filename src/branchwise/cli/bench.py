@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from branchwise.bench.records import Record
 
 STYLEBENCH = "stylebench"
+SHORT_ANSWER, LONG_ANSWER = 128, 512
+"""tokens: enough to measure a speed, and enough for most solutions to come to their end"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,13 @@ def bench(
     ] = "",
     loading: Loading,
     sampling: Sampling,
-    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", help="Tokens of an answer at most.")] = 128,
+    max_new_tokens: Annotated[
+        int | None,
+        Option("--max-new-tokens", "-n", help="Tokens of an answer at most.", show_default="128; 512 if checked"),
+    ] = None,
+    check_answers: Annotated[
+        bool, Option("--check-answers", help="Run the programs that HumanEval asks for, in a sandbox, for pass@1.")
+    ] = False,
     full_length: Annotated[bool, Option("--full-length", help="Forbid the end of text, for equal lengths.")] = False,
     batch: Annotated[int, Option(help="Prompts that run together.")] = 1,
     context: Annotated[
@@ -126,6 +134,8 @@ def bench(
     from branchwise.provenance import provenance, without_folder
 
     SamplingParams(**vars(sampling))
+    if max_new_tokens is None:
+        max_new_tokens = LONG_ANSWER if check_answers else SHORT_ANSWER
     shared: dict[str, Any] = {
         **vars(sampling),
         "max_new_tokens": max_new_tokens,
@@ -154,6 +164,8 @@ def bench(
     for method in chosen:
         method.warn_if_lossy()
     items = questions.items(seed)
+    if check_answers:
+        items = checked(items)
     arguments = {
         **questions.as_dict(),
         "methods": [method.name for method in chosen],
@@ -167,6 +179,7 @@ def bench(
         "budget": budget,
         "length": length,
         **({"guard": True} if guard else {}),
+        **({"check_answers": True} if check_answers else {}),
     }
     most = None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9)
     with Ledger(out) as ledger:
@@ -208,6 +221,19 @@ def bench(
             "This is a bug in Branchwise; please report it."
         )
         raise typer.Exit(1)
+
+
+def checked(items: list[Item]) -> list[Item]:
+    """Items whose programs will be executed, after a word about what this machine cannot keep them from."""
+    from branchwise.bench.execution.sandbox import missing
+    from branchwise.bench.prompts import executing
+
+    found = executing(items)
+    if not any(item.check for item in found):
+        raise UsageError("No prompt has an answer to check; --check-answers needs tests as in HumanEval, or numbers.")
+    if any(item.program for item in found) and (open_doors := missing()):
+        print_notice(f"Programs of the model run here with limits, but {', and '.join(open_doors)}.")
+    return found
 
 
 def report(
