@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,3 +72,41 @@ def attend(
         scores = scores + (mask if causal else mask[:, None])
     weights = scores.softmax(dim=-1).to(value.dtype)
     return (weights @ value[:, :, None]).reshape(batch, heads, nodes, -1)
+
+
+LONG_PREFIX = 1024
+"""rows of a prefix from which on a host attends to it apart from the tree, without a mask"""
+
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend_apart(
+    query: Tensor, key: Tensor, value: Tensor, prefixes: Sequence[int], masks: Sequence[Tensor], scale: float
+) -> Tensor:
+    """(batch, heads, nodes, width) on a host: to the prefix, which every node sees whole, and to the rows behind it,
+    which `masks` tell apart, one for each text: (heads of a group · nodes, rows), as `masks_behind` makes them.
+
+    What the two parts find is weighed by their shares of the softmax, which is exact. No mask is as long as the prefix,
+    texts of a batch read no padding, and the heads of a group, side by side, read their keys once.
+    """
+    found = torch.empty_like(query)
+    for row, (length, mask) in enumerate(zip(prefixes, masks, strict=True)):
+        heads = query[row, None].reshape(1, key.shape[1], -1, query.shape[3])
+        before, behind = slice(0, length), slice(length, length + mask.shape[1])
+        near, near_weight = _flash(heads, key[row, None, :, before], value[row, None, :, before], scale=scale)
+        tree, tree_weight = _flash(
+            heads, key[row, None, :, behind], value[row, None, :, behind], attn_mask=mask[None, None], scale=scale
+        )
+        share = torch.sigmoid(near_weight - tree_weight)[..., None].to(near.dtype)
+        found[row] = torch.lerp(tree, near, share).view(query.shape[1:])
+    return found
+
+
+def masks_behind(prefixes: Sequence[int], seen: Tensor, keys: int, group: int, dtype: torch.dtype) -> list[Tensor]:
+    """Additive masks of the rows behind each prefix, up to row `keys`: `seen` (batch or 1, nodes, rows) says which of
+    them a node sees. They are repeated for every head of a group."""
+    found = []
+    for row, length in enumerate(prefixes):
+        hidden = ~seen[row if len(seen) > 1 else 0, :, : keys - length]
+        found.append(torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).repeat(group, 1))
+    return found

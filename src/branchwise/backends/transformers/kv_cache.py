@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache
 
 from branchwise.backends.base import CachedRows
-from branchwise.backends.transformers.attention import attend, tree_mask
+from branchwise.backends.transformers.attention import LONG_PREFIX, attend, attend_apart, masks_behind, tree_mask
 from branchwise.backends.transformers.slots import Slots
 from branchwise.core.batch import TreeBatch
 from branchwise.core.rows import unpack_bits
@@ -76,6 +76,9 @@ class Pass:
         self.causal = ancestors is None and max(lengths) == 0 and nodes > 1
         self._all_seen = nodes == 1 and min(lengths) == max(lengths) and not any(before)
         self._masks: dict[int | None, Tensor] = {}
+        long = device.type == "cpu" and min(lengths) >= LONG_PREFIX
+        self._prefixes = lengths if long else None
+        self._behind: dict[int, list[Tensor]] = {}  # by heads of a group, which layers may differ in
 
     def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
         """The additive mask for layers with this window, and whether the causal flag stands in for it."""
@@ -84,12 +87,18 @@ class Pass:
         if window is None and (self._all_seen or self.causal):
             return None, self.causal
         if window not in self._masks:
-            device, nodes, ancestors = self.depths.device, self.depths.shape[1], self.ancestors
-            if ancestors is None:
-                ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril_()
-            key_depths = torch.from_numpy(self.written.depths).to(device) if self.written else None
-            self._masks[window] = tree_mask(self.lengths, self.depths, ancestors, self.keys, window, dtype, key_depths)
+            key_depths = torch.from_numpy(self.written.depths).to(self.depths.device) if self.written else None
+            self._masks[window] = tree_mask(
+                self.lengths, self.depths, self._seen_behind(), self.keys, window, dtype, key_depths
+            )
         return self._masks[window], False
+
+    def _seen_behind(self) -> Tensor:
+        """(batch or 1, nodes, rows of a tree): the rows behind the prefix that each node sees."""
+        if self.ancestors is not None:
+            return self.ancestors
+        nodes = self.depths.shape[1]
+        return torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.depths.device).tril_()
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the nodes (batch, heads, nodes, width) into a layer of the cache; returns all rows that may be read."""
@@ -102,6 +111,13 @@ class Pass:
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float, softcap: float | None
     ) -> Tensor:
         """(batch, nodes, heads, width): what the nodes find among the rows that `write` returned."""
+        whole = softcap is None and (window is None or window >= self.keys)
+        if self._prefixes is not None and whole and keys.shape[3] == values.shape[3]:
+            group = query.shape[1] // keys.shape[1]
+            if group not in self._behind:
+                self._behind[group] = masks_behind(self._prefixes, self._seen_behind(), self.keys, group, keys.dtype)
+            found = attend_apart(query.to(keys.dtype), keys, values, self._prefixes, self._behind[group], scale)
+            return found.transpose(1, 2).to(query.dtype).contiguous()
         mask, causal = self.mask(window, keys.dtype)
         found = attend(query.to(keys.dtype), keys, values, mask, causal=causal, scale=scale, softcap=softcap)
         return found.transpose(1, 2).to(query.dtype).contiguous()
@@ -118,6 +134,7 @@ class RowsPass(Pass):
         self.slot_column = torch.tensor(slots, device=rows.device)[:, None]
         self.slots = side_by_side(slots) or self.slot_column[:, 0]
         self._masks = {}
+        self._prefixes = None
 
     def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
         if window not in self._masks:
