@@ -63,6 +63,8 @@ class Item:
     """the user's messages; the model's own answers stand between them"""
     raw: bool = False
     """one text to continue as it is, without the chat template"""
+    ids: tuple[int, ...] = ()
+    """in the place of its only turn: the tokens themselves, where their number must be exact"""
     check: Callable[[str], bool] | None = None
     """whether an answer to the last turn is right; None if the item has no checker"""
     program: Program | None = None

@@ -70,7 +70,7 @@ class Play:
     @property
     def keys(self) -> list[Key]:
         name = self.contestant.name
-        return [Key(name, item.id, turn, self.round) for item in self.items for turn in range(len(item.turns))]
+        return [Key(name, item.id, turn, self.round) for item in self.items for turn in range(turns_of(item))]
 
 
 def plan(contestants: Sequence[Contestant], items: Sequence[Item], rules: Rules) -> list[Play]:
@@ -130,7 +130,7 @@ class Contest:
     def _warm_up(self) -> None:
         """Untimed first calls, which choose kernels and fill caches, with the shapes and options of the contest."""
         items = self.items[: self.rules.batch]
-        prompts = [self.llm.encode(item.turns[0], raw=item.raw) for item in items]
+        prompts = [first_prompt(item, self.llm) for item in items]
         asked = self._asked(items, 0, 0)
         if self.llm.engine.target.device.type == "cpu":
             asked = dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens))
@@ -143,8 +143,8 @@ class Contest:
         """A group of dialogues, turn by turn; each continues with this contestant's own answers."""
         if self.rules.state == "cold":
             play.contestant.forget()
-        for turn in range(max(len(item.turns) for item in play.items)):
-            items = [item for item in play.items if turn < len(item.turns)]
+        for turn in range(max(map(turns_of, play.items))):
+            items = [item for item in play.items if turn < turns_of(item)]
             keys = [Key(play.contestant.name, item.id, turn, play.round) for item in items]
             # A drafter that learns must see the earlier turns again, even if they are recorded already.
             if play.contestant.learns or not all(map(self.ledger.get, keys)):
@@ -157,7 +157,7 @@ class Contest:
     def _prompt(self, item: Item, key: Key) -> list[int]:
         """The token ids that an answer follows: the dialogue so far, with the contestant's own answers."""
         if key.turn == 0:  # a model without a chat template takes one text, and no conversation
-            return self.llm.encode(item.turns[0], raw=item.raw)
+            return first_prompt(item, self.llm)
         said = []
         for turn in range(key.turn):
             before = self.ledger.get(key._replace(turn=turn))
@@ -181,7 +181,7 @@ class Contest:
     def _record(self, play: Play, item: Item, turn: int, prompt: list[int], answer: Answer) -> Record:
         ended = answer.finish_reason == "stop" and answer.ids[-1:] and answer.ids[-1] in self.llm.stop_tokens
         text = answer.text if answer.text is not None else self.llm.decode(answer.ids[:-1] if ended else answer.ids)
-        last = turn == len(item.turns) - 1
+        last = turn == turns_of(item) - 1
         tokens = len(answer.ids) if answer.tokens is None else answer.tokens
         values: dict[str, Any] = vars(answer) | {"tokens": tokens, "text": text}
         for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
@@ -242,7 +242,7 @@ def first_difference(ids: Sequence[int], expected: Sequence[int], prompt: Sequen
 
 def digest(items: Sequence[Item]) -> str:
     """Sixteen hexadecimal digits of the prompts: files of the same name may hold other prompts later."""
-    asked = [(item.id, item.category, item.turns, item.raw) for item in items]
+    asked = [(item.id, item.category, item.turns, item.raw, *([item.ids] if item.ids else [])) for item in items]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
@@ -250,10 +250,21 @@ def fitting(items: Sequence[Item], llm: LLM, max_new_tokens: int) -> list[Item]:
     """The items that fit into the context; dialogues only if the model has a chat template."""
 
     def length(item: Item) -> int:
+        if item.ids:
+            return len(item.ids) + max_new_tokens
         return sum(len(llm.encode(turn, raw=item.raw)) + max_new_tokens for turn in item.turns)
 
     talks = bool(llm.tokenizer.chat_template)
-    return [item for item in items if (talks or len(item.turns) == 1) and length(item) <= llm.engine.target.context]
+    return [item for item in items if (talks or turns_of(item) == 1) and length(item) <= llm.engine.target.context]
+
+
+def turns_of(item: Item) -> int:
+    return 1 if item.ids else len(item.turns)
+
+
+def first_prompt(item: Item, llm: LLM) -> list[int]:
+    """The token ids that the first answer follows."""
+    return list(item.ids) or llm.encode(item.turns[0], raw=item.raw)
 
 
 SAME = ("model", "dtype", "device", "machine", "threads", "seed", "source", "arguments", "questions", "versions")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from branchwise.bench.contest import Contestant
     from branchwise.bench.prompts import Item
     from branchwise.bench.records import Record
+    from branchwise.llm import LLM
 
 STYLEBENCH = "stylebench"
 SHORT_ANSWER, LONG_ANSWER = 128, 512
@@ -40,6 +41,37 @@ class Questions:
     category: Annotated[list[str] | None, Option(help="Only this; may be repeated.", show_default="all")] = None
     limit: Annotated[int | None, Option(help="Only the first prompts of each category.", show_default="all")] = None
     problems: Annotated[int, Option(help="Problems for each task of stylebench.")] = 10
+    documents: Annotated[
+        list[Path] | None, Option(help="Files or folders, joined and cut to --context-lengths; may be repeated.")
+    ] = None
+    context_lengths: Annotated[
+        str | None,
+        Option(help="Tokens of a document and its answer, separated by commas.", show_default="4096,8192,16384"),
+    ] = None
+
+    @property
+    def lengths(self) -> list[int]:
+        from branchwise.bench.documents import LENGTHS
+
+        if self.context_lengths is None:
+            return list(LENGTHS)
+        if not self.documents:
+            raise UsageError("--context-lengths are those of --documents; name some.")
+        try:
+            found = [int(length) for length in self.context_lengths.split(",")]
+        except ValueError:
+            raise UsageError(
+                f"--context-lengths are whole numbers, such as 4096,8192, not {self.context_lengths}."
+            ) from None
+        if min(found) < 1 or len(set(found)) < len(found):
+            raise UsageError("--context-lengths are different numbers of at least 1.")
+        return found
+
+    def long_items(self, llm: LLM, answer: int) -> list[Item]:
+        """Pieces of documents, which only a tokenizer can measure."""
+        from branchwise.bench.documents import long_items
+
+        return long_items(self.documents or [], self.lengths, answer, self.limit, llm.tokenizer)
 
     def items(self, seed: int) -> list[Item]:
         from branchwise.bench.prompts import find_suite, load_items, own_items
@@ -47,8 +79,12 @@ class Questions:
 
         at_least(1, limit=self.limit, problems=self.problems)
         files, suites = self.prompts or [], self.suite or []
-        if not files and not suites and not self.category:
-            return own_items(self.limit)
+        if self.documents:
+            from branchwise.index.texts import find_files
+
+            find_files(self.documents)
+        if self.lengths and not files and not suites and not self.category:
+            return [] if self.documents else own_items(self.limit)
         items: list[Item] = []
         known = [name for name in suites if name != STYLEBENCH]
         if files or known:
@@ -72,6 +108,8 @@ class Questions:
             "category": self.category or [],
             "limit": self.limit,
             "problems": self.problems if STYLEBENCH in (self.suite or []) else None,
+            **({"documents": [path.name for path in self.documents]} if self.documents else {}),
+            **({"context_lengths": self.lengths} if self.documents else {}),
         }
 
 
@@ -187,6 +225,8 @@ def bench(
         contestants: list[Contestant] = [Ours(llm, method, most) for method in entered]
         contestants += [Ours(llm, method, most, guard=True) for method in chosen if guard and method != PLAIN]
         contestants += [build_peer(spec, llm, threads=loading.threads) for spec in others]
+        if questions.documents:
+            items = items + questions.long_items(llm, max_new_tokens)
         kept = fitting(items, llm, max_new_tokens)
         if len(kept) < len(items):
             print_notice(
