@@ -25,6 +25,7 @@ from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.bench.contest import Answer, Asked, Contestant
 from branchwise.bench.peers import PEERS, build_peer
 from branchwise.bench.peers import openai as openai_module
+from branchwise.bench.peers.transformers import Static
 from branchwise.bench.records import PEER
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft import build_drafter
@@ -112,10 +113,15 @@ def own(llm: LLM, prompt: list[int], asked: Asked) -> list[int]:
 
 
 def transformers_specs(assistant: str) -> list[str]:
-    return ["transformers", "transformers-lookup:tokens=4", f"transformers-assisted:{assistant}"]
+    return [
+        "transformers",
+        "transformers-lookup:tokens=4",
+        f"transformers-assisted:{assistant}",
+        "transformers-static:compile=none",
+    ]
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["plain", "lookup", "assisted"])
+@pytest.fixture(params=[0, 1, 2, 3], ids=["plain", "lookup", "assisted", "static"])
 def peer(request: pytest.FixtureRequest, tiny: LLM, assistant: str) -> Contestant:
     return build_peer(transformers_specs(assistant)[request.param], tiny, threads=None)
 
@@ -270,6 +276,29 @@ def test_plain_generate_takes_one_pass_for_every_token(counting: LLM) -> None:
     assert [(a.steps, a.target_passes, a.drafted, a.accepted) for a in answers] == [(6, 6, 0, 0)] * 2
 
 
+def test_the_static_peer_compiles_its_passes_where_asked_and_writes_the_same(tiny: LLM) -> None:
+    """`eager` compiles nothing, so that it is quick, but takes the way of every compiler."""
+    peer = build_peer("transformers-static:compile=eager", tiny, threads=None)
+    try:
+        for _ in range(2):  # the second text finds the cache of the first, which must be empty again
+            answers = peer.write(PROMPTS[:2], Asked(12))
+            for prompt, answer in zip(PROMPTS[:2], answers, strict=True):
+                assert answer.ids == own(tiny, prompt, Asked(12))
+                assert answer.steps == answer.target_passes == 12
+        assert "_compiled_call" in vars(tiny.model)
+    finally:
+        vars(tiny.model).pop("_compiled_call", None)
+        torch._dynamo.reset()
+
+
+def test_a_static_cache_serves_all_texts_of_about_its_length(tiny: LLM) -> None:
+    peer = build_peer("transformers-static", tiny, threads=None)
+    assert isinstance(peer, Static)
+    first, same, longer = (peer._arguments(1, length)["past_key_values"] for length in (100, 512, 513))
+    assert first is same is not longer
+    assert "_compiled_call" not in vars(tiny.model)  # transformers compiles on accelerators only, unless told to
+
+
 def test_an_assistant_forgets_how_long_its_drafts_were(counting: LLM, tmp_path: Path) -> None:
     model = counting_model()
     model.generation_config.num_assistant_tokens = 4
@@ -298,7 +327,8 @@ def test_an_assistant_with_another_vocabulary_is_refused(tiny: LLM, counting: LL
 def test_an_unknown_peer_is_told_the_nearest_name(tiny: LLM) -> None:
     with pytest.raises(UnknownName, match=r"Did you mean 'llama\.cpp'"):
         build_peer("llamacpp", tiny, threads=None)
-    assert set(PEERS) == {"transformers", "transformers-lookup", "transformers-assisted", "llama.cpp", "openai"}
+    hugging = {"transformers", "transformers-static", "transformers-lookup", "transformers-assisted"}
+    assert set(PEERS) == {*hugging, "llama.cpp", "openai"}
 
 
 @pytest.mark.parametrize(
@@ -306,6 +336,7 @@ def test_an_unknown_peer_is_told_the_nearest_name(tiny: LLM) -> None:
     [
         ("transformers:3", "at most 0 values"),
         ("transformers-lookup:tokens=0", "at least 1"),
+        ("transformers-static:compile=soon", "torch has no compiler 'soon'"),
         ("transformers-lookup:tokens=many", "as int"),
         ("transformers-lookup:length=3", "no option 'length'"),
         ("transformers-assisted", "transformers-assisted:MODEL"),

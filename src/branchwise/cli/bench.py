@@ -124,7 +124,7 @@ def bench(
     index: Index = None,
     head: TrainedHead = None,
     peers: Annotated[
-        str, Option(help="transformers, transformers-lookup, transformers-assisted:MODEL, llama.cpp, openai:URL.")
+        str, Option(help="transformers, transformers-static, -lookup, -assisted:MODEL, llama.cpp, openai:URL.")
     ] = "",
     loading: Loading,
     sampling: Sampling,

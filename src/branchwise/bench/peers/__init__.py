@@ -1,6 +1,7 @@
 """Peers: other engines as contestants.
 
     transformers                        `generate` of transformers on the same weights
+    transformers-static                 the same with a KV cache of fixed size and compiled passes, its own fast path
     transformers-lookup[:tokens=10]     the same with its prompt lookup
     transformers-assisted:MODEL         the same with a smaller model that drafts
     llama.cpp[:PATH.gguf]               llama.cpp in this process, by the package xllamacpp
@@ -25,6 +26,7 @@ PEERS = Registry(
         "transformers": "branchwise.bench.peers.transformers:Plain",
         "transformers-assisted": "branchwise.bench.peers.transformers:Assisted",
         "transformers-lookup": "branchwise.bench.peers.transformers:Lookup",
+        "transformers-static": "branchwise.bench.peers.transformers:Static",
     },
 )
 

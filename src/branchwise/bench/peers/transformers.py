@@ -1,4 +1,4 @@
-"""transformers' own `generate` on the same weights: plain, with prompt lookup, and with an assistant.
+"""transformers' own `generate` on the same weights: plain, compiled, with prompt lookup, and with an assistant.
 
 Outside its passes our target leaves the model unchanged, so `generate` uses its usual attention.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig, StaticCache
 
 from branchwise.bench.contest import Answer, Asked, Peer, synchronized
 from branchwise.errors import PairingError, UsageError
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _config: Any = GenerationConfig
+NOT_COMPILED = "none"
+SHORTEST = 512
+"""tokens that a fixed KV cache holds at least"""
 
 
 class Plain(Peer):
@@ -58,6 +61,7 @@ class Plain(Peer):
             sampling |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         device = self._model.device
         generate: Any = self._model.generate
+        helper = self._arguments(len(prompts), width + asked.max_new_tokens)
         with self._generating(asked.seeds):
             start = synchronized(device)
             written = generate(
@@ -71,10 +75,14 @@ class Plain(Peer):
                     **sampling,
                     **self._options,
                 ),
-                **self._helper,
+                **helper,
             )
             seconds = synchronized(device) - start
         return [_answer(row, asked, seconds) for row in written[:, width:].tolist()]
+
+    def _arguments(self, batch: int, length: int) -> dict[str, Any]:
+        """Further arguments of `generate` for so many texts of at most this length, prompt included."""
+        return self._helper
 
     @contextlib.contextmanager
     def _generating(self, seeds: Sequence[int]) -> Iterator[None]:
@@ -92,6 +100,36 @@ class Plain(Peer):
                 yield
         finally:
             self._model.generation_config = recommended
+
+
+class Static(Plain):
+    """The fast path that transformers recommends: a KV cache of fixed size, and passes that torch compiles.
+
+    By itself `generate` compiles where that pays, on accelerators; with `compile=BACKEND` on every device, by this
+    backend of torch.compile, and with `compile=none` nowhere. Compilation happens in the first text of a size, which
+    benchmarks do not time.
+    """
+
+    def __init__(self, compile: str = "auto", *, name: str, llm: LLM) -> None:
+        super().__init__(name=name, llm=llm)
+        if compile == NOT_COMPILED:
+            self._options = {"disable_compile": True}
+        elif compile != "auto":
+            if compile not in (known := torch.compiler.list_backends(exclude_tags=())):
+                raise UsageError(f"torch has no compiler {compile!r}; take auto, {NOT_COMPILED} or one of {known}.")
+            chosen = CompileConfig(backend=compile, mode="default")
+            chosen._compile_all_devices = True
+            self._options = {"compile_config": chosen}
+        self._caches: dict[tuple[int, int], StaticCache] = {}
+
+    def _arguments(self, batch: int, length: int) -> dict[str, Any]:
+        """One cache for all texts of about this length: in another one the compiled passes would be recorded again."""
+        size = batch, max(SHORTEST, 1 << (length - 1).bit_length())
+        if size in self._caches:
+            self._caches[size].reset()
+        else:
+            self._caches[size] = StaticCache(config=self._model.config, max_cache_len=size[1])
+        return {"past_key_values": self._caches[size]}
 
 
 class Drafting(Plain):
