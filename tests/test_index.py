@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -672,3 +673,14 @@ def test_reading_an_index_needs_no_library_to_sort_or_count(folder: Path) -> Non
         f"from branchwise.index import Index\nassert Index({str(folder)!r}).find([1, 2]).length == 2"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
+def test_without_the_package_numpy_sorts_the_suffixes_alike(tokens: list[int]) -> None:
+    shard = np.array([*tokens, 4], dtype="<u2")
+    expected = sorted(range(len(shard)), key=lambda start: shard[start:].tolist())
+    assert np.concatenate([*building._sorted_suffixes(shard, 4)]).tolist() == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pydivsufsort", None)
+        assert np.concatenate([*building._sorted_suffixes(shard, 4)]).tolist() == expected
