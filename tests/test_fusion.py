@@ -27,7 +27,7 @@ from branchwise.errors import BranchwiseError, UsageError
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS, Verdict
 from tests.strategies import best_first
-from tests.test_lookup import Given, Table, tables
+from tests.test_lookup import VOCABULARY, Given, Table, assert_first_tokens_have_the_law, tables
 
 
 class First(Given):
@@ -375,16 +375,16 @@ class Model(TreeDrafter):
         return [NodeProbs(self.probs.expand(len(request.nodes), -1)) for request in requests]
 
 
-def with_model(probs: list[float], table: Table, tree: str, monkeypatch: pytest.MonkeyPatch) -> Fusion:
+def with_model(probs: list[float], table: Table, tree: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Fusion:
     class Stub(Model):
         def __init__(self, tree: TreePolicy) -> None:
             super().__init__(torch.tensor(probs), tree)
 
     monkeypatch.setattr(DRAFTERS, "_entries", {**DRAFTERS._entries, "model": Stub, "first": First})
-    fusion = Fusion("model", build_policy(tree))
+    fusion = Fusion("model", build_policy(tree), **options)
     fusion.members.append(First(table))
     fusion.records.append(Calibration())
-    fusion.bind(ToyTarget(4).info)
+    fusion.bind(ToyTarget(len(probs)).info)
     return fusion
 
 
@@ -400,6 +400,28 @@ def test_what_is_retrieved_is_attached_to_the_models_tree_and_pruned_by_its_law(
     sources = dict(zip(nodes_of(tree), tree.sources[1:], strict=True))
     assert sources[(1,)] == "model"
     assert sources[(2,)] == "first", "0.5 against 0.295"
+
+
+def test_how_much_is_pruned_and_how_large_the_models_tree_is_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    table: Table = {0: {2: 0.5, 3: 0.4}, 3: {1: 0.9}}
+    given = [0.0, 0.7, 0.295, 0.005], table, "topk:64,depth=9,width=9", monkeypatch
+    first = [{path[0] for path in paths_of(draft(with_model(*given, prune=prune)))} for prune in (0.0, 0.01, 0.3)]
+    assert first == [{1, 2, 3}, {1, 2}, {1}]
+    small = with_model([0.0, 0.7, 0.3, 0.0], {}, "topk:64,depth=9,width=9", monkeypatch, nodes=2, depth=1, width=2)
+    assert paths_of(draft(small)) == {(1,), (2,)}
+    with pytest.raises(UsageError, match="prunes"):
+        Fusion("ngram", prune=1.5)
+
+
+@pytest.mark.parametrize(
+    ("tree", "verify"), [("paths:2x2", "cascade"), ("rsd-s:2x2", "traversal"), ("rsd-c:2,1", "rrs")]
+)
+def test_a_tree_drawn_from_a_model_and_what_was_retrieved_keeps_the_targets_law(
+    tree: str, verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probs = [(1 + token) / sum(range(1, VOCABULARY + 1)) for token in range(VOCABULARY)]
+    table: Table = {token: {(token + 1) % VOCABULARY: 0.6, 0: 0.3} for token in range(VOCABULARY)}
+    assert_first_tokens_have_the_law(with_model(probs, table, tree, monkeypatch, depth=2), verify)
 
 
 def nodes_of(tree: DraftTree) -> list[tuple[int, ...]]:

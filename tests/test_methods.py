@@ -177,6 +177,9 @@ def test_a_draft_model_joins_a_preset_with_its_options() -> None:
         "head:,table=5/chain:3/block", "head:h,table=9,temperature=0.7", "chain:3", "block"
     )
     assert find_method("fused:ngram(max=3)+retrieval", index="d").draft == "fused:ngram(max=3)+retrieval(d)"
+    assert find_method("fused:ngram+retrieval,prune=0.1,nodes=9", index="d").draft == (
+        "fused:ngram+retrieval(d),prune=0.1,nodes=9"
+    )
     assert find_method("model/chain:3/token", "small") == Method(
         "model/chain:3/token", "model:small", "chain:3", "token"
     )

@@ -141,8 +141,9 @@ class Method:
         if not self.draft.startswith(FUSED):
             return replace(self, draft=specs[0])
         split = (spec.partition(":") for spec in specs)
-        fused = (f"{name}({options})" if options else name for name, _, options in split)
-        return replace(self, draft=FUSED + "+".join(fused))
+        fused = "+".join(f"{name}({options})" if options else name for name, _, options in split)
+        said = "".join(f",{key}={value}" for key, value in split_spec(self.draft)[2].items())
+        return replace(self, draft=FUSED + fused + said)
 
     def warn_if_lossy(self) -> None:
         """Every function that loads or runs a method calls this.
@@ -265,7 +266,7 @@ def members_of(draft: str) -> list[str]:
         return [draft]
     from branchwise.draft.lookup.fusion import split_members
 
-    return split_members(draft.removeprefix(FUSED))
+    return split_members(",".join(split_spec(draft)[1]))
 
 
 def _by_drafter(draft_model: str | None, index: str | None, head: str | None) -> dict[str, str | None]:

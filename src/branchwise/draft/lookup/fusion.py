@@ -39,8 +39,6 @@ DOUBTED = 0.2
 """the share of its own mass that a memory's candidate counts for at first, where a model or a head expects others"""
 FADING = 0.995
 """the factor of counts from one step to the next"""
-DRAFTED_TREE = TopK(24, depth=6, width=8)
-"""of a draft model or a head; beyond it, depth comes from lookup drafters"""
 IMPROBABLE = 0.01
 """a token with less probability in the draft model is not worth a node, whichever member retrieved it"""
 
@@ -110,7 +108,8 @@ class FusedCandidates(Sequence[Candidate]):
 
 
 class Fusion(LookupDrafter, LearningDrafter):
-    """`fused:a+b[+c]`: lookup drafters, with their options in parentheses, as in `recycle+suffix(keep=9999)`.
+    """`fused:a+b[+c][,prune=0.01,nodes=24,depth=6,width=8]`: lookup drafters, with their options in parentheses, as in
+    `recycle+suffix(keep=9999)`. The rest is about a draft model or a head among them.
 
     A token that several members propose counts for the one with the highest mass, and of equals for the first. A cursor
     is a `FusedCursor`, or such a one and a token behind it: most nodes of a heap are never reached.
@@ -119,9 +118,23 @@ class Fusion(LookupDrafter, LearningDrafter):
     name = "fused"
     members: list[LookupDrafter]
 
-    def __init__(self, members: str, tree: TreePolicy | None = None) -> None:
+    def __init__(
+        self,
+        members: str,
+        tree: TreePolicy | None = None,
+        prune: float = IMPROBABLE,
+        nodes: int = 24,
+        depth: int = 6,
+        width: int = 8,
+    ) -> None:
+        """What a draft model finds less probable than `prune` is left out, whoever retrieved it; 0 prunes nothing. Its
+        own tree, or that of a head, has so many `nodes`; depth beyond `depth` comes from lookup drafters."""
         super().__init__(tree or AdaptiveSize())
-        self.members = [_member(spec) for spec in split_members(members)]
+        if not 0 <= prune < 1:
+            raise UsageError(f"A fusion prunes what is less probable than 0 to 1, not prune={prune}.")
+        self.prune = prune
+        drafted = TopK(nodes, depth=depth, width=width)
+        self.members = [_member(spec, drafted) for spec in split_members(members)]
         names = [member.name for member in self.members]
         if len(set(names)) < len(names):
             raise UsageError(f"A fusion has each of its drafters once, not {members!r}.")
@@ -262,14 +275,14 @@ class Fusion(LookupDrafter, LearningDrafter):
     def _pruned(self, here: FusedCursor) -> list[Sequence[Candidate]]:
         """The candidates without those that are too improbable in the draft model, if it has expanded this node."""
         proposed = self._proposed(here)
-        if self.drafting is None or not self.drafting.judges:
+        if self.drafting is None or not self.drafting.judges or not self.prune:
             return proposed
         cursor = here.cursors[self.members.index(self.drafting)]
         probs = None if cursor is None else self.drafting.probs(cursor)
         if probs is None:
             return proposed
         tokens = sorted({one.token for found in proposed for one in found})
-        likely = {token for token, mass in zip(tokens, probs[tokens].tolist(), strict=True) if mass >= IMPROBABLE}
+        likely = {token for token, mass in zip(tokens, probs[tokens].tolist(), strict=True) if mass >= self.prune}
         return [[one for one in found if one.token in likely] for found in proposed]
 
 
@@ -293,9 +306,10 @@ def split_members(text: str) -> list[str]:
     return [f"{name}:{inside}" if inside else name for name, inside in parts]
 
 
-def _member(spec: str) -> LookupDrafter:
+def _member(spec: str, drafted: TreePolicy) -> LookupDrafter:
+    """`drafted` is the tree of a member that computes."""
     if split_spec(spec)[0] in JUDGES:
-        return DraftedMember(DRAFTERS.build(spec, tree=DRAFTED_TREE))
+        return DraftedMember(DRAFTERS.build(spec, tree=drafted))
     member = DRAFTERS.build(spec)
     if not isinstance(member, LookupDrafter):
         raise UsageError(f"Drafter {member.name!r} remembers nothing that could be fused.")
