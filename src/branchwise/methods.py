@@ -142,8 +142,8 @@ class Method:
             return replace(self, draft=specs[0])
         split = (spec.partition(":") for spec in specs)
         fused = "+".join(f"{name}({options})" if options else name for name, _, options in split)
-        said = "".join(f",{key}={value}" for key, value in split_spec(self.draft)[2].items())
-        return replace(self, draft=FUSED + fused + said)
+        settings = "".join(f",{key}={value}" for key, value in split_spec(self.draft)[2].items())
+        return replace(self, draft=FUSED + fused + settings)
 
     def warn_if_lossy(self) -> None:
         """Every function that loads or runs a method calls this.

@@ -117,6 +117,28 @@ def speed_up(
     for column, side in zip((0, 2), sides, strict=True):
         for record, spent in zip(side, shares(side, among), strict=True):
             sums[unit[record.item], column : column + 2] += spent, record.tokens
+    return _bootstrap(sums, draws, seed)
+
+
+def paired_ratio(
+    ours: Sequence[tuple[float, float]],
+    baseline: Sequence[tuple[float, float]],
+    scale: float = 1.0,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Ratio | None:
+    """A quotient of sums over another one on the same prompts, such as tokens over passes, with the interval of
+    `speed_up`; `scale` is a factor that no prompt changes."""
+    sums = np.array([[*mine, *theirs] for mine, theirs in zip(ours, baseline, strict=True)], dtype=np.float64)
+    found = _bootstrap(sums, draws, seed)
+    if found is None:
+        return None
+    bounds = [None if bound is None else scale * bound for bound in (found.low, found.high)]
+    return Ratio(scale * found.value, bounds[0], bounds[1], found.units)
+
+
+def _bootstrap(sums: np.ndarray[Any, np.dtype[np.float64]], draws: int, seed: int) -> Ratio | None:
+    """The ratio of the sums of these rows, and its interval over rows."""
     whole = sums.sum(axis=0)
     if not whole.all():
         return None

@@ -117,7 +117,7 @@ class Static(Plain):
         elif compile != "auto":
             if compile not in (known := torch.compiler.list_backends(exclude_tags=())):
                 raise UsageError(f"torch has no compiler {compile!r}; take auto, {NOT_COMPILED} or one of {known}.")
-            chosen = CompileConfig(backend=compile, mode="default")
+            chosen: Any = CompileConfig(backend=compile, mode="default")
             chosen._compile_all_devices = True
             self._options = {"compile_config": chosen}
         self._caches: dict[tuple[int, int], StaticCache] = {}

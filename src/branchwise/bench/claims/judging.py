@@ -1,0 +1,108 @@
+"""Verdicts: a ratio with its interval over prompts, and the one rule that makes a verdict of it.
+
+    holds               the whole interval lies above the bound, and reaches the number of the paper, if it gives one
+    holds in part       it lies above the bound but below that number; or some comparisons of a claim hold, not all
+    does not hold here  the whole interval lies below the bound, in every comparison
+    undecided           the interval holds the bound: more prompts would tell
+    not measured        a part is missing, or the run did not get there
+
+The bound is 1 where a paper claims a gain; a claim that nothing is lost has one a little below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from branchwise.bench.claims.rows import Key, Rows, Sample
+from branchwise.bench.claims.table import ACCEPTANCE, MBSU, SPEED, Claim, Point
+from branchwise.bench.metrics import Ratio, paired_ratio
+
+HOLDS, IN_PART, NOT_HERE = "holds", "holds in part", "does not hold here"
+UNDECIDED, NOT_MEASURED = "undecided", "not measured"
+VERDICTS = (HOLDS, IN_PART, NOT_HERE, UNDECIDED, NOT_MEASURED)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One comparison, measured."""
+
+    point: Point
+    verdict: str
+    ratio: Ratio | None = None
+    ours: float | None = None
+    """the measured quantity itself: tokens a pass, tokens a second, …"""
+    baseline: float | None = None
+    specs: tuple[str, str] = ("", "")
+    missing: str = ""
+    """why it was not measured"""
+
+
+@dataclass(frozen=True)
+class Judged:
+    claim: Claim
+    verdict: str
+    found: tuple[Found, ...]
+
+
+def verdict_of(low: float | None, high: float | None, bound: float, claimed: float | None) -> str:
+    """The verdict on one comparison."""
+    if low is None or high is None:
+        return UNDECIDED
+    if low > bound:
+        return HOLDS if claimed is None or high >= claimed else IN_PART
+    return NOT_HERE if high < bound else UNDECIDED
+
+
+def combined(verdicts: Sequence[str]) -> str:
+    """The verdict on a claim of several comparisons, of which those that are not measured say nothing."""
+    known = [verdict for verdict in verdicts if verdict != NOT_MEASURED]
+    if not known:
+        return NOT_MEASURED
+    if len(set(known)) == 1:
+        return known[0]
+    return IN_PART if set(known) & {HOLDS, IN_PART} else UNDECIDED
+
+
+def judge(claim: Claim, rows: Rows) -> Judged:
+    found = tuple(compare(point, rows) for point in claim.points if point.quick or not rows.quick)
+    return Judged(claim, combined([one.verdict for one in found if not one.point.beside]), found)
+
+
+def compare(point: Point, rows: Rows) -> Found:
+    specs = rows.stand.specs(point)
+    if isinstance(specs, str):
+        return Found(point, NOT_MEASURED, missing=specs)
+    keys = [Key(spec, point.temperature, point.alone) for spec in specs]
+    ours, baseline = (
+        {item: one for item, one in rows.samples(key).items() if point.category in ("", one.category)} for key in keys
+    )
+    items = [item for item in ours if item in baseline]
+    if not items:
+        return Found(point, NOT_MEASURED, specs=specs, missing="the run has not come to it yet")
+    sides = [[side[item] for item in items] for side in (ours, baseline)]
+    factors = [_factor(point.measure, key, rows) for key in keys]
+    amounts = [[_amount(point.measure, one) for one in side] for side in sides]
+    ratio = paired_ratio(amounts[0], amounts[1], factors[0] / factors[1])
+    if ratio is None:
+        return Found(point, NOT_MEASURED, specs=specs, missing="nothing was written that could be compared")
+    values = [
+        factor * sum(above for above, _ in side) / sum(below for _, below in side)
+        for factor, side in zip(factors, amounts, strict=True)
+    ]
+    verdict = verdict_of(ratio.low, ratio.high, point.bound, point.claimed)
+    return Found(point, verdict, ratio, values[0], values[1], specs)
+
+
+def _amount(measure: str, sample: Sample) -> tuple[float, float]:
+    """What is divided by what, summed over prompts."""
+    if measure == SPEED:
+        return sample.tokens, sample.seconds or 0.0
+    if measure == ACCEPTANCE:
+        return sample.accepted, sample.drafted
+    return sample.tokens, sample.steps
+
+
+def _factor(measure: str, key: Key, rows: Rows) -> float:
+    """What does not depend on the prompt."""
+    return 1 / rows.cost(key) if measure == MBSU else 1.0

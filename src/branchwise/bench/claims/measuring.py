@@ -1,0 +1,215 @@
+"""Measuring: the rows that claims and figures need, one after the other on one loaded model.
+
+Tokens a pass do not depend on how many texts run together, so a method writes all prompts as one batch. What depends on
+the clock, or on what a drafter has learned from the texts before, is written one text at a time: all contestants write
+a prompt before the next one begins, and the first of them changes from prompt to prompt.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from branchwise.bench.claims.rows import Key, Row, RowFile, Sample
+from branchwise.bench.claims.table import HELD, PART, Claim, Stand, Sweep, needed
+from branchwise.bench.contest import Answer, Asked, Ours
+from branchwise.bench.prompts import Item
+from branchwise.errors import BranchwiseError, LossyWarning, first_line
+from branchwise.llm import LLM
+from branchwise.methods import Method, find_any, find_method
+from branchwise.progress import Progress, silent
+
+WARM_UP = 16
+"""tokens that a contestant of a race writes before its clock runs; on a device a whole text, which records graphs"""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the user named to draft with."""
+
+    draft_model: str | None = None
+    head: str | None = None
+    index: str | None = None
+    trained: Mapping[str, str] = field(default_factory=dict)
+    """name -> path, for the words in braces"""
+
+    @property
+    def stand(self) -> Stand:
+        return Stand(bool(self.draft_model), bool(self.head), bool(self.index), frozenset(self.trained))
+
+    def method(self, spec: str) -> Method:
+        """The method of a row, ready to build."""
+        if spec == "plain":
+            return find_any(spec)
+        filled = PART.sub(lambda found: self.trained[found[1]], spec)
+        assert not HELD.search(filled)
+        return find_method(filled, self.draft_model, self.index, self.head)
+
+
+@dataclass
+class Measuring:
+    """A run that fills a file of rows; rows that it holds already are not measured again."""
+
+    llm: LLM
+    items: Sequence[Item]
+    parts: Parts
+    file: RowFile
+    tokens: int
+    seed: int = 0
+    alone: int | None = None
+    """prompts of races at most; all by default"""
+    seconds: float | None = None
+    """no row is begun after so many"""
+    progress: Progress = silent
+    failed: dict[str, str] = field(default_factory=dict)
+    """methods that could not be measured, and why"""
+
+    def run(self, claims: Sequence[Claim], sweeps: Sequence[Sweep] = (), *, quick: bool) -> None:
+        """What claims need first, then what only figures do."""
+        self._begun = time.perf_counter()
+        stand = self.parts.stand
+        wanted = list(dict.fromkeys(of_claims(claims, stand, quick=quick)))
+        drawn = [key for key in dict.fromkeys(of_sweeps(sweeps, stand)) if key not in wanted]
+        temperatures = dict.fromkeys(key.temperature for key in wanted if key.alone)
+        done, total = 0, len(wanted) + len(drawn)
+        for key in wanted:
+            if not key.alone:
+                done = self._together(key, done, total)
+        for temperature in temperatures:
+            keys = [key for key in wanted if key.alone and key.temperature == temperature]
+            self._race(temperature, keys, done, total)
+            done += len(keys)
+        for key in drawn:
+            done = self._together(key, done, total)
+        self.progress("done", total, total)
+
+    @property
+    def over(self) -> bool:
+        return self.seconds is not None and time.perf_counter() - self._begun > self.seconds
+
+    def _together(self, key: Key, done: int, total: int) -> int:
+        """All prompts as one batch, in as many batches as the model has slots for; how many rows are done then."""
+        self.progress(shown(key), done, total)
+        missing = self._missing(key, self.items)
+        slots = self.llm.engine.target.info.slots
+        for start in range(0, len(missing), slots):
+            if self.over:
+                break
+            with self._kept(key):
+                begin = time.perf_counter()
+                contestant = self._contestant(key)
+                items = missing[start : start + slots]
+                answers = self._write(contestant, items, key.temperature)
+                self._add(key, items, answers, time.perf_counter() - begin)
+        gc.collect()  # engines and drafters know each other, and hold hundreds of megabytes
+        return done + 1
+
+    def _race(self, temperature: float, keys: Sequence[Key], done: int, total: int) -> None:
+        """Contestants in turn on every prompt."""
+        items = self.items[: self.alone]
+        entered: dict[Key, Ours] = {}
+        for key in keys:
+            if self._missing(key, items) and not self.over:
+                self.progress(f"{shown(key)}: warming up", done, total)
+                with self._kept(key):
+                    contestant = self._contestant(key)
+                    self._write(contestant, items[:1], temperature, warm_up=True)
+                    contestant.forget()
+                    entered[key] = contestant
+        for number, item in enumerate(items):
+            shift = number % max(1, len(entered))
+            for key in [*entered][shift:] + [*entered][:shift]:
+                if self.over or not self._missing(key, [item]):
+                    continue
+                self.progress(f"{shown(key)}: {item.id}", done + number * len(keys) // len(items), total)
+                with self._kept(key):
+                    begin = time.perf_counter()
+                    answers = self._write(entered[key], [item], temperature)
+                    self._add(key, [item], answers, time.perf_counter() - begin)
+
+    def _missing(self, key: Key, items: Sequence[Item]) -> list[Item]:
+        if key.method in self.failed:
+            return []
+        known = self.file.found.samples(key)
+        return [item for item in items if item.id not in known]
+
+    def _contestant(self, key: Key) -> Ours:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LossyWarning)  # the page says which methods are lossy
+            return Ours(self.llm, self.parts.method(key.method))
+
+    def _kept(self, key: Key) -> _Kept:
+        """A row that cannot be measured is reported, and the others are measured all the same."""
+        return _Kept(self.failed, key.method)
+
+    def _write(
+        self, contestant: Ours, items: Sequence[Item], temperature: float, *, warm_up: bool = False
+    ) -> list[Answer]:
+        prompts = [self.llm.encode(item.turns[0], raw=item.raw) for item in items]
+        short = warm_up and self.llm.engine.target.device.type == "cpu"
+        asked = Asked(
+            max_new_tokens=min(WARM_UP, self.tokens) if short else self.tokens,
+            temperature=temperature,
+            stop_tokens=self.llm.stop_tokens,
+            seeds=tuple(zlib.crc32(f"{self.seed}/{item.id}".encode()) for item in items),
+        )
+        return contestant.write(prompts, asked)
+
+    def _add(self, key: Key, items: Sequence[Item], answers: Sequence[Answer], wall: float) -> None:
+        samples = tuple(
+            Sample(
+                item.id,
+                item.category,
+                len(answer.ids),
+                answer.steps or 0,
+                answer.drafted or 0,
+                answer.accepted or 0,
+                round(answer.seconds, 6) if key.alone else None,
+            )
+            for item, answer in zip(items, answers, strict=True)
+        )
+        # One draft pass serves all texts of a batch, so the text that ran longest has seen them all.
+        steps = max((sample.steps for sample in samples), default=0)
+        passes = (answers[0].draft_passes or 0) / steps if steps else 0.0
+        self.file.add(Row(key, samples, passes, answers[0].draft_cost, wall))
+
+
+class _Kept:
+    """Keeps what went wrong as the reason why a row is missing; only Ctrl-C and the like end the run."""
+
+    def __init__(self, failed: dict[str, str], name: str) -> None:
+        self._failed, self._name = failed, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        known = isinstance(error, BranchwiseError)
+        self._failed[self._name] = str(error) if known else f"{type(error).__name__}: {first_line(error)}"
+        return True
+
+
+def of_claims(claims: Sequence[Claim], stand: Stand, *, quick: bool) -> Iterator[Key]:
+    """The rows that claims are judged by; a part that is missing leaves out what needs it."""
+    for point in needed(claims, quick=quick):
+        specs = stand.specs(point)
+        if not isinstance(specs, str):
+            yield from (Key(spec, point.temperature, point.alone) for spec in specs)
+
+
+def of_sweeps(sweeps: Sequence[Sweep], stand: Stand) -> Iterator[Key]:
+    for sweep in sweeps:
+        for line in sweep.lines:
+            for _, method, temperature in line.points:
+                if (spec := stand.spec(method)) is not None:
+                    yield Key(spec, temperature, False)
+
+
+def shown(key: Key) -> str:
+    return f"{key.method} at {key.temperature:g}"

@@ -1,0 +1,355 @@
+"""Claims: the rule of verdicts, records that survive being killed, and a page that says what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchwise.bench.claims import judging, rows, table
+from branchwise.bench.claims.drawing import write_figures
+from branchwise.bench.claims.judging import HOLDS, IN_PART, NOT_HERE, NOT_MEASURED, UNDECIDED, combined, verdict_of
+from branchwise.bench.claims.measuring import Measuring, Parts, of_claims, of_sweeps
+from branchwise.bench.claims.page import page
+from branchwise.bench.claims.rows import Key, Row, RowFile, Rows, Sample
+from branchwise.bench.claims.table import MEASURES, Claim, Point, Stand, chosen, claims, sweeps
+from branchwise.bench.prompts import Item
+from branchwise.draft import build_policy
+from branchwise.errors import UnknownName, UsageError
+from branchwise.llm import LLM
+from branchwise.methods import PRESETS, find_any
+from branchwise.registry import split_spec
+from tests.conformance.architectures import build, served
+from tests.test_bench_peers import llm_of
+
+ROOT = Path(__file__).parents[1]
+RECORDS = sorted((ROOT / "benchmarks" / "records").glob("claims-*.jsonl"))
+RUN: dict[str, Any] = {
+    "version": rows.VERSION,
+    "model": "big",
+    "draft": "small",
+    "head": None,
+    "index": None,
+    "parts": {},
+    "dtype": "float32",
+    "device": "cpu",
+    "quick": False,
+    "tokens": 8,
+    "prompts": "4 of own",
+    "questions": "0",
+    "seed": 0,
+    "command": "branchwise reproduce",
+    "source": "a",
+    "commit": None,
+    "versions": {},
+}
+EVERYTHING = Stand(True, True, True, frozenset(table.PART.findall(str(claims()))))
+
+
+# ---- the claims --------------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_a_claim_and_every_claim_a_source() -> None:
+    named = {claim.method for claim in claims()}
+    assert set(PRESETS) - named <= {"plain", "ngram"}  # the baseline, and prompt lookup under another name
+    assert len({claim.name for claim in claims()}) == len(claims())
+    for claim in claims():
+        assert claim.paper
+        assert claim.says
+        assert claim.setting
+        assert any(not point.beside for point in claim.points), claim.name
+        for point in claim.points:
+            assert point.measure in MEASURES
+            assert point.label
+
+
+@pytest.mark.parametrize("claim", claims(), ids=lambda claim: claim.name)
+def test_the_trees_of_a_claim_exist_and_are_as_large_as_it_says(claim: Claim) -> None:
+    for point in claim.points:
+        specs = EVERYTHING.specs(point)
+        if isinstance(specs, str):
+            assert "there is no method" in specs
+            continue
+        for spec in specs:
+            method = find_any(table.PART.sub("part", spec))
+            if method.tree is not None:
+                build_policy(method.tree)
+        if re.search(r"\d nodes", point.label) and not {"plain"} & {*specs} and "against 80" not in point.label:
+            assert size(specs[0]) == size(specs[1]), point.label
+
+
+def size(spec: str) -> int:
+    """Nodes of a tree at most."""
+    name, positional, _ = split_spec(find_any(table.PART.sub("part", spec)).tree or "none")
+    if name in ("paths", "rsd-s", "fork-lossy"):
+        width, depth = positional[0].split("x")
+        return int(width) * int(depth)
+    if name == "rsd-c":
+        counts = [int(one) for one in positional]
+        return sum(level for level in cumulative(counts))
+    if name == "template":
+        return int(positional[0].rpartition("-")[2])
+    return int(positional[1 if name == "threshold" else 0])
+
+
+def cumulative(counts: list[int]) -> list[int]:
+    made, found = 1, []
+    for count in counts:
+        made *= count
+        found.append(made)
+    return found
+
+
+def test_claims_are_found_by_name_and_by_method() -> None:
+    assert [claim.name for claim in chosen(["LongSpec", "block"])] == ["block", "longspec"]
+    assert chosen([]) == list(claims())
+    with pytest.raises(UnknownName, match="Did you mean 'cascade'"):
+        chosen(["cascades"])
+
+
+def test_what_drafts_is_the_model_or_else_the_head_or_else_the_target_with_noise() -> None:
+    plain, recalling = Point("block", "speculative"), Point("model:recall=0.3/chain:2/token", "model/chain:2/token")
+    assert Stand(True, True).specs(plain) == ("model/chain:8/block", "model/chain:6/token")
+    assert Stand(False, True).specs(plain) == ("head/chain:8/block", "head/chain:6/token")
+    assert Stand(False, False).specs(plain) == ("disturbed/chain:8/block", "disturbed/chain:6/token")
+    # Both sides of a comparison draft with the same, though only one of them asks for what a head cannot do.
+    assert Stand(False, True).specs(recalling) == ("disturbed:recall=0.3/chain:2/token", "disturbed/chain:2/token")
+
+
+def test_what_is_missing_is_said_and_no_error() -> None:
+    stand = Stand(False, True)
+    assert stand.specs(Point("rest", "plain")) == "needs --index DIR"
+    assert stand.specs(Point("model:{student}/chain:2/token", "plain")) == "needs --part student=PATH"
+    assert stand.specs(Point("nothing-of-this-name", "plain")) == "there is no method `nothing-of-this-name` yet"
+    assert stand.specs(Point("vocabtrim", "plain")) == "needs --draft-model ID"
+    assert Stand(True, False).specs(Point("eagle", "plain")) == "needs --head FILE"
+
+
+# ---- verdicts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "claimed", "bound", "verdict"),
+    [
+        (1.01, 1.2, None, 1.0, HOLDS),
+        (1.01, 1.2, 1.2, 1.0, HOLDS),
+        (1.01, 1.2, 1.21, 1.0, IN_PART),
+        (0.99, 1.5, 1.2, 1.0, UNDECIDED),
+        (1.0, 1.5, None, 1.0, UNDECIDED),
+        (0.8, 1.0, None, 1.0, UNDECIDED),
+        (0.8, 0.99, 1.2, 1.0, NOT_HERE),
+        (0.96, 0.99, None, 0.95, HOLDS),
+        (0.9, 0.94, None, 0.95, NOT_HERE),
+        (None, None, 1.2, 1.0, UNDECIDED),
+    ],
+)
+def test_a_verdict_follows_from_the_interval(
+    low: float | None, high: float | None, claimed: float | None, bound: float, verdict: str
+) -> None:
+    assert verdict_of(low, high, bound, claimed) == verdict
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "whole"),
+    [
+        ([], NOT_MEASURED),
+        ([NOT_MEASURED], NOT_MEASURED),
+        ([HOLDS, NOT_MEASURED, HOLDS], HOLDS),
+        ([HOLDS, NOT_HERE], IN_PART),
+        ([HOLDS, UNDECIDED], IN_PART),
+        ([IN_PART, IN_PART], IN_PART),
+        ([NOT_HERE, NOT_HERE], NOT_HERE),
+        ([NOT_HERE, UNDECIDED], UNDECIDED),
+    ],
+)
+def test_a_claim_of_several_comparisons_holds_where_all_do(verdicts: list[str], whole: str) -> None:
+    assert combined(verdicts) == whole
+
+
+def samples(tokens: int, steps: int, count: int = 8, **more: Any) -> tuple[Sample, ...]:
+    """Prompts that differ a little, as prompts do."""
+    return tuple(
+        Sample(f"own/{number}", "free", tokens + number, steps, 4 * steps, tokens - steps, **more)
+        for number in range(count)
+    )
+
+
+def measured(point: Point, ours: tuple[Sample, ...], baseline: tuple[Sample, ...], cost: float = 0.0) -> judging.Found:
+    keys = [Key(spec, point.temperature, point.alone) for spec in ("model/chain:8/block", "model/chain:6/token")]
+    found = Rows(RUN, [Row(key, own, 4.0, cost) for key, own in zip(keys, (ours, baseline), strict=True)])
+    return judging.compare(point, found)
+
+
+def test_the_same_on_both_sides_is_a_ratio_of_one() -> None:
+    point = Point("block", "speculative", temperature=1.0)
+    found = measured(point, samples(30, 10), samples(30, 10))
+    assert found.ratio is not None
+    assert (found.ratio.value, found.ratio.low, found.ratio.high) == (1, 1, 1)  # paired: prompts cancel out
+    assert found.verdict == UNDECIDED
+
+
+def test_each_measure_is_counted_by_its_own_numbers() -> None:
+    point = Point("block", "speculative", temperature=1.0, claimed=2.0)
+    twice, once = samples(60, 10), samples(60, 20)
+    found = measured(point, twice, once)
+    assert found.ratio is not None
+    assert found.ratio.value == pytest.approx(2)
+    assert found.verdict == HOLDS
+    assert (found.ours, found.baseline) == (pytest.approx(6.35), pytest.approx(3.175))
+    half = measured(replace(point, measure="mbsu"), twice, once, cost=0.25)
+    assert half.ours == pytest.approx(6.35 / 2)  # four draft passes of a quarter each
+    kept = measured(replace(point, measure="acceptance"), twice, once)
+    assert kept.ours == pytest.approx(sum(one.accepted for one in twice) / sum(one.drafted for one in twice))
+    fast, slow = samples(60, 10, seconds=0.5), samples(60, 20, seconds=1.5)
+    raced = measured(replace(point, measure="speed", alone=True), fast, slow)
+    assert raced.ratio is not None
+    assert raced.ratio.value == pytest.approx(3)
+
+
+def test_only_prompts_of_the_category_count_and_only_those_of_both() -> None:
+    point = Point("block", "speculative", temperature=1.0, category="free")
+    other = Sample("own/x", "other", 1000, 1, 0, 999)
+    assert measured(point, (*samples(30, 10), other), (*samples(30, 10, 5), other)).ratio.units == 5  # type: ignore[union-attr]
+    assert measured(replace(point, category="none"), samples(30, 10), samples(30, 10)).verdict == NOT_MEASURED
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+ROW = Row(Key("plain", 0.0, False), samples(8, 8, 2), 0.0, None, 0.5)
+
+
+def test_rows_come_back_as_they_were_written_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    file = RowFile(path, RUN)
+    file.add(ROW)
+    file.close()
+    with path.open("a") as torn:
+        torn.write('{"method":"pla')
+    again = RowFile(path, RUN)
+    again.close()
+    assert again.found.rows == [ROW] == rows.read(path).rows
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_other_code_may_go_on_and_another_setup_may_not(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    RowFile(path, RUN).close()
+    RowFile(path, RUN | {"source": "b"}).close()
+    assert [json.loads(line)["run"]["source"] for line in path.read_text().splitlines()] == ["a", "b"]
+    with pytest.raises(UsageError, match=r"another setup: its draft is 'small', now it is 'tiny'"):
+        RowFile(path, RUN | {"draft": "tiny"})
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", '{"method": "plain"}\n', '{"run": {"version": 99}}\n'])
+def test_what_is_no_file_of_rows_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(UsageError):
+        rows.read(tmp_path / "x")
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------
+
+PROMPTS = [Item(f"own/{number}", "own", "free", (f"w{5 + number} w9 w11 w5",), raw=True) for number in range(3)]
+SMALL = Claim(
+    "small",
+    "block",
+    "none",
+    "says",
+    "where",
+    (
+        Point("model/chain:2/block", "model/chain:2/token", temperature=1.0),
+        Point("ngram/chain:2/match", "plain", measure="speed", alone=True),
+        Point("model:{student}/chain:2/token", "plain"),
+        Point("retrieval/chain:2/match", "plain"),
+        Point("ngram/chain:2/token", "plain", label="a pair that does not fit"),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return llm_of(build(served()["llama"]))
+
+
+@pytest.fixture(scope="module")
+def draft_model(tiny: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("draft")
+    config = served()["llama"]
+    config.num_hidden_layers = 1
+    build(config).save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def measuring(tiny: LLM, draft_model: str, path: Path, **options: Any) -> Measuring:
+    run = Measuring(tiny, PROMPTS, Parts(draft_model), RowFile(path, RUN), tokens=6, **options)
+    run.run([SMALL], quick=False)
+    run.file.close()
+    return run
+
+
+def test_a_run_measures_what_it_can_and_goes_on_where_it_was_stopped(
+    tiny: LLM, draft_model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert not measuring(tiny, draft_model, path, seconds=0.0).file.found.rows
+    first = measuring(tiny, draft_model, path)
+    keys = [row.key for row in first.file.found.rows]
+    assert keys[:2] == [Key(f"model/chain:2/{rule}", 1.0, False) for rule in ("block", "token")]
+    assert first.failed.keys() == {"ngram/chain:2/token"}
+    raced = [key.method for key in keys if key.alone]
+    assert raced == ["ngram/chain:2/match", "plain", "plain", "ngram/chain:2/match", "ngram/chain:2/match", "plain"]
+    judged = judging.judge(SMALL, rows.read(path))
+    assert [one.ratio is not None for one in judged.found] == [True, True, False, False, False]
+    assert judged.found[0].ours is not None
+    assert judged.found[0].ours >= 1
+    before = path.read_bytes()
+    measuring(tiny, draft_model, path)
+    assert path.read_bytes() == before
+
+
+def test_all_that_is_planned_has_a_method(draft_model: str) -> None:
+    parts = Parts(draft_model, head="head", index="index")
+    for key in [*of_claims(claims(), parts.stand, quick=False), *of_sweeps(sweeps(), parts.stand)]:
+        assert parts.method(key.method).verify
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+
+def made() -> Rows:
+    """Rows for all that is planned, with numbers that grow with the tree."""
+    found = Rows(RUN)
+    stand = found.stand
+    for key in dict.fromkeys([*of_claims(claims(), stand, quick=False), *of_sweeps(sweeps(), stand)]):
+        tokens = 20 + 3 * (len(key.method) % 7)
+        found.rows.append(Row(key, samples(tokens, 10, seconds=1.0 if key.alone else None), 4.0, 0.3))
+    return found
+
+
+def test_the_page_has_a_row_and_a_section_for_every_claim() -> None:
+    text = page([made()])
+    for claim in claims():
+        assert f"\n### {claim.name}\n" in text
+        assert f"[`{claim.method}`](#{claim.name})" in text
+    assert "**holds**" in text
+    assert "needs --part student=PATH" in text
+    with pytest.raises(UsageError, match="no records"):
+        page([])
+
+
+def test_figures_are_drawn_from_the_first_records(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = write_figures(made(), tmp_path)
+    assert [path.name for path in written] == [f"claims-{sweep.name}.png" for sweep in sweeps()]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert write_figures(Rows(RUN), tmp_path / "none") == []
+
+
+def test_the_committed_page_is_what_the_committed_records_give() -> None:
+    assert RECORDS
+    assert (ROOT / "docs" / "claims.md").read_text() == page([rows.read(path) for path in RECORDS])
