@@ -477,18 +477,18 @@ class Stub:
     delay: float = 0.0
     models: Any = field(default_factory=lambda: {"data": [{"id": "stub"}]})
     end: bytes = b"\n\n"
-    accepts: int | None = None
-    """tokens that it says to have accepted for every answer, of twice as many drafts; None if it counts nothing"""
+    drafts: tuple[int, int, int] | None = None
+    """what it says of every answer: drafts, their tokens, and those that were accepted; None if it counts nothing"""
     seen: list[dict[str, Any]] = field(default_factory=list)
 
     def metrics(self) -> bytes:
         """As vLLM shows them, by engine."""
         lines = ["# HELP vllm:spec_decode_num_draft_tokens Number of draft tokens."]
-        for kind, each in (("draft", 2), ("accepted", 1)):
+        for kind, each in zip(("drafts", "draft_tokens", "accepted_tokens"), self.drafts or (), strict=False):
             for engine in range(2):
-                count = (self.accepts or 0) * each * len(self.seen) * (engine == 0) + 1000 * engine
-                lines.append(f'vllm:spec_decode_num_{kind}_tokens_total{{engine="{engine}"}} {float(count)}')
-                lines.append(f'vllm:spec_decode_num_{kind}_tokens_created{{engine="{engine}"}} 1.79e+09')
+                count = each * len(self.seen) * (engine == 0) + 1000 * engine
+                lines.append(f'vllm:spec_decode_num_{kind}_total{{engine="{engine}"}} {float(count)}')
+                lines.append(f'vllm:spec_decode_num_{kind}_created{{engine="{engine}"}} 1.79e+09')
         return "\n".join(lines).encode()
 
     def stream(self, request: dict[str, Any]) -> bytes:
@@ -518,7 +518,7 @@ def serving(stub: Stub) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            counted = self.path == "/metrics" and stub.accepts is not None
+            counted = self.path == "/metrics" and stub.drafts is not None
             self._whole(200, stub.metrics() if counted else json.dumps(stub.models).encode())
 
         def do_POST(self) -> None:
@@ -600,17 +600,26 @@ def test_a_server_that_counts_nothing_is_retokenised(tiny: LLM) -> None:
     assert (answer.counted_by, answer.ids) == ("retokenised", [5, 6, 7])
 
 
-def test_what_a_server_drafted_is_what_it_counted_meanwhile(tiny: LLM) -> None:
-    answer = ask(Stub(accepts=2), tiny)
-    assert (answer.drafted, answer.accepted, answer.steps) == (4, 2, 1)
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "steps"),
+    [((0, 0, 0), 0, 3), ((1, 4, 1), 1, 2), ((1, 2, 2), 2, 2), ((1, 4, 3), 2, 2)],
+    ids=["none", "one of four", "to the end", "beyond the end"],
+)
+def test_what_a_server_drafted_is_what_it_counted_meanwhile(
+    tiny: LLM, drafts: tuple[int, int, int], accepted: int, steps: int
+) -> None:
+    answer = ask(Stub(drafts=drafts), tiny)
+    assert (answer.drafted, answer.accepted, answer.steps) == (drafts[1], accepted, steps)
     assert sum(answer.by_source.values()) == 3
 
 
 @pytest.mark.parametrize(
-    ("accepts", "prompts"), [(None, 1), (3, 1), (1, 2)], ids=["counts nothing", "served others", "a batch"]
+    ("drafts", "prompts"),
+    [(None, 1), ((2, 8, 7), 1), ((4, 4, 4), 1), ((1, 4, 1), 2)],
+    ids=["counts nothing", "served others", "more drafts than tokens", "a batch"],
 )
-def test_what_a_server_drafted_is_not_guessed(tiny: LLM, accepts: int | None, prompts: int) -> None:
-    answer = ask(Stub(accepts=accepts), tiny, prompts=[[5, 6, 7, 8]] * prompts)
+def test_what_a_server_drafted_is_not_guessed(tiny: LLM, drafts: tuple[int, int, int] | None, prompts: int) -> None:
+    answer = ask(Stub(drafts=drafts), tiny, prompts=[[5, 6, 7, 8]] * prompts)
     assert answer.steps is answer.drafted is answer.accepted is None
 
 

@@ -26,7 +26,9 @@ from branchwise.openai_client import NEUTRAL, Client, Forms
 
 TIMEOUT = 300.0
 """seconds without a byte; a server may serve others, or still be loading"""
-COUNTED = re.compile(r"^\S*spec_decode_num_(draft|accepted)_tokens(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE)
+COUNTED = re.compile(
+    r"^\S*spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})?\s+([0-9.eE+]+)", re.MULTILINE
+)
 
 
 @dataclass
@@ -74,11 +76,11 @@ class OpenAI(Peer):
         return answers
 
     def _counts(self) -> Counter[str] | None:
-        """Tokens drafted and accepted since the server started; None if it does not count them."""
+        """Drafts, and tokens drafted and accepted, since the server started; None if it does not count them."""
         counts: Counter[str] = Counter()
         for kind, value in COUNTED.findall(self.server.page("/metrics") or ""):
             counts[kind] += int(float(value))
-        return counts if len(counts) == 2 else None
+        return counts if len(counts) == 3 else None
 
     def _ask(self, form: tuple[bool, bool], asked: Asked, prompt: Sequence[int], number: int) -> Reply:
         """Stream the answer to the prompt of this number in the batch, which selects its seed."""
@@ -150,10 +152,17 @@ class OpenAI(Peer):
 
 
 def add_counts(answer: Answer, counts: Counter[str]) -> None:
-    """What a server counted while it wrote an answer: every pass, the first too, emits one token more than it accepts.
-    If it accepted more, others were served meanwhile, and nothing is known of this answer."""
+    """What a server counted while it wrote an answer. A pass emits one token more than it accepts, and the first, which
+    reads the prompt, has no draft.
+
+    An answer may end inside a draft: what was accepted behind its end was not written. If more than one draft is too
+    many, others were served meanwhile, and nothing is known of this answer.
+    """
     tokens = len(answer.ids) if answer.tokens is None else answer.tokens
-    if counts["accepted"] < tokens:
-        answer.drafted, answer.accepted = counts["draft"], counts["accepted"]
-        answer.steps = answer.target_passes = tokens - answer.accepted
-        answer.by_source = {"target": answer.steps, "draft": answer.accepted}
+    drafts, drafted, counted = (counts[kind] for kind in ("drafts", "draft_tokens", "accepted_tokens"))
+    written = min(counted, tokens - drafts)
+    if written < 0 or (counted - written) * drafts >= max(drafted, 1):
+        return
+    answer.drafted, answer.accepted = drafted, written
+    answer.steps = answer.target_passes = max(tokens - written, drafts + 1)
+    answer.by_source = {"target": tokens - written, "draft": written}
