@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from branchwise.bench.claims import judging, rows, table
 from branchwise.bench.claims.drawing import write_figures
@@ -18,6 +19,7 @@ from branchwise.bench.claims.page import page
 from branchwise.bench.claims.rows import Key, Row, RowFile, Rows, Sample
 from branchwise.bench.claims.table import MEASURES, Claim, Point, Stand, chosen, claims, sweeps
 from branchwise.bench.prompts import Item
+from branchwise.cli import app
 from branchwise.draft import build_policy
 from branchwise.errors import UnknownName, UsageError
 from branchwise.llm import LLM
@@ -316,6 +318,46 @@ def test_all_that_is_planned_has_a_method(draft_model: str) -> None:
     parts = Parts(draft_model, head="head", index="index")
     for key in [*of_claims(claims(), parts.stand, quick=False), *of_sweeps(sweeps(), parts.stand)]:
         assert parts.method(key.method).verify
+
+
+def test_the_command_measures_judges_and_reads_again(tiny: LLM, draft_model: str, tmp_path: Path) -> None:
+    tiny.model.save_pretrained(tmp_path / "target")
+    tiny.tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.txt").write_text("w5 w9 w11\nw7 w3 w3\nw8 w9\n")
+    out, shown = tmp_path / "rows.jsonl", tmp_path / "docs" / "claims.md"
+    sizes = ["--quick", "-n", "4", "--context", "64", "--prompts", str(tmp_path / "prompts.txt")]
+    models = ["--model", str(tmp_path / "target"), "--draft-model", draft_model, "--dtype", "float32"]
+    done = reproduce("block", *sizes, *models, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    found = rows.read(out)
+    assert {row.key.method for row in found.rows} == {
+        f"model/chain:{n}/{r}" for n in (4, 8) for r in ("block", "token")
+    }
+    assert str(tmp_path) not in out.read_text()
+    assert found.quick
+    again = reproduce("block", "--read", str(out), "--claims", str(shown))
+    assert again.exit_code == 0, again.output
+    assert "4 tokens" in again.output
+    assert shown.read_text() == page([found])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["no-such-claim"], "Unknown claim"),
+        (["--read", "nowhere.jsonl"], "cannot be read"),
+        (["--part", "student"], "NAME=PATH"),
+        (["--limit", "0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(words: list[str], says: str) -> None:
+    done = reproduce(*words)
+    assert done.exit_code
+    assert says in str(done.exception)
+
+
+def reproduce(*words: str) -> Any:
+    return CliRunner().invoke(app, ["reproduce", *words])
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ SLOW: dict[str, str] = {
     "test_policies.py::test_beams_that_are_drawn_have_the_law_of_the_brute_force": ".*V=3, L=2.*",
     "test_lookup.py::test_the_first_tokens_have_the_targets_law": ("stand-paths:2x2-cascade"),
     "test_fusion.py::test_a_tree_drawn_from_a_model_and_what_was_retrieved_keeps_the_targets_law": "(rsd-s|paths).*",
+    "test_claims.py::test_the_command_measures_judges_and_reads_again": NONE,
     "test_model_drafter_probs.py::test_the_first_tokens_have_the_targets_law": "plain-chain-block|recalling-chain.*",
     "test_builder.py::test_short_texts_have_the_law_of_the_target": "(auto|block) on .*",
     "test_guarded.py::test_short_texts_have_the_law_of_the_target_whatever_steps_rest": (

@@ -93,9 +93,8 @@ def reproduce(
         size = Size(limit or size.limit, max_new_tokens or size.tokens, alone or size.alone)
         items = _items(data, prompts or [], size.limit)
         begin = time.perf_counter()
-        measuring = _measuring(
-            loading, _parts(draft_model, head, index, part), items, size, context, seed, quick, commit, out
-        )
+        parts = _parts(draft_model, head, index, part)
+        measuring = _measuring(loading, parts, items, size, context, seed, quick, commit, out)
         if measuring.file.found.rows:
             print_notice(f"{out} holds {len(measuring.file.found.rows)} rows; going on with what is missing.")
         measuring.seconds = None if minutes is None else 60 * minutes

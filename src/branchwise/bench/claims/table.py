@@ -163,8 +163,8 @@ class Stand:
         return None if isinstance(found, str) else found[0]
 
     def _specs(self, methods: Sequence[Method]) -> tuple[str, str]:
-        needed = sorted({part for method in methods for part in HELD.findall(method.draft)})
-        if missing := [part for part in needed if part not in self.parts]:
+        asked_for = sorted({part for method in methods for part in HELD.findall(method.draft)})
+        if missing := [part for part in asked_for if part not in self.parts]:
             raise LookupError(f"needs {' and '.join(f'--part {part}=PATH' for part in missing)}")
         drafts = [method.blanks for method in methods]
         if not self.index and any("retrieval" in blanks for blanks in drafts):
