@@ -313,7 +313,7 @@ async def loaded(
         "first_over_ahead": percentile([a.first / ahead for _, a, ahead in whole], 0.95),
         "per_token": {"p50": percentile(paces, 0.5), "p95": percentile(paces, 0.95)},
         "compared": Counter(answer.against(expected[which]) for which, answer, _ in whole),
-        "apart": {"p50": percentile(apart, 0.5), "p95": percentile(apart, 0.95), "most": max(apart, default=None)},
+        "apart": {"p50": percentile(apart, 0.5), "p95": percentile(apart, 0.95), "most": max(apart)} if apart else None,
         "faults": Counter(answer.fault for _, answer, _ in done if answer.fault is not None),
         "counters": {name: value - before.get(name, 0) for name, value in after.items()},
         "load_average": [load, os.getloadavg()[0]],
