@@ -164,12 +164,20 @@ def vocab(
     loading: Loading,
     texts: Texts,
     tokens: Annotated[int, Option(help="How many tokens to write and count.")] = 20_000,
+    data: Annotated[list[Path] | None, Option(help="Count in what `branchwise train data` wrote; repeatable.")] = None,
+    files: Annotated[
+        list[Path] | None, Option("--texts", help="Count in files or folders of the task's texts; repeatable.")
+    ] = None,
+    background: Annotated[
+        list[Path] | None, Option(help="Files or folders that rank what the target did not write; repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Count the tokens that a target writes.
 
     A draft head can then be trimmed to the frequent tokens. The table is kept in the cache beside the model;
-    --draft model:ID,trim=8192 reads it. Ctrl-C keeps what was counted.
+    --draft model:ID,trim=8192 and head:FILE,trim=8192 read it. What the target itself writes about its task is counted
+    best; without --data or --texts it writes now. Ctrl-C keeps what was counted.
 
     branchwise calibrate vocab --model smollm2 --prompts questions.jsonl
     """
@@ -177,23 +185,36 @@ def vocab(
     from branchwise.draft.model.vocabulary import save_counts
     from branchwise.train import vocab as counting
 
+    given = bool(data or files)
+    if given and texts.prompts:
+        raise UsageError(
+            "--prompts are asked where nothing is given to count in; leave them out, or --data and --texts."
+        )
     items = texts.items()
     llm = loading.load(draft="ngram", max_batch=counting.BATCH)
-    with showing() as progress:
-        counts = counting.count_tokens(llm, items, tokens=tokens, **texts.sampling, progress=progress)
+    found = counting.count_texts(llm, data or [], files or [], background or [])
+    counts = found.answers
+    if not given:
+        with showing() as progress:
+            counts = counting.count_tokens(llm, items, tokens=tokens, **texts.sampling, progress=progress)
     counted = int(counts.sum())
     if not counted:
         raise UsageError("Nothing was counted, so nothing was kept.")
-    about = {"model": llm.name, "tokens": counted, **texts.sampling}
-    path = save_counts(llm.engine.target.info, counts, {name: str(value) for name, value in about.items()})
+    named = [path.name for path in (*(data or ()), *(files or ()))]
+    about = {"model": llm.name, "tokens": counted, **({"texts": named} if given else texts.sampling)}
+    notes = {name: str(value) for name, value in about.items()}
+    path = save_counts(llm.engine.target.info, counts, notes, found.others)
     seen = int((counts > 0).sum())
-    shares = counting.coverage(counts)
+    held_out = found.held_out if int(found.held_out.sum()) else None
+    shares = counting.coverage(counts, held_out)
     if as_json:
-        print(json.dumps({"file": str(path), "tokens": counted, "distinct": seen, "coverage": shares}))
+        known = {"tokens": counted, "distinct": seen, "held_out": held_out is not None, "coverage": shares}
+        print(json.dumps({"file": str(path), **known}))
         return
     print(f"{counted:,} tokens counted, {seen:,} different ones of {len(counts):,}.")
-    print("; ".join(f"the {size:,} most frequent are {share:.1%} of the text" for size, share in shares.items()) + ".")
-    print(f"Kept in {path}. Use it with --draft model:ID,trim=N")
+    of = "the text" if held_out is None else "texts that were held out"
+    print("; ".join(f"the {size:,} most frequent are {share:.1%} of {of}" for size, share in shares.items()) + ".")
+    print(f"Kept in {path}. Use it with --draft model:ID,trim=N or head:FILE,trim=N")
 
 
 @tree.command()

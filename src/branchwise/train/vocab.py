@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from branchwise.index.texts import find_files, tokenised
 from branchwise.progress import Progress, silent
+from branchwise.train.corpus import given_texts
 
 if TYPE_CHECKING:
     from branchwise.bench.prompts import Item
@@ -39,8 +44,41 @@ def count_tokens(
     return counts
 
 
-def coverage(counts: torch.Tensor) -> dict[int, float]:
-    """The share of the text that the most frequent tokens make up, for some sizes of a trimmed head."""
-    ranked = counts.sort(descending=True).values.double()
+@dataclass(frozen=True)
+class Counts:
+    """How often texts have each token, (vocabulary,) int64 each."""
+
+    answers: torch.Tensor
+    """what the target wrote, or texts of the task"""
+    others: torch.Tensor
+    """prompts and other text, which rank what the target did not write"""
+    held_out: torch.Tensor
+    """answers that are not counted, to see what the others say about them"""
+
+
+def count_texts(llm: LLM, data: Sequence[Path], texts: Sequence[Path], background: Sequence[Path]) -> Counts:
+    """Of what `branchwise train data` wrote, and of texts in files and folders, as they are."""
+    size, empty = llm.engine.target.vocabulary, torch.zeros(0, dtype=torch.long)
+
+    def counted(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.bincount(torch.cat([empty, *parts]).long(), minlength=size)
+
+    def tokens_of(paths: Sequence[Path]) -> list[torch.Tensor]:
+        files = find_files(paths) if paths else []
+        return [torch.tensor(tokens, dtype=torch.long) for tokens, _, _ in tokenised(files, llm.tokenizer)]
+
+    given = [text for file in data for text in given_texts(file, llm.tokenizer)]
+    learned = [text for text in given if not text.held_out]
+    return Counts(
+        counted([text.tokens[text.prompt :] for text in learned] + tokens_of(texts)),
+        counted([text.tokens[: text.prompt] for text in learned] + tokens_of(background)),
+        counted([text.tokens[text.prompt :] for text in given if text.held_out]),
+    )
+
+
+def coverage(counts: torch.Tensor, of: torch.Tensor | None = None) -> dict[int, float]:
+    """The share of a text that the most frequent tokens make up, for some sizes of a trimmed head: of the text that was
+    counted, or of another one."""
+    ranked = (counts if of is None else of)[counts.argsort(descending=True, stable=True)].double()
     sizes = [size for size in (1024, 4096, 8192, 16384, 32768) if size < len(counts)] or [len(counts)]
     return {size: float(ranked[:size].sum() / ranked.sum()) for size in sizes}

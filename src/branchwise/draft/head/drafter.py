@@ -1,4 +1,5 @@
-"""Drafting with a trained head: `head:FILE[,table=N,temperature=…,copies=N]`; FILE may be a folder of `speculators`.
+"""Drafting with a trained head: `head:FILE[,table=N,trim=N,temperature=…,copies=N]`. FILE may be a folder of
+`speculators`.
 
 After a step the head reads the hidden states of the tokens that were kept, in one pass for all texts, which gives the
 distributions after the new roots. Then every level of a tree is one pass over its new nodes; a parallel head has
@@ -38,7 +39,7 @@ from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.head.usual import DEVICE, usual_on
 from branchwise.draft.model.reading import Reading, Readings
-from branchwise.draft.model.vocabulary import Vocabulary
+from branchwise.draft.model.vocabulary import Vocabulary, kept_places
 from branchwise.draft.policies.template import Ranks
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import ExpandRequest
@@ -64,23 +65,28 @@ class HeadDrafter(SharingDrafter):
         temperature: float | None = None,
         tree: TreePolicy | None = None,
         copies: int | None = None,
+        trim: int | None = None,
     ) -> None:
-        """`table` uses the N most frequent tokens of the head's table. `temperature` is that of the draft; by default
+        """`table` uses the N most frequent tokens of the head's table, `trim` those of its table among the N that the
+        target writes most, as counted by `branchwise calibrate vocab`. `temperature` is that of the draft; by default
         that of the text, and 1 for a greedy text. In the best trees so many tokens may be `copies` of what followed the
         end of the text where it stood before. Without a `tree` all of these are what pays on the target's device."""
         super().__init__(tree or self.default_tree())
         if copies is not None and copies < 0:
             raise UsageError(f"A head copies 0 tokens or more, not copies={copies}.")
         self._tree_given, self._copies = tree is not None, copies
-        if table is not None and table < 1:
-            raise UsageError(f"A head proposes at least 1 token, not table={table}.")
+        if table is not None and trim is not None:
+            raise UsageError("table=N takes tokens in the order of the head, trim=N as they were counted; name one.")
+        for name, count in (("table", table), ("trim", trim)):
+            if count is not None and count < 1:
+                raise UsageError(f"A head proposes at least 1 token, not {name}={count}.")
         if temperature is not None and not temperature > 0:
             raise UsageError(f"A head draws at a temperature above 0, not {temperature}.")
         self.trained = file if isinstance(file, TrainedHead) else read_head(Path(file).expanduser())
         if table is not None and not self.trained.ranked:
             raise UsageError(f"The tokens of {file} are not in the order of frequency; leave out table={table}.")
         self._taps = self.trained.head.config.taps
-        self.wanted, self.temperature = table, temperature
+        self.wanted, self.trim, self.temperature = table, trim, temperature
         self._ahead: Ahead | None = None
         """drafts on the device, if trees are such that it can and passes are recorded"""
         self._rests = False
@@ -118,10 +124,11 @@ class HeadDrafter(SharingDrafter):
         usual = usual_on(target.device)
         if not self._tree_given:
             self.tree, copies = usual.tree, usual.copies if copies is None else copies
-            table = usual.table if table is None and self.trained.ranked else table
-        self._table = self.trained.table[:table].to(target.device)
+            table = usual.table if table is self.trim is None and self.trained.ranked else table
+        rows, places = self.trained.rows, kept_places(self.trained.table, table, self.trim, target)
+        self._table = self.trained.table[places].to(target.device)
         shared = self._output[self._table].contiguous()
-        self._rows = own_or_shared(self.trained.rows, shared)
+        self._rows = own_or_shared(None if rows is None else rows[places], shared)
         self._product = matrix(self._rows)
         self._listed = np.zeros(target.vocabulary, dtype=np.bool_)
         self._listed[self._table.cpu()] = True

@@ -7,7 +7,8 @@ A draft model with another tokenizer drafts over the tokens whose spelling both 
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202). A trimmed
 one computes only the head rows of tokens that the target writes often (Goel et al., "VocabTrim", arXiv 2506.22694;
 FR-Spec, arXiv 2502.14856): counts over text that the target generated choose better than counts over any other text.
-`branchwise calibrate vocab` counts, and stores the counts of each target in the cache.
+`branchwise calibrate vocab` counts, and stores the counts of each target in the cache. A trained head is trimmed by the
+same counts.
 """
 
 from __future__ import annotations
@@ -161,31 +162,53 @@ def table_of(target: TargetInfo) -> Path:
     return cache_dir() / "vocab" / f"{target.fingerprint}.safetensors"
 
 
-def save_counts(target: TargetInfo, counts: Tensor, about: dict[str, str]) -> Path:
-    """Keep how often the target wrote each token (vocabulary,), with a few words about the count."""
-    path = table_of(target)
-    FORMAT.write(path, about, {"counts": counts.to(torch.int64)}, parents=True)
+def save_counts(target: TargetInfo, counts: Tensor, about: dict[str, str], background: Tensor | None = None) -> Path:
+    """Keep how often the target wrote each token (vocabulary,), with a few words about the count; `background` ranks
+    the tokens that it did not write, by other text."""
+    path, others = table_of(target), torch.zeros_like(counts) if background is None else background
+    FORMAT.write(path, about, {"counts": counts.long(), "background": others.long()}, parents=True)
     return path
 
 
-def read_counts(target: TargetInfo) -> Tensor:
+def read_counts(target: TargetInfo) -> tuple[Tensor, Tensor]:
+    """What the target wrote, and what other text has."""
     path = table_of(target)
     if not path.exists():
         raise ModelError(f"A trimmed head needs to know which tokens the target writes; {FORMAT.remedy}.")
-    counts = FORMAT.read(path, lambda _, tensors: tensors["counts"])
-    if counts.shape != (target.vocabulary,):
+    counts, background = FORMAT.read(path, lambda _, tensors: (tensors["counts"], tensors["background"]))
+    if not counts.shape == background.shape == (target.vocabulary,):
         raise ModelError(f"The counts in {path} are not of this target; {FORMAT.remedy}.")
-    return counts
+    return counts, background
+
+
+def ranked_tokens(target: TargetInfo, count: int) -> Tensor:
+    """(at most count,) int64: the tokens that the target writes most; of those it never wrote, first what any text may
+    need, then what other text has most. Tokens that nothing is known of are left out: their numbers say nothing."""
+    counts, background = read_counts(target)
+    if count >= len(counts):
+        return torch.arange(len(counts))
+    worth = counts.double() + 0.25 * background / (background.max() + 1)  # only breaks ties: counts are integers
+    worth[_basic(target)] += 0.5
+    known = int((worth > 0).sum())
+    return worth.argsort(descending=True, stable=True)[: min(count, known)]
 
 
 def frequent_tokens(target: TargetInfo, count: int) -> Tensor:
-    """(count,) int64, ascending: the tokens that the target writes most; of those it never wrote, short ones first."""
-    counts = read_counts(target).double()
-    if count >= len(counts):
-        return torch.arange(len(counts))
-    counts[_basic(target)] += 0.5  # only breaks ties: counts are integers
-    order = counts.argsort(descending=True, stable=True)
-    return order[:count].sort().values
+    """The same tokens in ascending order."""
+    return ranked_tokens(target, count).sort().values
+
+
+def kept_places(table: Tensor, first: int | None, trim: int | None, target: TargetInfo) -> Tensor:
+    """Places in the table of a trained head: the first so many, or those of the tokens that the target writes most."""
+    if trim is None:
+        return torch.arange(len(table))[:first]
+    place = torch.full((target.vocabulary,), -1)
+    place[table] = torch.arange(len(table))
+    found = place[ranked_tokens(target, trim)]
+    found = found[found >= 0]
+    if not len(found):
+        raise ModelError("No token that the target writes often is one of the head; raise trim.")
+    return found
 
 
 def _basic(target: TargetInfo) -> Tensor:

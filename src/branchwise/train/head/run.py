@@ -112,10 +112,14 @@ def blank_head(model: Any, info: TargetInfo, sizes: Sizes) -> Head:
 
 
 def frequent(texts: Sequence[Text], vocabulary: int, count: int) -> Tensor:
-    """(count,) tokens, those that answers have most first."""
-    answers = torch.cat([text.tokens[text.prompt :] for text in texts])
-    counts = torch.bincount(answers.long(), minlength=vocabulary)
-    return counts.argsort(descending=True, stable=True)[:count]
+    """(at most count,) tokens, those that answers have most first, then those of prompts. What no text has is left out:
+    the number of a token says nothing."""
+    answers, whole = (
+        torch.bincount(torch.cat(parts).long(), minlength=vocabulary).double()
+        for parts in ([text.tokens[text.prompt :] for text in texts], [text.tokens for text in texts])
+    )
+    order = (answers + whole / (whole.sum() + 1)).argsort(descending=True, stable=True)
+    return order[: min(count, int((whole > 0).sum()))]
 
 
 @dataclass
