@@ -12,13 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from branchwise.bench.claims import judging, rows, table
-from branchwise.bench.claims.drawing import write_figures
+from branchwise.bench.claims.drawing import figures, write_figures
 from branchwise.bench.claims.judging import HOLDS, IN_PART, NOT_HERE, NOT_MEASURED, UNDECIDED, combined, verdict_of
 from branchwise.bench.claims.measuring import Measuring, Parts, of_claims, of_sweeps
 from branchwise.bench.claims.page import page
 from branchwise.bench.claims.rows import Key, Row, RowFile, Rows, Sample
 from branchwise.bench.claims.table import MEASURES, Claim, Point, Stand, chosen, claims, sweeps
 from branchwise.bench.prompts import Item
+from branchwise.bench.report import write_report
 from branchwise.cli import app
 from branchwise.draft import build_policy
 from branchwise.errors import UnknownName, UsageError
@@ -26,6 +27,7 @@ from branchwise.llm import LLM
 from branchwise.methods import PRESETS, find_any
 from branchwise.registry import split_spec
 from tests.conformance.architectures import build, served
+from tests.test_bench_metrics import record
 from tests.test_bench_peers import llm_of
 
 ROOT = Path(__file__).parents[1]
@@ -390,6 +392,13 @@ def test_figures_are_drawn_from_the_first_records(tmp_path: Path) -> None:
     assert [path.name for path in written] == [f"claims-{sweep.name}.png" for sweep in sweeps()]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     assert write_figures(Rows(RUN), tmp_path / "none") == []
+
+
+def test_a_report_shows_the_figures_of_claims_too(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_report([record("plain"), record()], tmp_path, more=figures(made()))
+    shown = (tmp_path / "index.html").read_text()
+    assert all(sweep.title in shown for sweep in sweeps())
 
 
 def test_the_committed_page_is_what_the_committed_records_give() -> None:

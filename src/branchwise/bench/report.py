@@ -42,8 +42,11 @@ class Table:
     """lines above which a rule is drawn"""
 
 
-def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[str, Any]] | None = None) -> Path:
-    """Write the page and its figures into a folder; returns the path of the page. `costs` are times of passes."""
+def write_report(
+    records: Sequence[Record], out: Path, costs: Sequence[Mapping[str, Any]] | None = None, more: Sequence[Figure] = ()
+) -> Path:
+    """Write the page and its figures into a folder; returns the path of the page. `costs` are times of passes, `more`
+    figures of other records."""
     if not records:
         raise UsageError("There are no records to report on; run `branchwise bench` first.")
     for name in ("model", "dtype", "device"):
@@ -51,7 +54,7 @@ def write_report(records: Sequence[Record], out: Path, costs: Sequence[Mapping[s
         if len(values) > 1:
             raise UsageError(f"The records are of more than one {name} ({', '.join(values)}); make a report for each.")
     rows = summary.summarise(records)
-    found = figures(records, rows, costs)
+    found = [*figures(records, rows, costs), *more]
     drawn = [figure for figure in found if isinstance(figure, Figure)]
     images = {(figure.name, theme.name): draw(figure, theme) for figure in drawn for theme in (LIGHT, DARK)}
     layout: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}

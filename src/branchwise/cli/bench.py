@@ -280,6 +280,7 @@ def report(
     records: Annotated[list[Path], Argument(help="Files of records that `branchwise bench` wrote.")],
     out: Annotated[Path, Option(help="Folder for the page and its figures.")] = Path("report"),
     costs: Annotated[Path | None, Option(help="Output of `branchwise tune --json`, drawn as a figure.")] = None,
+    claims: Annotated[Path | None, Option(help="Records of `branchwise reproduce`, drawn as figures.")] = None,
 ) -> None:
     """Make one HTML page with figures from the records of a benchmark.
 
@@ -298,7 +299,12 @@ def report(
             points = [{"nodes": int(point["nodes"]), "seconds": float(point["seconds"])} for point in read_points]
         except (OSError, ValueError, KeyError, TypeError):
             raise UsageError(f"{costs} is not what `branchwise tune --json` prints.") from None
-    print(write_report(found, out, points))
+    more = []
+    if claims is not None:
+        from branchwise.bench.claims import drawing, rows
+
+        more = drawing.figures(rows.read(claims))
+    print(write_report(found, out, points, more))
 
 
 def unequal(records: list[Record], lossy: set[str]) -> list[Record]:
