@@ -152,3 +152,15 @@ def test_a_rule_that_reads_every_row_has_them_in_one_go_however_many_there_are()
     assert torch.equal(every.at(nodes), probs.at(nodes))
     assert "_all" in vars(every)
     assert "_all" not in vars(probs)
+
+
+def test_a_padded_batch_on_a_device_counts_a_text_that_has_nothing_to_add() -> None:
+    # A batch is padded with its last text, whose tokens were counted in the row before.
+    batch = TreeBatch([DraftTree.chain([0, 1, 2])] * 3)
+    sequences = sequences_for(batch.trees[:1], PARAMS[2:3])
+    logits = random_logits(batch)
+    host, device = (WarpedProbs(logits, batch, sequences) for _ in range(2))
+    device.lazy = False
+    for node in range(3):
+        nodes = torch.full((3,), node)
+        torch.testing.assert_close(device.at(nodes), host.at(nodes))

@@ -185,7 +185,7 @@ def _count_tokens(text: SequenceState, vocabulary: int, device: torch.device) ->
     if seen is None or output is None or output.device != device:
         seen, output = torch.zeros(vocabulary, dtype=torch.bool, device=device), torch.zeros(vocabulary, device=device)
         counted = 0
-    new = torch.tensor(text.tokens[counted:]).to(device, non_blocking=True)
+    new = torch.tensor(text.tokens[counted:], dtype=torch.long).to(device, non_blocking=True)
     written = new[max(text.prompt_length - counted, 0) :]
     seen.index_fill_(0, new, True)
     output.index_add_(0, written, torch.ones(len(written), device=device))
