@@ -79,14 +79,17 @@ def test_the_lossy_preset_is_far_from_the_law_and_says_so(audits: dict[str, Meth
         f"measured on {found.tree} over {audit.VOCABULARY} tokens, every outcome of {worlds} small distributions"
         in text
     )
-    assert f"up to {found.tv:.3f} there; for fork-lossy:4x6 on the vocabulary of a model it is not known." in text
+    assert (
+        f"up to {found.tv:.3f} there; for fork-lossy:4x6,stop=learned on the vocabulary of a model it is not known."
+        in text
+    )
 
 
 def test_a_warning_is_shown_once_whoever_gives_it() -> None:
     """As Python shows them by default. A command warns before it loads, and what it loads warns again."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
-        for name in ("improved-mcsd-lossy", "model/fork-lossy:4x6/lossy-longest"):
+        for name in ("improved-mcsd-lossy", "model/fork-lossy:4x6,stop=learned/lossy-longest"):
             find_any(name).warn_if_lossy()
         find_any("model/fork-lossy:3x6/lossy-longest").warn_if_lossy()
     assert ["fork-lossy:4x6" in str(one.message) for one in told] == [True, False]
@@ -203,9 +206,10 @@ def test_the_command_shows_trees_distances_and_verdicts() -> None:
     assert lossy.rstrip().endswith("LOSSY")
     assert "LOSSLESS\n  Every outcome of 1 methods on 6 random distributions over 3 tokens was followed" in shown
     assert (
-        "improved-mcsd-lossy is lossy: on the same distributions and fork-lossy:2x2 its distance is up to 0." in shown
+        "improved-mcsd-lossy is lossy: on the same distributions and fork-lossy:2x3,stop=confidence:0.7 its distance "
+        "is up to 0." in shown
     )
-    assert "for fork-lossy:4x6 it is not known." in shown
+    assert "for fork-lossy:4x6,stop=learned it is not known." in shown
 
 
 def test_the_command_prints_one_json_object() -> None:

@@ -245,7 +245,7 @@ def test_whoever_runs_a_lossy_method_is_told_and_it_is_no_bug(
     _, done = drafted_run
     [line] = done.stderr.splitlines()
     assert line.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the distribution")
-    assert re.search(r"up to 0\.\d{3} there; for fork-lossy:4x6 on", line)
+    assert re.search(r"up to 0\.\d{3} there; for fork-lossy:4x6,stop=learned on", line)
 
 
 def test_only_lossless_methods_must_be_equal_and_only_in_float32() -> None:

@@ -419,7 +419,8 @@ def test_whoever_joins_or_loads_a_lossy_method_is_told(monkeypatch: pytest.Monke
         lambda: llm.with_drafter(build_drafter("disturbed", "fork-lossy:4x6"), verify="lossy-longest"),
     ):
         with pytest.warns(
-            LossyWarning, match="is lossy: it changes the distribution.*measured on fork-lossy:2x2 over 3 tokens"
+            LossyWarning,
+            match="is lossy: it changes the distribution.*measured on fork-lossy:2x3,stop=confidence:0.7 over 3 tokens",
         ):
             assert join().engine.verifier.name == "lossy-longest"
     llm.with_method(on_toys("cascade"))  # a warning is an error here
@@ -457,7 +458,7 @@ def test_every_command_tells_once_that_a_method_is_lossy(
     assert told.out == ""
     lossy, ended = told.err.splitlines()
     assert lossy.startswith("branchwise: Verifier 'lossy-longest' is lossy: it changes the distribution")
-    assert "for fork-lossy:4x6 on the vocabulary of a model it is not known" in lossy
+    assert "for fork-lossy:4x6,stop=learned on the vocabulary of a model it is not known" in lossy
     assert ended == "branchwise: no weights"
 
 

@@ -3,26 +3,30 @@ more is caught."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from branchwise.audit.exact import TOLERANCE, emitted
+from branchwise.audit.exact import TOLERANCE, RootedFork, emitted, emitted_by_forks
 from branchwise.audit.instances import Drafts, Instance
 from branchwise.audit.policies import grow
 from branchwise.core.sampling import SamplingParams
+from branchwise.core.topology import branched, topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft import STOPS, TREES, build_drafter, build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
+from branchwise.draft.builder import NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy, WrappedPolicy
 from branchwise.draft.policies.stop import (
     FORMAT,
     Confidence,
@@ -32,6 +36,7 @@ from branchwise.draft.policies.stop import (
     Stop,
     Stopping,
     features,
+    file_for,
     network_of,
     read_scorer,
     widths_of,
@@ -125,7 +130,135 @@ def test_every_growth_that_may_stop_is_met_here() -> None:
     }
     built = {name: TREES.build(f"{name}:{examples[name]}") for name in TREES}
     stoppable = {name for name, policy in built.items() if policy.stoppable}
-    assert stoppable == {spec.partition(":")[0] for spec, _, _, _ in EXACT}
+    assert stoppable == {spec.partition(":")[0] for spec, _, _, _ in EXACT} | {"fork-lossy"}
+
+
+FORKS = [(draft, known) for draft in ("no skill", "truth", "adversarial", "random") for known in (True, False)]
+
+
+def laws(draft: str, seed: int) -> Instance:
+    """A target over 2 tokens and 3 levels, and a drafter that is one of a kind."""
+    instance = Instance.random(2, 3, 1, sigma=1.0, seed=(seed,))
+    kinds = {
+        "no skill": lambda p, q: np.full_like(p, 0.5),
+        "truth": lambda p, q: p,
+        "adversarial": lambda p, q: p[:, ::-1].copy(),
+        "random": lambda p, q: q,
+    }
+    return replace(instance, q=tuple(map(kinds[draft], instance.p, instance.q)))
+
+
+@pytest.mark.parametrize(("draft", "known"), FORKS)
+def test_a_fork_of_one_branch_that_stops_early_keeps_the_law(draft: str, known: bool) -> None:
+    shorter = False
+    for seed, stop in itertools.product(range(3), (Confidence(0.65), Entropy(0.55), Whim(), Always())):
+        instance = laws(draft, seed)
+        distance, efficiency = emitted_by_forks(instance, 1, known=known, stop=stop)
+        assert distance < TOLERANCE
+        shorter |= efficiency < emitted_by_forks(instance, 1, known=known)[1] - 1e-9
+    assert shorter, "the rules must stop sometimes"
+
+
+def test_a_stopped_fork_stays_what_it_is() -> None:
+    rule = random_rule(4, 5, spread=1.0)
+    known = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    asked = Always()
+    for begun, depth in ((known, 2), (None, 1)):
+        tree = grow(stopping_fork(begun, asked), rule, Budget(99, 9), SeededSampler(0, 0))
+        assert (tree.draw, tree.trusted, tree.depth) == (Draw.FORK, begun is not None, depth)
+    assert asked.asked == [2, 1], "what the target begins costs no draft, and is no level of the drafter's"
+
+
+def stopping_fork(known: Tensor | None, stop: Stop) -> TreePolicy:
+    return stop.applied_to(RootedFork(2, 4, known))
+
+
+def test_a_stopped_fork_carries_over_what_the_target_wants() -> None:
+    engine = Engine(
+        ToyTarget(6),
+        build_drafter("disturbed:1", "fork-lossy:3x4,stop=confidence:0.3"),
+        VERIFIERS.build("lossy-longest"),
+    )
+    trusted: list[bool] = []
+    draft = engine.drafter.draft
+
+    def watched(*given: Any) -> list[DraftTree]:
+        trees = draft(*given)
+        trusted.extend(tree.trusted for tree in trees)
+        return trees
+
+    engine.drafter.draft = watched  # type: ignore[method-assign]
+    engine.submit(Request((1, 2), SamplingParams(temperature=1.0, seed=1), max_new_tokens=30))
+    while engine.busy:
+        engine.step()
+    assert not trusted[0]
+    assert sum(trusted) > len(trusted) / 2
+
+
+def test_masks_of_stopped_forks_are_slices_of_the_whole_one() -> None:
+    build_policy("fork-lossy:5x7,stop=entropy:2")
+    whole = topology(branched([5, 1, 1, 1, 1, 1, 1]))
+    for level in whole.levels[1:-1]:
+        part = topology(whole.parents[: level[-1] + 1])
+        assert part.ancestors.data_ptr() == whole.ancestors.data_ptr()
+
+
+# What stands for another policy
+
+
+def test_a_wrapper_passes_on_every_part_of_a_policy() -> None:
+    """Whatever `TreePolicy` names, today or later, a wrapper passes on."""
+    calls: list[str] = []
+
+    class Other(TreePolicy):
+        draw = Draw.FORK
+        learns = needs_hidden = stoppable = lays = True
+        pad_shape = property(lambda self: calls.append("pad_shape"))  # type: ignore[assignment]
+        watches = property(lambda self: calls.append("watches"))  # type: ignore[assignment]
+
+        def grow(self, *given: Any) -> Any: ...
+
+    parts = {name: part for name, part in vars(TreePolicy).items() if not name.startswith("_")}
+    methods = {name: inspect.signature(part) for name, part in parts.items() if inspect.isfunction(part)}
+    for name in methods:
+        setattr(Other, name, lambda self, *given, name=name: calls.append(name))
+    Other.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    wrapper = WrappedPolicy(Other())
+    for name, signature in methods.items():
+        getattr(wrapper, name)(*[None] * (len(signature.parameters) - 1))
+    properties = {name for name, part in parts.items() if isinstance(part, property)}
+    for name in properties:
+        getattr(wrapper, name)
+    assert sorted(calls) == sorted({*methods, *properties})
+    fields = set(TreePolicy.__annotations__)
+    assert fields | set(methods) | properties >= set(parts)
+    for name in fields:
+        assert getattr(wrapper, name) == getattr(Other, name)
+        assert getattr(wrapper, name) != getattr(TreePolicy, name, None)
+
+
+def test_a_learned_stop_without_a_file_is_that_of_the_pair_or_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRANCHWISE_CACHE", str(tmp_path))
+    policy, info = build_policy("rsd-c:2,1,stop=learned"), ToyTarget(5).info
+    sure, torn = found([0.7, 0.3]), found([0.4, 0.3, 0.3])
+    for _ in range(2):  # unbound, and bound where nothing was trained
+        assert not policy.needs_hidden
+        assert not policy.stop.enough(sure, 1)
+        assert policy.stop.enough(torn, 1)
+        policy.bind(info, lambda: "draft")
+    assert not build_policy("chain:4,stop=learned:threshold=0.3").stop.enough(torn, 1)
+    file = file_for(info, "draft")
+    write_scorer(scorer("soft", 2), file)
+    assert tmp_path in file.parents
+    policy.bind(info, lambda: "draft")
+    assert policy.needs_hidden
+    with pytest.raises(PairingError, match="looks at hidden states"):
+        policy.stop.enough(sure, 1)
+    policy.bind(info, lambda: "another draft")
+    assert not policy.needs_hidden
+    assert policy.stop.enough(torn, 1)
 
 
 def test_a_learned_stop_keeps_the_law(tmp_path: Path) -> None:
@@ -334,7 +467,6 @@ def test_a_stop_is_part_of_the_spec_of_a_tree(tmp_path: Path) -> None:
         ("disturbed", "chain:4,stop=confidence:0.4,8", UsageError, "takes at most 1 values"),
         ("disturbed", "paths:4x6,stop=confidence:0.4", PairingError, "'paths:4x6' may not stop early"),
         ("disturbed", "chain:4,stop=learned:nothing.safetensors", ModelError, "There is no stop nothing.safetensors"),
-        ("disturbed", "chain:4,stop=learned", UsageError, "needs 'file'"),
     ],
 )
 def test_what_cannot_stop_is_one_sentence(draft: str, tree: str, error: type[Exception], words: str) -> None:

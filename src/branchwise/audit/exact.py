@@ -26,6 +26,7 @@ from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeCoroutine, TreePolicy
 from branchwise.draft.policies.paths import Fork
+from branchwise.draft.policies.stop import Stop
 from branchwise.draft.sampler import DraftSampler
 from branchwise.verify import Verdicts, Verifier
 from branchwise.verify.longest import Longest, after_stop
@@ -114,6 +115,7 @@ class RootedFork(TreePolicy):
     """A fork of W branches, with the target's distribution at its root or without."""
 
     draw = Draw.FORK
+    stoppable = True
 
     def __init__(self, width: int, depth: int, known: Tensor | None) -> None:
         self.fork = Fork(f"{width}x{depth}")
@@ -123,13 +125,15 @@ class RootedFork(TreePolicy):
         return self.fork.grow(root, budget, sampler, self.known)
 
 
-def emitted_by_forks(instance: Instance, width: int, *, known: bool = True, lazy: bool = True) -> tuple[float, float]:
+def emitted_by_forks(
+    instance: Instance, width: int, *, known: bool = True, stop: Stop | None = None, lazy: bool = True
+) -> tuple[float, float]:
     """The same two numbers for the lossy rule on forks of this many branches; with one branch the distance is 0.
 
-    `known` is how every step but the first of a text begins.
+    `known` is how every step but the first of a text begins; `stop` may end forks early.
     """
-    root_probs = torch.from_numpy(instance.p[0][0]) if known else None
-    drafts = Drafts.grown(RootedFork(width, instance.depth, root_probs), instance)
+    fork = RootedFork(width, instance.depth, torch.from_numpy(instance.p[0][0]) if known else None)
+    drafts = Drafts.grown(fork if stop is None else stop.applied_to(fork), instance)
     probs = [torch.from_numpy(table) for table in instance.p]
     begun = [torch.zeros_like(table) for table in probs]
     """by level: the mass of steps that emit exactly these tokens, coded like prefixes, and of the token after them"""
@@ -137,9 +141,9 @@ def emitted_by_forks(instance: Instance, width: int, *, known: bool = True, lazy
     for found in _outcomes(Longest(), drafts, lazy):
         kept, last, codes, weights = _emitted_by(found, drafts)
         trees = drafts.batch.take(found.rows)
-        stop, drafted = trees.children_of(last, found.verdicts.tokens)
-        tested = (trees.parents == stop[:, None]).any(dim=1)
-        wanted = after_stop(gather_rows(drafts.p[found.rows], stop), trees.q_rows(stop), tested)
+        end, drafted = trees.children_of(last, found.verdicts.tokens)
+        tested = (trees.parents == end[:, None]).any(dim=1)
+        wanted = after_stop(gather_rows(drafts.p[found.rows], end), trees.q_rows(end), tested)
         wanted /= row_sum(wanted)[:, None]
         for level in range(instance.depth):
             here = kept == level

@@ -24,6 +24,7 @@ from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.lookup.ngram import NGram
+from branchwise.draft.policies.stop import Stopping
 from branchwise.draft.sampler import DraftSampler
 from branchwise.draft.tree_drafter import TreeDrafter
 from branchwise.errors import UsageError
@@ -37,8 +38,9 @@ SEEDS = (0, 1)
 """instances of each similarity"""
 DEPTH = 3
 """of the distributions; trees are no deeper"""
-FORK = (2, 2)
-"""branches and depth of a lossy fork; `branchwise.methods.DISTANCES` says what was measured on it"""
+FORK = (2, 3)
+"""branches and depth of a lossy fork, of which the second level is the first that may be the last;
+`branchwise.methods.DISTANCES` says what was measured on it"""
 
 SMALL = {
     "chain": "chain:3",
@@ -123,8 +125,10 @@ class Fixed(TreePolicy):
 
 def audit_method(method: Method) -> MethodAudited:
     if not method.lossless:  # its steps end at a drafted token, so its distribution is computed differently
-        distances = [emitted_by_forks(instance, FORK[0])[0] for instance in instances(method)]
-        return MethodAudited(method, small(method.tree or "fork-lossy"), max(distances))
+        policy = build_policy(tree := small(method.tree or "fork-lossy"))
+        stop = policy.stop if isinstance(policy, Stopping) else None
+        distances = [emitted_by_forks(instance, FORK[0], stop=stop)[0] for instance in instances(method)]
+        return MethodAudited(method, tree, max(distances))
     verifier = VERIFIERS.build(method.verify)
     tree, found, count = "", [], 0
     for instance in instances(method):

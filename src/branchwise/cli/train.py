@@ -76,25 +76,28 @@ def stop(
     samples: Annotated[int, Option(help="Drafted nodes to train and to test on.")] = 4000,
     epochs: Annotated[int, Option(help="Rounds over the samples; the best round is kept.")] = 10,
     threshold: Annotated[float, Option(help="A tree ends where no node scores above it.")] = 0.4,
-    out: Annotated[Path, Option(help="The file to write.")] = Path("stop.safetensors"),
+    out: Annotated[Path | None, Option(help="The file to write; by default one that is kept for both models.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Learn where a tree should end.
 
-    A small network learns from texts that the target writes and a drafter drafts for. The file then ends trees:
+    A small network learns from texts that the target writes and a drafter drafts for. It then ends trees of the same
+    two models, --tree chain:12,stop=learned and --method improved-mcsd, or, with --out, those that name its file:
     --tree chain:12,stop=learned:stop.safetensors
 
     branchwise train stop --model Qwen/Qwen2.5-1.5B-Instruct --draft-model Qwen/Qwen2.5-0.5B-Instruct
     """
     spec = drafter_spec(draft, draft_model)
-    from branchwise.draft.policies.stop import KINDS, Scorer, read_scorer, write_scorer
+    from branchwise.draft.policies.stop import KINDS, Scorer, file_for, read_scorer, write_scorer
+    from branchwise.methods import MODEL
 
     if kind not in KINDS:
         raise UsageError(f"Unknown kind {kind!r}; a stop is {' or '.join(KINDS)}.")
     at_least(1, samples=samples, epochs=epochs)
     if not 0 < threshold < 1:
         raise UsageError(f"--threshold must be between 0 and 1, not {threshold}.")
-    check_out(out, read_scorer, "stop")
+    if out is not None:
+        check_out(out, read_scorer, "stop")
     from branchwise.draft import DRAFTERS
     from branchwise.train.stop import Fan, collect, fit
 
@@ -103,6 +106,8 @@ def stop(
         raise UsageError("One prompt cannot be learned from and tested with; give at least two.")
     fan = Fan(kind)
     _check_drafter(spec, "has no distributions that a stop could look at; name a draft model.", lookup=False)
+    if out is None and split_spec(spec)[0] != MODEL:
+        raise UsageError(f"Only the stop of a draft model is kept for it; name a file for that of {spec} with --out.")
     drafter = DRAFTERS.build(spec, tree=fan)
     llm = loading.load(draft="none", max_batch=BATCH)
     target, prompts = llm.engine.target, [tuple(llm.encode(item.turns[0], raw=item.raw)) for item in items]
@@ -119,11 +124,12 @@ def stop(
         )
         network, lesson = fit(kind, found, threshold=threshold, epochs=epochs, seed=texts.seed, progress=progress)
     notes = {"model": llm.name, **texts.sampling, **asdict(lesson)}
-    write_scorer(Scorer(kind, network, threshold, spec, notes), out)
+    file = out or file_for(target.info, drafter.weights.fingerprint)
+    write_scorer(Scorer(kind, network, threshold, spec, notes), file)
     if as_json:
-        print(json.dumps({"file": str(out), "kind": kind, "draft": spec, "threshold": threshold, **asdict(lesson)}))
+        print(json.dumps({"file": str(file), "kind": kind, "draft": spec, "threshold": threshold, **asdict(lesson)}))
     else:
-        _print_lesson(lesson, kind, threshold, out)
+        _print_lesson(lesson, kind, threshold, "" if out is None else f":{out}")
 
 
 def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:
@@ -139,7 +145,7 @@ def _check_drafter(spec: str, refusal: str, *, lookup: bool) -> None:
         raise PairingError(f"Drafter {name!r} {refusal}")
 
 
-def _print_lesson(lesson: Lesson, kind: str, threshold: float, out: Path) -> None:
+def _print_lesson(lesson: Lesson, kind: str, threshold: float, named: str) -> None:
     meaning = "agreement on the best token" if kind == "hard" else "acceptance of a drawn token"
     print(
         f"{lesson.samples} nodes to learn from, {lesson.held_out} of other texts to test with. "
@@ -154,7 +160,7 @@ def _print_lesson(lesson: Lesson, kind: str, threshold: float, out: Path) -> Non
         print(f"{'All' if lesson.stopped else 'None'} of the nodes score at most {threshold}; try another threshold.")
     if lesson.loss >= lesson.blind_loss:
         print("It learned nothing that helps; try more samples, or the other kind.")
-    print(f"Use it with --tree chain:12,stop=learned:{out}")
+    print(f"Use it with --tree chain:12,stop=learned{named}")
 
 
 @calibrate.command()

@@ -63,6 +63,8 @@ class TreeBuilder:
     """node -> the distribution that its children are drawn from"""
     sources: dict[int, str] = field(default_factory=dict)
     """node -> the drafter that proposed it, if several do"""
+    trusted: bool = False
+    """whether the first level is drawn from what the target wants (`DraftTree.trusted`)"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -108,7 +110,7 @@ class TreeBuilder:
         order = sorted(range(len(self)), key=self.depths.__getitem__)
         return {node: place for place, node in enumerate(order)}
 
-    def finish(self, draw: Draw, leaves: tuple[int, ...] = (), *, trusted: bool = False) -> DraftTree:
+    def finish(self, draw: Draw, leaves: tuple[int, ...] = ()) -> DraftTree:
         """The tree in level order."""
         place = self.places
         order = list(place)
@@ -119,7 +121,7 @@ class TreeBuilder:
         tokens = torch.tensor([self.tokens[node] for node in order])
         ends = tuple(place[leaf] for leaf in leaves)
         sources = tuple(self.sources.get(node, "") for node in order) if self.sources else ()
-        return DraftTree(tokens, parents, draw, q, ends, trusted=trusted, sources=sources)
+        return DraftTree(tokens, parents, draw, q, ends, trusted=self.trusted and draw is Draw.FORK, sources=sources)
 
 
 def drawable(probs: Tensor) -> Tensor:
@@ -208,6 +210,15 @@ class TreePolicy(ABC):
         """The least size of a batch of its trees on a device, where verdicts are recorded for one shape."""
         return None
 
+    @property
+    def watches(self) -> bool:
+        """Whether `update` learns from steps; if not, nobody tells their rows apart for it."""
+        return type(self).update is not TreePolicy.update
+
+    def bind(self, target: TargetInfo, draft: Callable[[], str]) -> None:
+        """The draft model of a target grows its trees; `draft()` is the fingerprint of its weights. Called before
+        anything is grown, and again for another target."""
+
     @abstractmethod
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         """A tree below a root token."""
@@ -235,3 +246,47 @@ class TreePolicy(ABC):
 
     def update(self, judged: Sequence[Judged]) -> None:
         """Learn from a step; called before its tokens join the sequences."""
+
+
+class WrappedPolicy(TreePolicy):
+    """A policy in the name of another one: a subclass changes some of what it does, and all the rest is the other's."""
+
+    def __init__(self, policy: TreePolicy) -> None:
+        self.policy, self.draw = policy, policy.draw
+        self.learns, self.needs_hidden = policy.learns, policy.needs_hidden
+        self.stoppable, self.lays = policy.stoppable, policy.lays
+
+    @property
+    def pad_shape(self) -> PadShape | None:
+        return self.policy.pad_shape
+
+    @property
+    def watches(self) -> bool:
+        return self.policy.watches
+
+    def bind(self, target: TargetInfo, draft: Callable[[], str]) -> None:
+        self.policy.bind(target, draft)
+        self.needs_hidden = self.policy.needs_hidden
+
+    def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        return self.policy.grow(root, budget, sampler)
+
+    def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        return self.policy.grow_for(sequence, budget, sampler)
+
+    def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
+        return self.policy.lay(root, cursor, candidates, budget)
+
+    def lay_all(
+        self, roots: Sequence[int], cursors: Sequence[Cursor], candidates: Candidates, budgets: Sequence[Budget]
+    ) -> list[TreeBuilder]:
+        return self.policy.lay_all(roots, cursors, candidates, budgets)
+
+    def begin_batch(self, size: int, target: TargetInfo | None) -> None:
+        self.policy.begin_batch(size, target)
+
+    def drafted(self) -> None:
+        self.policy.drafted()
+
+    def update(self, judged: Sequence[Judged]) -> None:
+        self.policy.update(judged)

@@ -183,7 +183,7 @@ class TreeDrafter(Drafter):
         return answers
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
-        if self.recall is None and type(self.tree).update is TreePolicy.update:
+        if self.recall is None and not self.tree.watches:
             return  # nobody asks, and the rows of many texts take long to tell apart
         judged = [Judged(*one) for one in zip(sequences, self._drafted, scored.logits, verdicts, strict=False)]
         if self.recall is not None:

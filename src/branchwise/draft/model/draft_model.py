@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,6 +62,13 @@ class Weights:
             load = load_model if task is None else partial(load_specialist, task=task)
             found = cls._loaded[key] = cls(shown, *load(name, dtype=dtype, device=str(device)))
         return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What its weights are known by."""
+        from branchwise.backends.transformers.weights import weights_fingerprint  # takes seconds to import
+
+        return weights_fingerprint(self.model)
 
     @property
     def vocabulary(self) -> int:

@@ -91,6 +91,7 @@ class ModelDrafter(TreeDrafter):
         self.weights = (
             given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device, self.task)
         )
+        self.tree.bind(target, lambda: self.weights.fingerprint)
         self.vocabulary = self._common(target)
         if self.trim is not None:
             self.vocabulary = self.vocabulary.keep(frequent_tokens(target, self.trim))

@@ -44,12 +44,16 @@ class NestedDrafter(ModelDrafter):
         super().__init__(model, temperature, top_k, trim, tree=tree)
         if threshold is not None and not 0 <= threshold <= 1:
             raise UsageError(f"A threshold is a probability, such as threshold=0.5, not {threshold}.")
+        self._refuse_hidden()
+        self.threshold = threshold
+
+    def _refuse_hidden(self) -> None:
         if self.tree.needs_hidden:
             raise PairingError("Exits differ in their hidden states; a nested model needs a tree that asks for none.")
-        self.threshold = threshold
 
     def bind(self, target: TargetInfo) -> None:
         super().bind(target)
+        self._refuse_hidden()  # a tree may ask for them once it knows its draft model
         if self.ladder.cost is not None:
             self.cost = self.ladder.cost
 

@@ -95,12 +95,14 @@ class Fork(TreePolicy):
     """`fork-lossy:WxD`: W branches of D tokens; their first tokens are the target's if its distribution is known."""
 
     draw = Draw.FORK
+    stoppable = True
 
     def __init__(self, shape: str) -> None:
         found = re.fullmatch(r"(\d+)x(\d+)", shape)
         if not found or not int(found[1]) or not int(found[2]):
             raise UsageError(f"A fork is given as fork-lossy:WxD, such as fork-lossy:4x5, not fork-lossy:{shape}.")
         self.width, self.depth = int(found[1]), int(found[2])
+        plant(branched([self.width, *[1] * (self.depth - 1)]))
         self._known: WeakKeyDictionary[SequenceState, tuple[int, Tensor]] = WeakKeyDictionary()
         """the length of a sequence, and the distribution of the token after it"""
 
@@ -112,7 +114,7 @@ class Fork(TreePolicy):
         """`known` (vocabulary,) is the target's distribution after the root."""
         width = min(self.width, budget.nodes - 1)
         depth = min(self.depth, budget.depth, (budget.nodes - 1) // max(width, 1))
-        tree = TreeBuilder([root])
+        tree = TreeBuilder([root], trusted=known is not None)
         if depth < 1:
             return self._bare(root, sampler, known)
         found = yield tree, [0]  # in any case: a source reads the sequence up to its root before what is below
@@ -124,7 +126,7 @@ class Fork(TreePolicy):
             draws = [(branch, step * self.width + branch) for branch in range(len(level))]
             tokens = yield SampleRequest(sampler, probs, draws)
             level = [tree.add(node, token) for node, token in zip(level, tokens, strict=True)]
-        return tree.finish(self.draw, trusted=known is not None)
+        return tree.finish(self.draw)
 
     def _bare(self, root: int, sampler: DraftSampler, known: Tensor | None) -> DraftTree:
         """No branch fits. The one token that may be emitted is drawn here: no verifier knows its distribution."""

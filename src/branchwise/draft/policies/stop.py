@@ -2,6 +2,8 @@
 
 Lu et al., "Improving Multi-candidate Speculative Decoding" (arXiv 2409.10644) end a tree after a level in which no node
 scores above a threshold. Their score is that of a small network; a plain limit on confidence or entropy does as well.
+At least one level is the drafter's: where the target itself begins a fork, its first level costs no draft, so a rule is
+asked from the second one on.
 
 What keeps it exact: a rule sees the distributions after nodes that are drawn, and decides whether anything is drawn
 from them. It never sees a token before it is admitted. Several paths are a case apart: they are independent draws of
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,12 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from branchwise.backends.base import TargetInfo
+from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy
+from branchwise.draft.builder import NodeProbs, TreeCoroutine, TreePolicy, WrappedPolicy
 from branchwise.draft.sampler import DraftSampler, SampleRequest
 from branchwise.draft.state import Format
 from branchwise.errors import ModelError, PairingError, UsageError
+from branchwise.models import cache_dir
 
 
 class Stop(ABC):
@@ -34,6 +39,9 @@ class Stop(ABC):
 
     needs_hidden: bool = False
     """whether it looks at hidden states of a draft model"""
+
+    def bind(self, target: TargetInfo, draft: Callable[[], str]) -> None:
+        """As of a policy."""
 
     @abstractmethod
     def enough(self, found: NodeProbs, depth: int) -> bool:
@@ -44,7 +52,7 @@ class Stop(ABC):
         return Stopping(policy, self, name)
 
 
-class Stopping(TreePolicy):
+class Stopping(WrappedPolicy):
     """A `stoppable` policy whose trees a rule may end at every level but the root's."""
 
     def __init__(self, policy: TreePolicy, stop: Stop, name: str | None = None) -> None:
@@ -53,11 +61,23 @@ class Stopping(TreePolicy):
                 f"A tree {name or type(policy).__name__!r} may not stop early: it would no longer be drawn as its "
                 "verifiers expect; use chain:L or rsd-c:4,2,1 with stop=, or leave stop= out."
             )
-        self.policy, self.stop, self.draw = policy, stop, policy.draw
+        super().__init__(policy)
+        self.stop, self.lays = stop, False
         self.needs_hidden = policy.needs_hidden or stop.needs_hidden
 
+    def bind(self, target: TargetInfo, draft: Callable[[], str]) -> None:
+        super().bind(target, draft)
+        self.stop.bind(target, draft)
+        self.needs_hidden = self.policy.needs_hidden or self.stop.needs_hidden
+
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
-        growing, found = self.policy.grow(root, budget, sampler), None
+        return self._ended(super().grow(root, budget, sampler))
+
+    def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
+        return self._ended(super().grow_for(sequence, budget, sampler))
+
+    def _ended(self, growing: TreeCoroutine) -> TreeCoroutine:
+        found = None
         while True:
             try:
                 request = growing.send(found)
@@ -68,7 +88,7 @@ class Stopping(TreePolicy):
                 continue
             tree, nodes = request
             depth = tree.depths[nodes[0]]
-            if depth > 0 and self.stop.enough(found, depth):
+            if depth > tree.trusted and self.stop.enough(found, depth):
                 return tree.finish(self.draw, tuple(nodes) if self.draw is Draw.PATHS else ())
 
 
@@ -95,17 +115,36 @@ class Entropy(Stop):
 
 
 class Learned(Stop):
-    """`learned:FILE`: enough when a network that `branchwise train stop` wrote scores no node above its threshold."""
+    """`learned:FILE`: enough when a network that `branchwise train stop` wrote scores no node above its threshold.
 
-    def __init__(self, file: str, threshold: float | None = None) -> None:
+    `learned` alone takes the network that was trained for this draft model and this target. Where there is none, the
+    same limit on confidence takes its place.
+    """
+
+    def __init__(self, file: str = "", threshold: float | None = None) -> None:
         """A `threshold` that is given takes the place of the file's."""
-        self.file = file
-        self.scorer = read_scorer(Path(file))
-        given = self.scorer.threshold if threshold is None else threshold
+        self._given = threshold
+        self.without = Confidence(UNTRAINED if threshold is None else threshold)
+        self.scorer: Scorer | None = None
+        self.trained_for_pair = not file
+        if file:
+            self._take(file)
+
+    def bind(self, target: TargetInfo, draft: Callable[[], str]) -> None:
+        if self.trained_for_pair:
+            self.scorer, self.needs_hidden = None, False
+            if (file := file_for(target, draft())).is_file():
+                self._take(str(file))
+
+    def _take(self, file: str) -> None:
+        self.file, self.scorer = file, read_scorer(Path(file))
+        given = self.scorer.threshold if self._given is None else self._given
         self.threshold = _share(given, "Stop 'learned' needs a threshold")
         self.needs_hidden = self.scorer.kind == "soft"
 
     def enough(self, found: NodeProbs, depth: int) -> bool:
+        if self.scorer is None:
+            return self.without.enough(found, depth)
         if self.needs_hidden and found.hidden is None:
             raise PairingError(
                 f"The stop {self.file} looks at hidden states, and this drafter has none; "
@@ -124,6 +163,15 @@ def _share(value: float, what: str) -> float:
     if not 0 < value < 1:
         raise UsageError(f"{what} between 0 and 1, such as 0.4, not {value}.")
     return value
+
+
+UNTRAINED = 0.4
+"""the confidence below which an untrained stop ends a tree: the threshold of the paper"""
+
+
+def file_for(target: TargetInfo, draft: str) -> Path:
+    """Where the stop of a draft model, by the fingerprint of its weights, is kept for a target."""
+    return cache_dir() / "stops" / f"{target.weights}-{draft}.safetensors"
 
 
 # What the two networks of the paper look at
@@ -184,8 +232,9 @@ class Scorer:
 
 
 def write_scorer(scorer: Scorer, file: Path) -> None:
+    """The folder of a file that is kept for a pair is made."""
     known = {name: getattr(scorer, name) for name in ("kind", "widths", "threshold", "draft", "notes")}
-    FORMAT.write(file, known, scorer.network.state_dict())
+    FORMAT.write(file, known, scorer.network.state_dict(), parents=cache_dir() in file.parents)
 
 
 def read_scorer(file: Path) -> Scorer:
