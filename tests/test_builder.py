@@ -461,6 +461,7 @@ ELSEWHERE = {
     "graph": "test_graph.py",
     "ranks": "test_ranks.py",
     "fork-lossy": "*.py",
+    "iid": "test_with_replacement.py",
     "puct": "test_puct.py",
     "paced": "test_adaptive_size.py",
     "paced-ranks": "test_adaptive_ranks.py",

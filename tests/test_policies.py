@@ -45,6 +45,8 @@ POLICIES = [
     "paths:2x2",
     "paths:3x2@1",
     "paths:2x3@1",
+    "iid:2,2",
+    "iid:1,2,2",
     "rsd-c:2,2",
     "rsd-c:2,1,2",
     "rsd-s:2x3",

@@ -14,7 +14,7 @@ from branchwise.audit.instances import Drafts, Instance
 from branchwise.core.batch import TreeBatch
 from branchwise.core.tree import DraftTree
 from branchwise.verify import VERIFIERS
-from branchwise.verify.recursive import Tried, next_on_paths, reject
+from branchwise.verify.recursive import Tried, reject
 from tests.conformance.test_verifiers import AWKWARD, WORLDS, verdict_law
 from tests.slow_truth import residual, without
 from tests.strategies import path_trees
@@ -147,7 +147,7 @@ def test_recursive_rejection_is_never_above_traversal_on_the_same_trees(where: s
 @given(st.lists(path_trees(), min_size=1, max_size=3))
 def test_the_next_nodes_of_all_paths_are_kept_in_draw_order_with_repeats(batch: list[DraftTree]) -> None:
     tree_batch = TreeBatch(batch)
-    table: Tensor = next_on_paths(tree_batch)
+    table: Tensor = tree_batch.candidates
     for row, tree in enumerate(batch):
         for node in range(tree_batch.nodes):
             expected = [-1] * tree_batch.paths.shape[1]

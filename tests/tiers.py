@@ -54,6 +54,7 @@ SLOW: dict[str, str] = {
     "test_match.py::test_with_the_same_seed_the_output_equals_plain_decoding": r".*-0\.8-.*",
     "test_verify_cascade.py::test_the_cascade_is_exact_with_any_mixture": "(3,2,3 ties|3,3,2 far)-.*",
     "test_verify_cascade.py::test_the_cascade_leads_the_other_verifiers_of_the_same_paths": "medium",
+    "test_with_replacement.py::test_every_rule_that_accepts_them_keeps_the_law": ".*-(wide|deep|flat)",
     "test_fork.py::test_with_one_branch_short_texts_have_the_law_of_the_target": NONE,
     "test_recycle.py::test_the_text_is_that_of_plain_decoding": NONE,
     "test_model_drafter.py::test_the_text_is_that_of_plain_decoding": "another model-wild",

@@ -33,7 +33,11 @@ BATCH = 3
 PAIRS = [
     (name, tree)
     for name in VERIFIERS
-    for tree, draw in (("paths:3x4", Draw.PATHS), ("rsd-c:3,2,1", Draw.WITHOUT_REPLACEMENT))
+    for tree, draw in (
+        ("paths:3x4", Draw.PATHS),
+        ("rsd-c:3,2,1", Draw.WITHOUT_REPLACEMENT),
+        ("iid:3,2,1", Draw.WITH_REPLACEMENT),
+    )
     if draw in VERIFIERS.find(name).accepts
 ]
 

@@ -46,6 +46,7 @@ SMALL = {
     "chain": "chain:3",
     "paths": "paths:2x2",
     "rsd-c": "rsd-c:2,2",
+    "iid": "iid:2,2",
     "rsd-s": "rsd-s:2x2",
     "dynamic": "dynamic:4",
     "threshold": "threshold:0.15,4",

@@ -43,7 +43,8 @@ def grown_trees(policy: TreePolicy, rule: Rule, budget: Budget) -> list[Weighed]
     """
     found: dict[tuple[object, ...], Weighed] = {}
     for weight, tree in _weighed(policy, rule, budget):
-        same = (*tree.tokens.tolist(), tree.parents, tree.leaves, None if tree.q is None else tree.q.numpy().tobytes())
+        ends = tree.leaves, tree.draws
+        same = (*tree.tokens.tolist(), tree.parents, *ends, None if tree.q is None else tree.q.numpy().tobytes())
         before = found[same].weight if same in found else 0.0
         found[same] = Weighed(before + weight, tree)
     return list(found.values())

@@ -179,6 +179,10 @@ class TreeBatch:
         lambda batch: padded([tree.children for tree in batch.trees], (batch.nodes, batch.pad_shape.children))
     )
     """(batch, nodes, most children): the children of every node in draw order"""
+    candidates = Table(
+        lambda batch: padded([tree.candidates for tree in batch.trees], (batch.nodes, batch.pad_shape.children))
+    )
+    """(batch, nodes, most draws): the nodes that the draws below every node came to, repeats kept"""
     levels = Table(lambda batch: padded([tree.topology.levels for tree in batch.trees], (0, batch.pad_shape.width)))
     """(batch, depth + 1, widest level): the nodes of every level"""
     postorder = Table(lambda batch: padded([tree.postorder for tree in batch.trees], (batch.nodes,)))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ class Draw(Enum):
     """Chosen without chance from the context alone: n-grams, retrieval, the most probable tokens."""
     WITHOUT_REPLACEMENT = "without-replacement"
     """Siblings drawn one after the other from q, never the same token twice, kept in draw order."""
+    WITH_REPLACEMENT = "with-replacement"
+    """So many independent draws from q below every node, repeats merged; `draws` keeps them."""
     PATHS = "paths"
     """K independent paths of full depth drawn from q and merged where they agree; `leaves` keeps the draws."""
     FORK = "fork-lossy"
@@ -51,6 +54,8 @@ class DraftTree:
     the last one that has children need no row."""
     leaves: tuple[int, ...] = ()
     """for PATHS: the last node of each drawn path, in draw order, repeats kept"""
+    draws: tuple[int, ...] = ()
+    """for WITH_REPLACEMENT: the node that each draw came to, in draw order, repeats kept"""
     trusted: bool = False
     """for FORK: the first level was drawn from what the target wants, row 0 of q, and is not tested"""
     sources: tuple[str, ...] = ()
@@ -80,6 +85,8 @@ class DraftTree:
                 )
         if self.leaves and {*self.parents, *self.leaves} != set(range(-1, len(shape))):
             raise UsageError("Every node of a tree of paths must lie on one of them.")
+        if {*self.draws} != ({*range(1, len(shape))} if self.draw is Draw.WITH_REPLACEMENT else set()):
+            raise UsageError("Draws belong to a tree drawn with replacement, and lead to every node below its root.")
         if self.trusted and (self.draw is not Draw.FORK or self.q is None):
             raise UsageError(
                 "Only a fork can be trusted, and it carries the distribution that its first level was drawn from."
@@ -132,6 +139,21 @@ class DraftTree:
             for node in path:
                 first.setdefault(node, turn)
         return tuple(tuple(sorted(below, key=first.__getitem__)) for below in self.topology.children)
+
+    @property
+    def candidates(self) -> list[list[int]]:
+        """For every node the nodes that the draws below it came to, in draw order, repeats kept; of paths the next
+        node of each, -1 for those that do not run through the node."""
+        if not self.leaves:
+            found: list[list[int]] = [[] for _ in self.parents]
+            for node in self.draws or range(1, len(self)):
+                found[self.parents[node]].append(node)
+            return found
+        found = [[-1] * len(self.leaves) for _ in self.parents]
+        for turn, path in enumerate(self.paths):
+            for node, below in pairwise(path):
+                found[node][turn] = below
+        return found
 
     @property
     def postorder(self) -> list[int]:

@@ -35,6 +35,7 @@ TREES = Registry(
     {
         "chain": "branchwise.draft.policies.paths:Chain",
         "fork-lossy": "branchwise.draft.policies.paths:Fork",
+        "iid": "branchwise.draft.policies.iid:Independent",
         "paths": "branchwise.draft.policies.paths:Paths",
         "ranks": "branchwise.draft.policies.template:Ranks",
         "rsd-c": "branchwise.draft.policies.rsd:Branching",

@@ -63,6 +63,8 @@ class TreeBuilder:
     """node -> the distribution that its children are drawn from"""
     sources: dict[int, str] = field(default_factory=dict)
     """node -> the drafter that proposed it, if several do"""
+    draws: list[int] = field(default_factory=list)
+    """for a tree drawn with replacement: the node that each draw came to"""
     trusted: bool = False
     """whether the first level is drawn from what the target wants (`DraftTree.trusted`)"""
 
@@ -120,8 +122,10 @@ class TreeBuilder:
             q = table([self.probs.get(node) for node in order[: max(parents) + 1]])
         tokens = torch.tensor([self.tokens[node] for node in order])
         ends = tuple(place[leaf] for leaf in leaves)
+        draws = tuple(place[node] for node in self.draws) if draw is Draw.WITH_REPLACEMENT else ()
         sources = tuple(self.sources.get(node, "") for node in order) if self.sources else ()
-        return DraftTree(tokens, parents, draw, q, ends, trusted=self.trusted and draw is Draw.FORK, sources=sources)
+        trusted = self.trusted and draw is Draw.FORK
+        return DraftTree(tokens, parents, draw, q, ends, draws, trusted=trusted, sources=sources)
 
 
 def drawable(probs: Tensor) -> Tensor:

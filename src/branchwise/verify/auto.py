@@ -10,7 +10,7 @@ from branchwise.verify import VERIFIERS, Verdicts, Verifier
 
 
 class Auto(Verifier):
-    """Fixed trees: match. One drawn path: block. Several: cascade. Drawn without replacement: traversal."""
+    """Fixed trees: match. One drawn path: block. Several: cascade. Siblings drawn one by one: traversal."""
 
     name = "auto"
     accepts = frozenset(Draw) - {Draw.FORK}
@@ -21,7 +21,7 @@ class Auto(Verifier):
 
 def choose(batch: TreeBatch) -> Verifier:
     drawn = {tree.draw for tree in batch.trees}
-    if Draw.WITHOUT_REPLACEMENT in drawn:
+    if drawn & {Draw.WITHOUT_REPLACEMENT, Draw.WITH_REPLACEMENT}:
         name = "traversal"
     elif Draw.PATHS in drawn:
         name = "cascade" if any(len(tree.leaves) > 1 for tree in batch.trees) else "block"

@@ -1,7 +1,9 @@
 """Recursive rejection: try the children of a node one after the other, from the root downwards or the leaves upwards.
 
 `mss`  Miao et al., "SpecInfer", ASPLOS 2024 (multi-step speculative sampling), and Yang et al., "Multi-Candidate
-       Speculative Decoding" (arXiv 2401.06706) with replacement: the children are independent draws, repeats kept.
+       Speculative Decoding" (arXiv 2401.06706) with replacement: the children are independent draws, repeats kept. They
+       are the next tokens of the paths through a node, or so many draws below every node. A repeat of a rejected token
+       has nothing left and is rejected for sure, but what is wanted after it changes: it counts as a draw.
 `rrs`  recursive rejection sampling, without replacement: MCSD, RSD (Jeon et al., arXiv 2402.14160), Sequoia (Chen et
        al., arXiv 2402.12374): no token is tried twice, and a rejected one leaves the distribution of the next.
 
@@ -43,7 +45,7 @@ from branchwise.verify.match import or_match
 @or_match
 class RRS(Verifier):
     name = "rrs"
-    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.WITH_REPLACEMENT, Draw.PATHS})
     reads = ("tokens", "children")
     replace = False
 
@@ -66,19 +68,12 @@ class RRS(Verifier):
 
 class MSS(RRS):
     name = "mss"
-    accepts = frozenset({Draw.PATHS})
-    reads = ("tokens", "paths")
+    accepts = frozenset({Draw.WITH_REPLACEMENT, Draw.PATHS})
+    reads = ("tokens", "candidates")
     replace = True
 
     def candidates(self, batch: TreeBatch) -> Tensor:
-        return next_on_paths(batch)
-
-
-def next_on_paths(batch: TreeBatch) -> Tensor:
-    """(batch, nodes, paths): the next node of every path that runs through a node, repeats kept; -1 for other paths."""
-    here, below = batch.paths[:, None, :, :-1], batch.paths[:, None, :, 1:]
-    nodes = torch.arange(batch.nodes, device=batch.device)[:, None, None]
-    return torch.where(here == nodes, below, -1).amax(dim=-1)
+        return batch.candidates
 
 
 def tokens_of(batch: TreeBatch, nodes: Tensor) -> Tensor:
@@ -169,7 +164,7 @@ def reject(
 @or_match
 class Traversal(Verifier):
     name = "traversal"
-    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.PATHS})
+    accepts = frozenset({Draw.WITHOUT_REPLACEMENT, Draw.WITH_REPLACEMENT, Draw.PATHS})
     reads = ("tokens", "depths", "ancestor_bits", "children", "levels", "postorder")
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:

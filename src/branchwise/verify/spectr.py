@@ -20,7 +20,7 @@ from branchwise.core.target_probs import TargetProbs, settled
 from branchwise.core.tree import Draw
 from branchwise.verify import Verdicts, Verifier, left_of
 from branchwise.verify.match import or_match
-from branchwise.verify.recursive import descend, next_on_paths, tokens_of
+from branchwise.verify.recursive import descend, tokens_of
 
 ITERATIONS = 8
 
@@ -28,14 +28,12 @@ ITERATIONS = 8
 @or_match
 class KSeq(Verifier):
     name = "k-seq"
-    accepts = frozenset({Draw.PATHS})
-    reads = ("tokens", "paths")
+    accepts = frozenset({Draw.WITH_REPLACEMENT, Draw.PATHS})
+    reads = ("tokens", "candidates")
 
     def __call__(self, batch: TreeBatch, probs: TargetProbs, chance: Chance) -> Verdicts:
-        candidates = next_on_paths(batch)
-
         def tries(nodes: Tensor) -> tuple[Tensor, ...]:
-            children = gather_rows(candidates, nodes)
+            children = gather_rows(batch.candidates, nodes)
             p, q, tokens = probs.at(nodes), batch.q_rows(nodes), tokens_of(batch, children)
             count = (children >= 0).sum(dim=-1)
             rho, beta = solve(p, q, count, children.shape[-1], probs)
