@@ -9,7 +9,7 @@
         └── UnsupportedModel an architecture whose tree pass could not be exact; refused at load
 
 A message is one sentence that says what happened, and then what to do about it. `assert` is kept for our own bugs.
-A `LossyWarning` is no mistake: it says that what was asked for changes the distribution.
+A `LossyWarning` is no mistake: it says that what was asked for changes the distribution. Neither is a `CutWarning`.
 """
 
 
@@ -43,6 +43,10 @@ class UnsupportedModel(ModelError):
 
 class LossyWarning(UserWarning):
     """What is about to write does not keep the target's distribution; the command line prints it as one line."""
+
+
+class CutWarning(UserWarning):
+    """Trees are smaller than was asked for; the command line prints it as one line."""
 
 
 def first_line(error: BaseException) -> str:

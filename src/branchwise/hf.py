@@ -32,6 +32,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from branchwise.backends.base import nodes_for
 from branchwise.backends.transformers.target import SHORTEST_CONTEXT, TransformersTarget
 from branchwise.core.sampling import Processor, SamplingParams
 from branchwise.draft import build_drafter
@@ -115,8 +116,10 @@ def generate(
     if drafter is None:
         drafter, tree = PRESETS[DEFAULT].draft, tree or PRESETS[DEFAULT].tree
     drafting = build_drafter(drafter, tree) if isinstance(drafter, str) else drafter
-    target = TransformersTarget(model, slots=len(rows), context=max(context, SHORTEST_CONTEXT), tokenizer=tokenizer)
+    room, nodes = max(context, SHORTEST_CONTEXT), nodes_for(drafting.largest)
+    target = TransformersTarget(model, slots=len(rows), context=room, max_nodes=nodes, tokenizer=tokenizer)
     engine = Engine(target, drafting, VERIFIERS.build(verifier), guard=guard)
+    engine.warn_if_cut()
     Method(drafting.name, drafting.name, tree, verifier).warn_if_lossy()
     for part in (drafting, *drafting.sources):
         if isinstance(drafter, str) and isinstance(part, ModelDrafter):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 import torch
 
 from branchwise.backends import TARGETS
+from branchwise.backends.base import LARGEST, nodes_for
 from branchwise.backends.quantized import FLOAT, Conversion, choose_weights, conversion_of
 from branchwise.constrain import Grammar, compiler_for
 from branchwise.control.memory import remember_costs
@@ -123,6 +124,7 @@ def load(
     threads: int | None = None,
     context: int | None = None,
     max_batch: int = 8,
+    max_nodes: int | None = None,
     compile: bool = False,
     warmup: bool = True,
     guard: bool = True,
@@ -135,13 +137,15 @@ def load(
     These are a `method` by name, with the model that drafts for it, the index it retrieves from or the file of its
     trained head, or `draft`, `tree` and `verify` one by one; without any of them it is the method `default`. `context`
     limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences run together,
-    more wait their turn. On a CPU `weights` may be "int8" or "int4": the quantised model is then the target, and "auto"
-    takes int8 where a trial finds that it pays. `compile` compiles layers before a GPU records them. `warmup` compiles
-    and records at load what a request needs, so that the first request runs at the speed of the second; on a CPU there
-    is nothing to warm up. With a `guard` nothing is drafted while the method is slower than plain decoding. With a
-    `prefix_cache` a prompt that begins like another text, as the next turn of a conversation does, is prefilled from
-    there on: it is how many texts are kept for that when they have ended, in slots that nobody needs, or True for as
-    many as there are slots. A method that changes the output distribution warns (`LossyWarning`).
+    more wait their turn. `max_nodes` is how many nodes of a tree one pass may score, the root included: by default 128,
+    or as many as the trees of this method have, at most 1,024. On a CPU `weights` may be "int8" or "int4": the
+    quantised model is then the target, and "auto" takes int8 where a trial finds that it pays. `compile` compiles
+    layers before a GPU records them. `warmup` compiles and records at load what a request needs, so that the first
+    request runs at the speed of the second; on a CPU there is nothing to warm up. With a `guard` nothing is drafted
+    while the method is slower than plain decoding. With a `prefix_cache` a prompt that begins like another text, as the
+    next turn of a conversation does, is prefilled from there on: it is how many texts are kept for that when they have
+    ended, in slots that nobody needs, or True for as many as there are slots. A method that changes the output
+    distribution warns (`LossyWarning`), and so does one whose trees are cut (`CutWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """
@@ -161,6 +165,8 @@ def load(
         check_state(drafter, state)
     if max_batch < 1:
         raise UsageError(f"max_batch must be at least 1, not {max_batch}.")
+    if max_nodes is not None and not 2 <= max_nodes <= LARGEST:
+        raise UsageError(f"max_nodes must be at least 2 and at most {LARGEST}, not {max_nodes}.")
     if threads is not None:
         most = 8 * (cpu_count() or 1)
         if not 1 <= threads <= most:
@@ -179,9 +185,11 @@ def load(
         from branchwise.backends.transformers.converted import load_converted
 
         network, tokenizer = load_converted(model, bits, dtype=choose_dtype(dtype, place), **options)
-    target = backend(network, slots=max_batch, context=context, tokenizer=tokenizer, compile=compile)
+    nodes = max_nodes or nodes_for(drafter.largest)
+    target = backend(network, slots=max_batch, context=context, max_nodes=nodes, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)
     engine = Engine(target, drafter, verifier, guard=guard, prefix_cache=prefix_cache)
+    engine.warn_if_cut()
     if state is not None:
         load_state(drafter, state, target.info)
     if warmup:
@@ -237,6 +245,7 @@ class LLM:
 
     def _with(self, method: Method, drafter: Drafter, verifier: Verifier, guard: bool) -> LLM:
         engine = Engine(self.engine.target, drafter, verifier, guard=guard)
+        engine.warn_if_cut()
         method.warn_if_lossy()
         return LLM(self.name, self.model, self.tokenizer, engine, source=self.source)
 

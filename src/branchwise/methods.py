@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from branchwise.draft import DRAFTERS, TREES, build_drafter
+from branchwise.draft import DRAFTERS, TREES, build_drafter, build_policy
 from branchwise.draft.base import Drafter
 from branchwise.errors import LossyWarning, UnknownName, UsageError
 from branchwise.registry import nearest, split_spec
@@ -252,6 +252,11 @@ def find_any(spec: str) -> Method:
     return Method(spec, draft, tree or None, verify or "match")
 
 
+def largest_tree(methods: Sequence[Method]) -> int:
+    """Nodes below the root of the largest tree that one of the methods names; 0 if none does."""
+    return max((build_policy(method.tree).largest for method in methods if method.tree), default=0)
+
+
 def table() -> str:
     """The presets as a Markdown table."""
     lines = ["| `--method` | paper | drafter | tree | verifier | distribution |", "|---|---|---|---|---|---|"]
@@ -277,7 +282,7 @@ def _by_drafter(draft_model: str | None, index: str | None, head: str | None) ->
 
 
 FILES = (
-    *(f"{name}{mark}" for name in ("model", "retrieval", "head", "nested") for mark in ":("),
+    *(f"{name}{mark}" for name in ("model", "retrieval", "head", "nested", "trigram") for mark in ":("),
     *("template:", "ranks:", "learned:"),
 )
 """parts of a spec after which a name with slashes may follow"""

@@ -37,6 +37,15 @@ from branchwise.verify import Verdict, Verdicts, Verifier
 CPU = torch.device("cpu")
 
 
+USUAL_NODES, LARGEST = 128, 1024
+"""nodes that one pass scores, the root included: as a rule, and at most"""
+
+
+def nodes_for(largest: int) -> int:
+    """How many nodes a pass must score for trees of so many nodes below the root."""
+    return min(max(USUAL_NODES, largest + 1), LARGEST)
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a drafter asks of the passes of its target. Whatever it does not ask for, no pass computes or copies."""

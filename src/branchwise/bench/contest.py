@@ -105,6 +105,7 @@ class Ours(Contestant):
     def forget(self) -> None:
         drafter, verifier = self._method.build()
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most, guard=self._guard)
+        self._engine.warn_if_cut()
         self._guard = self._engine.guard or self._guard  # what steps take is known of the machine, not of the prompts
         self.learns = drafter.learns
 

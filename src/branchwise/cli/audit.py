@@ -214,7 +214,7 @@ def model(
         audited = replace(wanted, verify=rule)
         audited.build()
         audited.warn_if_lossy()
-    llm = loading.load(draft="none", max_batch=batch + 1)
+    llm = loading.load([wanted], draft="none", max_batch=batch + 1)
     audits: list[ModelAudit] = []
     with showing() as progress:
         auditor = ModelAuditor(llm, texts, plan, progress)

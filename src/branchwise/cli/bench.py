@@ -221,7 +221,7 @@ def bench(
     }
     most = None if budget is None and length is None else Budget((budget or 10**9 - 1) + 1, length or 10**9)
     with Ledger(out) as ledger:
-        llm = loading.load(draft="none", context=context, max_batch=batch)
+        llm = loading.load(entered, draft="none", context=context, max_batch=batch)
         contestants: list[Contestant] = [Ours(llm, method, most) for method in entered]
         contestants += [Ours(llm, method, most, guard=True) for method in chosen if guard and method != PLAIN]
         contestants += [build_peer(spec, llm, threads=loading.threads) for spec in others]

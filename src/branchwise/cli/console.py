@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from branchwise.errors import BranchwiseError, LossyWarning, ModelError
+from branchwise.errors import BranchwiseError, CutWarning, LossyWarning, ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def errors_in_one_sentence() -> Iterator[None]:
-    """Print a mistake of the user, or a `LossyWarning`, as one sentence; exit with code 2, or 130 after Ctrl-C."""
+    """Print a mistake of the user, or a warning of ours, as one sentence; exit with code 2, or 130 after Ctrl-C."""
     show = warnings.showwarning
 
     def show_without_code(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, LossyWarning):
+        if issubclass(category, LossyWarning | CutWarning):
             print_notice(str(message))
         else:
             show(message, category, *place, **more)

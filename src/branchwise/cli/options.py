@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -59,13 +59,22 @@ class Loading:
     threads: Annotated[int | None, Option(help="CPU threads.", show_default="all cores")] = None
     compile: Annotated[bool, Option("--compile", help="Fuse GPU kernels: faster, after seconds per new size.")] = False
     warmup: Annotated[bool, Option(help="Prepare at load what requests need; else the first is slower.")] = True
+    max_nodes: Annotated[
+        int | None, Option(help="Nodes that one pass may score, at most 1024.", show_default="as trees need")
+    ] = None
     trust_remote_code: TrustRemoteCode = False
 
-    def load(self, **settings: Any) -> LLM:
+    def load(self, methods: Sequence[Method] = (), /, **settings: Any) -> LLM:
+        """The model, with room for the trees of these methods, which will run on it."""
+        from branchwise.backends.base import nodes_for
         from branchwise.engine.warmup import leave_to_itself
         from branchwise.llm import load
+        from branchwise.methods import largest_tree
 
-        llm = load(**vars(self), **settings)
+        given = vars(self)
+        if self.max_nodes is None and methods:
+            given = given | {"max_nodes": nodes_for(largest_tree(methods))}
+        llm = load(**given, **settings)
         if (found := llm.conversion) is not None:
             print_notice(f"The target is {llm.name}: {found.distance}.")
         if llm.engine.pipelined:

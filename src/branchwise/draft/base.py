@@ -57,6 +57,8 @@ class Drafter(ABC):
     paces: bool = False
     """whether it drafts nothing by itself where that would lose; if not, the engine may let it rest. Read after `bind`.
     """
+    largest: int = 0
+    """nodes below the root of its largest tree; 0 if only the budget bounds it"""
     sources: Sequence[Drafter] = ()
     """drafters of which the engine lets one draft in every step, or none, in place of this one. Read after `bind`."""
 

@@ -215,6 +215,11 @@ class TreePolicy(ABC):
         return None
 
     @property
+    def largest(self) -> int:
+        """Nodes below the root of its largest tree; 0 if only the budget bounds it."""
+        return 0
+
+    @property
     def watches(self) -> bool:
         """Whether `update` learns from steps; if not, nobody tells their rows apart for it."""
         return type(self).update is not TreePolicy.update
@@ -263,6 +268,10 @@ class WrappedPolicy(TreePolicy):
     @property
     def pad_shape(self) -> PadShape | None:
         return self.policy.pad_shape
+
+    @property
+    def largest(self) -> int:
+        return self.policy.largest
 
     @property
     def watches(self) -> bool:

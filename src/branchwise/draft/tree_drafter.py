@@ -118,6 +118,7 @@ class TreeDrafter(Drafter):
         self.tree = tree
         self.draw = tree.draw
         self.learns = self.learns or tree.learns
+        self.largest = tree.largest
         self.target: TargetInfo | None = None
         self._device_sampler = DeviceSampler()
         self._drafted: list[DraftTree] = []

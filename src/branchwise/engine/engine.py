@@ -6,12 +6,13 @@ Threads may share an engine. `submit` and `cancel` return at once, whatever step
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import repeat
 
 import torch
 
-from branchwise.backends.base import PipelinedTarget, Target
+from branchwise.backends.base import LARGEST, PipelinedTarget, Target
 from branchwise.control.guard import Guard
 from branchwise.core.sequence import SequenceState
 from branchwise.core.text import TextStream
@@ -23,7 +24,7 @@ from branchwise.engine.request import FinishReason, Generation, Pending, Piece, 
 from branchwise.engine.scheduler import Scheduler
 from branchwise.engine.step import Outcome, Step
 from branchwise.engine.trace import PHASE, trace_of
-from branchwise.errors import UsageError
+from branchwise.errors import CutWarning, UsageError
 from branchwise.registry import check_known
 from branchwise.verify import Verifier, check_pairing
 
@@ -74,6 +75,18 @@ class Engine:
         """held during a step, which moves the texts of all threads"""
         self._stepping = False
         self._seeding = threading.Lock()
+
+    def warn_if_cut(self) -> None:
+        """Every function that loads a method for users calls this: say so if its trees do not fit into a pass."""
+        wanted, most = self.drafter.largest + 1, self.most.nodes
+        if wanted > most == self.target.info.max_nodes:
+            lift = f"load it with max_nodes={min(wanted, LARGEST)} (--max-nodes {min(wanted, LARGEST)})"
+            warnings.warn(
+                f"Trees of {wanted - 1} nodes are cut to {most - 1}: the target scores {most} nodes in a pass, "
+                f"the root included; {lift if most < LARGEST else f'no pass scores more than {LARGEST}'}.",
+                CutWarning,
+                stacklevel=2,
+            )
 
     @property
     def busy(self) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from branchwise.backends.base import (
+    USUAL_NODES,
     CachedRows,
     Chunk,
     Execution,
@@ -75,7 +76,7 @@ class TransformersTarget(SlottedTarget):
         *,
         slots: int = 8,
         context: int | None = None,
-        max_nodes: int = 128,
+        max_nodes: int = USUAL_NODES,
         prefill_chunk: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         kernels: bool | None = None,
@@ -185,7 +186,7 @@ class TransformersTarget(SlottedTarget):
         eagerly = partial(self.runner.prefill, self.store)
         if not self._records_prompts:
             return eagerly(chunks)
-        parts = self.store, self.info.max_nodes, self._write, self.runner.nothing_written
+        parts = self.store, self._recorded_piece, self._write, self.runner.nothing_written
         return RecordedPrefill(*parts, eagerly)(chunks)
 
     @property
@@ -194,7 +195,12 @@ class TransformersTarget(SlottedTarget):
 
     def prefill_piece(self, prompt: int) -> int:
         recorded = self._records_prompts and prompt < LONG_PROMPT
-        return self.info.max_nodes if recorded else super().prefill_piece(prompt)
+        return self._recorded_piece if recorded else super().prefill_piece(prompt)
+
+    @property
+    def _recorded_piece(self) -> int:
+        """Tokens of one prompt that a recorded pass writes, however large trees may be."""
+        return min(self.info.max_nodes, USUAL_NODES)
 
     def _write(self, sequences: Sequence[SequenceState], tokens: NDArray[np.int64], layout: TreeLayout) -> Scored:
         return self._replay(sequences, tokens, layout.depths, layout.ancestor_bits, layout=layout)[1]

@@ -42,6 +42,10 @@ class Dynamic(TreePolicy):
             raise UsageError(f"A dynamic tree has at least 1 node, such as dynamic:24, not {nodes}.")
         self.nodes = nodes
 
+    @property
+    def largest(self) -> int:
+        return self.nodes
+
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         tree, remaining = TreeBuilder([root]), dict[int, NoReplacementSampler]()
         slots = [(-1.0, 0, 0)] if budget.depth > 0 else []  # (-value, tie-breaker, the node that gets a child)
@@ -79,6 +83,10 @@ class Threshold(TreePolicy):
             raise UsageError(f"Threshold takes a value between 0 and 1 and 1 node or more, not {threshold:g},{nodes}.")
         self.threshold, self.nodes = threshold, nodes
         self._controllers: WeakKeyDictionary[SequenceState, Threshold] = WeakKeyDictionary()
+
+    @property
+    def largest(self) -> int:
+        return self.nodes
 
     def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         """By the threshold that the earlier trees of the sequence have steered."""

@@ -10,6 +10,9 @@ nothing about them, so they are independent draws from q whatever else is in the
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 from branchwise.core.batch import PadShape
 from branchwise.core.topology import branched, topology
 from branchwise.core.tree import Draw
@@ -29,6 +32,10 @@ class Independent(TreePolicy):
         if not draws or min(draws) < 1:
             raise UsageError("Independent children need how many draws each level has, such as iid:4,2,1.")
         self.draws = draws
+
+    @property
+    def largest(self) -> int:
+        return sum(accumulate(self.draws, mul))
 
     @property
     def pad_shape(self) -> PadShape:

@@ -55,6 +55,10 @@ class Paths(TreePolicy):
         """Where paths merge is chance: a shape for all outcomes is the same at every step."""
         return PadShape.for_paths(self.count, self.length)
 
+    @property
+    def largest(self) -> int:
+        return self.common + self.count * (self.length - self.common)
+
     def within(self, budget: Budget) -> int:
         """The length of the paths within a budget."""
         nodes = budget.nodes - 1
@@ -105,6 +109,10 @@ class Fork(TreePolicy):
         plant(branched([self.width, *[1] * (self.depth - 1)]))
         self._known: WeakKeyDictionary[SequenceState, tuple[int, Tensor]] = WeakKeyDictionary()
         """the length of a sequence, and the distribution of the token after it"""
+
+    @property
+    def largest(self) -> int:
+        return self.width * self.depth
 
     def grow_for(self, sequence: SequenceState, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         length, probs = self._known.get(sequence, (0, None))

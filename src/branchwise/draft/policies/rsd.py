@@ -18,6 +18,8 @@ import heapq
 import math
 import re
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -41,6 +43,10 @@ class Branching(TreePolicy):
             raise UsageError("RSD-C needs how many children each level has, such as rsd-c:4,2,1.")
         self.branching = branching
         plant(branched(branching))
+
+    @property
+    def largest(self) -> int:
+        return sum(accumulate(self.branching, mul))
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         tree, level = TreeBuilder([root]), [0]
@@ -71,6 +77,10 @@ class Beam(TreePolicy):
         """Which nodes have children is chance: a shape for all outcomes is the same at every step."""
         forks = min(self.width - 1, 1) + (self.length - 1) * (self.width // 2)
         return replace(PadShape.for_paths(self.width, self.length), forks=forks)
+
+    @property
+    def largest(self) -> int:
+        return self.width * self.length
 
     def levels(self, budget: Budget) -> int:
         return max(0, min(self.length, budget.depth, (budget.nodes - 1) // self.width))

@@ -59,6 +59,10 @@ class Template(TreePolicy):
     def __init__(self, shape: str) -> None:
         self.shape = plant(find_shape(shape))
 
+    @property
+    def largest(self) -> int:
+        return len(self.shape) - 1
+
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         tree = TreeBuilder([root])
         places = {0: 0}  # node of the shape -> node of the tree
@@ -164,6 +168,10 @@ class Ranks(TreePolicy):
         self.shape = topology(find_shape(shape, RANKED))
         self._promising = promising(self.shape)
         self._fitting: dict[tuple[int, int, int], tuple[int, ...]] = {}  # budgets of an engine are few
+
+    @property
+    def largest(self) -> int:
+        return len(self.shape) - 1
 
     @property
     def pad_shape(self) -> PadShape:

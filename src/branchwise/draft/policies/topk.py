@@ -49,6 +49,10 @@ class TopK(TreePolicy):
             )
         self.nodes, self.depth, self.width, self.gain = nodes, depth, width, gain
 
+    @property
+    def largest(self) -> int:
+        return self.nodes
+
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         most = min(self.nodes + 1, budget.nodes)
         start = PathNode(0.0, None, root)
@@ -194,6 +198,10 @@ class Graph(TreePolicy):
             )
         self.nodes, self.width, self.depth, self.repeat = nodes, width, depth, repeat
         self.sibling, self.leaf = sibling, leaf
+
+    @property
+    def largest(self) -> int:
+        return self.nodes
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
         most, depth = min(self.nodes + 1, budget.nodes), min(self.depth, budget.depth)
