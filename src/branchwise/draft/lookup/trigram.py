@@ -1,27 +1,29 @@
 """Tri-grams: what has followed two tokens so far, in this text and in those before it.
 
 Liu et al., "Adaptive Draft-Verification for LLM Decoding" (ADED, arXiv 2407.12021): a map from two tokens to a few
-successors stands for the target, and goes on learning from what the target writes. Theirs begins with the counts of a
-corpus and credits the last tokens again at every step; this one begins empty, and each occurrence counts once.
+successors stands for the target, and goes on learning from what the target writes. It begins with the counts of a
+corpus if there is a table of these (`table.py`), and empty if not. Theirs credits the last tokens again at every step;
+here each occurrence counts once.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 from operator import itemgetter
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import TargetInfo
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import LearningDrafter, not_a_state
 from branchwise.draft.builder import Candidate, Cursor, TreePolicy
 from branchwise.draft.lookup.base import LookupDrafter
+from branchwise.draft.lookup.table import SUCCESSORS, Pair, TrigramTable
 from branchwise.draft.policies.topk import TopK
 from branchwise.errors import UsageError
-
-Pair = tuple[int, int]
 
 MOST = 64
 """the largest count of a successor; beyond it all counts of its pair are halved, so that new ones can rise"""
@@ -30,25 +32,34 @@ LOOKED_UP = 1024
 
 
 class Trigram(LookupDrafter, LearningDrafter):
-    """`trigram:size=65536,successors=12`: up to so many pairs of tokens, and so many successors of each.
+    """`trigram:size=65536,successors=12,table=FILE`: up to so many pairs of tokens, and so many successors of each.
 
     The pair that was not seen for longest is forgotten first. A new successor takes the place of the one with the
     lowest count, and of those of the oldest. Of n occurrences of a pair with k different successors one with the count
-    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once.
+    c has the mass c / (n + k), after Witten and Bell: each of the k was unknown once. A pair of the table begins with
+    its counts there, scaled down, so that what is written soon outweighs them.
     """
 
     name = "trigram"
 
-    def __init__(self, size: int = 65536, successors: int = 12, tree: TreePolicy | None = None) -> None:
+    def __init__(
+        self, size: int = 65536, successors: int = SUCCESSORS, table: str = "", tree: TreePolicy | None = None
+    ) -> None:
         if size < 1 or successors < 1:
             raise UsageError("Drafter 'trigram' keeps at least 1 pair of tokens and 1 successor of each.")
         super().__init__(tree or TopK(24, depth=6, width=8))
         self.size, self.successors = size, successors
+        self.file, self.table = table, TrigramTable.load(Path(table).expanduser()) if table else None
         self._rows: dict[Pair, dict[int, int]] = {}
         """pair -> successor -> its count; both in the order in which they were last seen"""
         self._looked_up: dict[Pair, list[Candidate]] = {}
         """candidates that are still valid: one tree asks for many pairs of the last"""
         self._read: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()
+
+    def bind(self, target: TargetInfo) -> None:
+        if self.table is not None:
+            self.table.check(target, self.file)
+        super().bind(target)
 
     def locate(self, sequence: SequenceState) -> Cursor:
         """The last two tokens of the text."""
@@ -58,8 +69,8 @@ class Trigram(LookupDrafter, LearningDrafter):
     def candidates(self, cursor: Cursor) -> list[Candidate]:
         if cursor in self._looked_up:
             return self._looked_up[cursor]
-        row = self._rows.get(cursor)
-        if row is None:
+        row = self._rows.get(cursor) or (self._counted(cursor) if cursor else None)
+        if not row:
             return []
         whole = sum(row.values()) + len(row)
         # The sort keeps the order of equals: reversed, the one that was seen last comes first.
@@ -108,7 +119,8 @@ class Trigram(LookupDrafter, LearningDrafter):
 
     def _credit(self, pair: Pair, token: int) -> None:
         self._looked_up.pop(pair, None)
-        row = self._rows.pop(pair, {})
+        known = self._rows.pop(pair, None)
+        row = self._counted(pair) if known is None else known
         count = row.pop(token, 0) + 1
         if count > MOST:
             row, count = {other: half for other, seen in row.items() if (half := seen // 2)}, count // 2
@@ -116,6 +128,10 @@ class Trigram(LookupDrafter, LearningDrafter):
             del row[min(row, key=row.__getitem__)]
         row[token] = count
         self._keep(pair, row)
+
+    def _counted(self, pair: Pair) -> dict[int, int]:
+        """What the corpus says of a pair."""
+        return {} if self.table is None else self.table.after(pair, self.successors)
 
     def _keep(self, pair: Pair, row: dict[int, int]) -> None:
         self._rows[pair] = row

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from random import Random
 
 from branchwise.core.tree import Draw
@@ -26,13 +26,14 @@ from branchwise.draft.sampler import DraftSampler
 from branchwise.errors import UsageError
 
 C1, C2 = 32.0, 8.0
-"""the weight of masses beside rewards, and after how many visits it begins to grow; the paper's"""
+"""the weight of masses beside rewards, and after how many visits it begins to grow; the paper's, unless given"""
 WIDTH = 12
 """tokens of a distribution that a simulation may take"""
 
 
 class Puct(TreePolicy):
-    """`puct:N,simulations=150,length=4`: the N prefixes visited most in so many simulations of so many tokens.
+    """`puct:N,simulations=150,length=4,c1=32,c2=8`: the N prefixes visited most in so many simulations of so many
+    tokens.
 
     It is made for candidates that are looked up at next to no cost; for a draft model `topk` is the better choice.
     """
@@ -40,10 +41,20 @@ class Puct(TreePolicy):
     draw = Draw.FIXED
     lays = True
 
-    def __init__(self, nodes: int, simulations: int = 150, length: int = 4) -> None:
+    def __init__(self, nodes: int, simulations: int = 150, length: int = 4, c1: float = C1, c2: float = C2) -> None:
+        """`c1` and `c2` are the constants of the PUCT rule."""
         if min(nodes, simulations, length) < 1:
             raise UsageError("PUCT takes nodes, simulations and length of at least 1, as in puct:24,simulations=150.")
+        if not (0 <= c1 < inf and 0 < c2 < inf):
+            raise UsageError(
+                f"PUCT takes c1 of at least 0 and c2 above 0, as in puct:24,c1=32,c2=8, not {c1:g}, {c2:g}."
+            )
         self.nodes, self.simulations, self.length = nodes, simulations, length
+        self.c1, self.c2 = c1, c2
+
+    @property
+    def largest(self) -> int:
+        return self.nodes
 
     def lay(self, root: int, cursor: Cursor, candidates: Candidates, budget: Budget) -> TreeBuilder:
         nodes, depth = min(self.nodes, budget.nodes - 1), min(self.length, budget.depth)
@@ -51,7 +62,7 @@ class Puct(TreePolicy):
         uniform = Random(root).random
         if nodes > 0 and depth > 0 and candidates(cursor):
             for _ in range(self.simulations):
-                simulate(start, candidates, depth, uniform)
+                simulate(start, candidates, depth, uniform, self.c1, self.c2)
         return most_visited(start, nodes)
 
     def grow(self, root: int, budget: Budget, sampler: DraftSampler) -> TreeCoroutine:
@@ -91,7 +102,9 @@ class SearchNode:
         self.bonus = self.mass / (1 + self.visits)
 
 
-def simulate(start: SearchNode, candidates: Candidates, length: int, uniform: Callable[[], float]) -> None:
+def simulate(
+    start: SearchNode, candidates: Candidates, length: int, uniform: Callable[[], float], c1: float, c2: float
+) -> None:
     """Go down from the root to the first child that was never visited, roll out from it, and credit all on the way."""
     node, path, reward = start, [start], 0.0
     while len(path) <= length:
@@ -105,19 +118,19 @@ def simulate(start: SearchNode, candidates: Candidates, length: int, uniform: Ca
             break
         if not node.children:
             break  # nothing is known to follow
-        node = select(node)
+        node = select(node, c1, c2)
         path.append(node)
         reward += node.mass
     for node in path:
         node.visit(reward)
 
 
-def select(node: SearchNode) -> SearchNode:
+def select(node: SearchNode, c1: float = C1, c2: float = C2) -> SearchNode:
     """The child with the greatest PUCT value; of equals the more probable."""
     best = node.children[0]
     if len(node.children) == 1:
         return best
-    weight = (C1 + log((node.visits + C2 + 1) / C2)) * sqrt(node.visits)
+    weight = (c1 + log((node.visits + c2 + 1) / c2)) * sqrt(node.visits)
     most = best.mean + weight * best.bonus
     for child in node.children:
         value = child.mean + weight * child.bonus
