@@ -10,7 +10,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from branchwise.bench.answers import letter_in, makes_24, number_in
-from branchwise.bench.styles import Problem, problems
+from branchwise.bench.styles import problems
+from branchwise.bench.tasks import Problem
 
 HAND = (2, 3, 4, 6)
 

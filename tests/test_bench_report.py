@@ -344,3 +344,41 @@ def test_a_phone_needs_no_horizontal_scroll(hostile: Path) -> None:
     found = re.search(r"<title>(\d+) (\d+)</title>", browse(frame, "--dump-dom"))
     assert found is not None
     assert found.groups() == ("360", "360")
+
+
+def of_two_models() -> list[Record]:
+    """The same problems, styles and contestants with two models; the second is twice as fast and follows no form."""
+    found = []
+    for model, speed in (("small", 1.0), ("large", 2.0)):
+        for place in range(4):
+            common: dict[str, Any] = {
+                "suite": "stylebench",
+                "category": f"{('cot', 'cod')[place % 2]}/gsm8k",
+                "item": f"item-{place}",
+                "correct": model == "large",
+                "followed": model == "small",
+                "guessed": place == 0,
+                "run": {"model": model, "device": "cpu", "dtype": "float32"},
+            }
+            found.append(record("plain", **common, seconds=4.0 / speed))
+            found.append(record("default", **common, seconds=1.0 / speed, equal=True))
+    return found
+
+
+def test_models_are_compared_each_with_its_own_plain_decoding(tmp_path: Path) -> None:
+    page = write_report(of_two_models(), tmp_path / "report").read_text()
+    tables = Reader(page).tables
+    overall = {line[0]: dict(zip(tables[0][0], line, strict=True)) for line in tables[0][1:]}
+    assert set(overall) == {"small: plain", "small: default", "large: plain", "large: default"}
+    assert overall["small: default"]["speed-up"].startswith("4.00")
+    assert overall["large: default"]["speed-up"].startswith("4.00")
+    styles = next(table for table in tables if table[0][0] == "style")
+    assert styles[0][1:5] == ["contestant", "accuracy", "format", "guessed"]
+    shown = {tuple(line[:2]): line[2:5] for line in styles[1:]}
+    assert shown["cot", "small: default"] == ["0.0%", "100%", "50%"]
+    assert shown["cod", "large: plain"] == ["100.0%", "0%", "0%"]
+    assert "their times cannot be compared" not in page
+
+
+def test_without_styles_there_is_no_table_of_styles(page: str) -> None:
+    assert "Styles by model" not in page

@@ -18,17 +18,19 @@ from branchwise.bench.styles import (
     _USES,
     MOST_PROBLEMS,
     SHOWN,
+    STAND_INS,
     STYLES,
     TASKS,
-    Problem,
     _solution,
+    ending,
     problems,
     prompt,
     style_items,
 )
+from branchwise.bench.tasks import Problem, find_tasks, read_problems
 from branchwise.errors import UnknownName, UsageError
 
-GENERATED = [task for task in TASKS if task != "gsm8k"]
+GENERATED = [task for task in TASKS if task not in STAND_INS]
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def gsm8k(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("task", GENERATED)
 def test_every_gold_answer_passes_its_own_check_in_every_ending(task: str) -> None:
     for problem in problems(task, 60, seed=3):
-        for ending in ("Answer: {}", "**Answer:** {}", "3 steps.\nAnswer: {}.", "so #### {}", r"\boxed{{{}}}", "{}"):
-            assert problem.check(ending.format(problem.gold)), (problem, ending)
+        for close in ("Answer: {}", "**Answer:** {}", "3 steps.\nAnswer: {}.", "so #### {}", r"\boxed{{{}}}", "{}"):
+            assert problem.check(close.format(problem.gold)), (problem, close)
 
 
 @pytest.mark.parametrize("task", GENERATED)
@@ -220,10 +222,10 @@ def test_items_are_the_same_problems_in_every_style() -> None:
 
 
 def test_a_file_of_gsm8k_takes_the_place_of_its_substitute(gsm8k: Path) -> None:
-    items = style_items(["cot"], 4, gsm8k=gsm8k)
+    items = style_items(["cot"], 4, files={"gsm8k": gsm8k})
     assert [item.category for item in items[::4]][:2] == ["cot/gsm8k", "cot/aime-like"]
     assert not any("gsm8k-like" in item.category for item in items)
-    for problem in problems("gsm8k", 20, gsm8k=gsm8k):
+    for problem in problems("gsm8k", 20, file=gsm8k):
         assert problem.check(f"Answer: {problem.gold}")
         assert int(problem.gold) == sum(map(int, re.findall("[0-9]+", problem.question)))
 
@@ -241,9 +243,9 @@ def test_what_cannot_be_asked_is_refused(gsm8k: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="from 1 to 500"):
             style_items(["cot"], count)
     with pytest.raises(UsageError, match="has 20 problems"):
-        style_items(["cot"], 21, gsm8k=gsm8k)
+        style_items(["cot"], 21, files={"gsm8k": gsm8k})
     with pytest.raises(UsageError, match="no file of GSM8K"):
-        style_items(["cot"], 1, gsm8k=other)
+        style_items(["cot"], 1, files={"gsm8k": other})
     with pytest.raises(UsageError, match="needs a file"):
         problems("gsm8k", 1)
 
@@ -266,3 +268,116 @@ def test_the_problems_of_a_seed_never_change(task: str, digest: str) -> None:
 
 def test_the_prompts_of_all_styles_never_change() -> None:
     assert items_digest(style_items(STYLES, 20)) == "c15845f43340e873"
+
+
+# Files of the tasks, in the formats of their sets.
+
+OPTIONS = ["a bank", "a shelf", "a cloud", "a boat", "a shoe"]
+CHOICES = [{"label": label, "text": text} for label, text in zip("ABCDE", OPTIONS, strict=True)]
+LOGIC = {"context": "All p are q.", "options": ["A. p", "B. q", "C. r", "D. s"]}
+PUBLISHED_FORMS: dict[str, tuple[str, str, str, str]] = {
+    "aime of the hub": ("aime", "a.jsonl", json.dumps({"problem": "How many?", "answer": "033"}), "33"),
+    "aime 2024": ("aime", "a.jsonl", json.dumps({"ID": "I-1", "Problem": "How many?", "Answer": 204}), "204"),
+    "aime of all years": ("aime", "a.csv", "ID,Year,Question,Answer\nx,1983,How many?,60\n", "60"),
+    "games of tree of thoughts": ("game24", "24.csv", "Rank,Puzzles,AMT (s)\n1,1 1 4 6,4.4\n", ""),
+    "games as numbers": ("game24", "g.jsonl", json.dumps({"numbers": [1, 1, 4, 6]}), ""),
+    "commonsenseqa of its authors": (
+        "commonsenseqa",
+        "c.jsonl",
+        json.dumps({"answerKey": "B", "question": {"stem": "Where are books?", "choices": CHOICES}}),
+        "B",
+    ),
+    "commonsenseqa of the hub": (
+        "commonsenseqa",
+        "c.jsonl",
+        json.dumps(
+            {"question": "Where are books?", "choices": {"label": [*"ABCDE"], "text": OPTIONS}, "answerKey": "B"}
+        ),
+        "B",
+    ),
+    "logiqa of its authors": ("logiqa", "l.txt", "\nc\nAll p are q.\nWhich?\nA.p\nB.q\nC.r\nD.s\n", "C"),
+    "logiqa of the hub": ("logiqa", "l.jsonl", json.dumps(LOGIC | {"query": "Which?", "correct_option": 2}), "C"),
+    "logiqa 2": ("logiqa", "l.jsonl", json.dumps(LOGIC | {"question": "Which?", "answer": 2}), "C"),
+    "logiqa with letters": ("logiqa", "l.jsonl", json.dumps(LOGIC | {"question": "Which?", "label": "c"}), "C"),
+}
+
+
+@pytest.mark.parametrize("form", PUBLISHED_FORMS)
+def test_a_task_is_read_as_its_set_is_published(form: str, tmp_path: Path) -> None:
+    task, name, text, gold = PUBLISHED_FORMS[form]
+    (tmp_path / name).write_text(text)
+    (problem,) = read_problems(task, tmp_path / name)
+    assert (problem.task, problem.gold) == (task, gold)
+    if task == "game24":
+        assert problem.check("Answer: (1 + 1 + 4) * 6 - 12") is False
+        assert problem.check("Answer: 6 * 4 * 1 * 1")
+        return
+    assert problem.check(f"Answer: {gold}")
+    assert not problem.check("Answer: " + ("A" if isinstance(problem.check, LetterIs) else "7"))
+    if task == "commonsenseqa":
+        assert problem.question == "Where are books?\nA) a bank\nB) a shelf\nC) a cloud\nD) a boat\nE) a shoe"
+    if task == "logiqa":
+        assert problem.question == "All p are q.\nWhich?\nA) p\nB) q\nC) r\nD) s"
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text"),
+    [
+        ("aime", "a.jsonl", json.dumps({"problem": "How many?", "answer": 1000})),
+        ("aime", "a.jsonl", json.dumps({"problem": "How many?"})),
+        ("aime", "a.csv", "Question,Answer\nHow many?,many\n"),
+        ("game24", "g.csv", "Rank,Puzzles\n1,1 2 3\n"),
+        ("commonsenseqa", "c.jsonl", json.dumps({"question": "Where?", "choices": None, "answerKey": "A"})),
+        ("commonsenseqa", "c.jsonl", json.dumps({"question": {"stem": "?", "choices": CHOICES}, "answerKey": "F"})),
+        ("logiqa", "l.jsonl", json.dumps(LOGIC | {"question": "Which?", "answer": 4})),
+        ("logiqa", "l.jsonl", "no json"),
+        ("logiqa", "l.txt", "e\nAll p are q.\nWhich?\nA.p\nB.q\nC.r\nD.s\n"),
+        ("logiqa", "l.txt", "a\nAll p are q.\nWhich?\nA.p\n"),
+    ],
+)
+def test_a_file_that_is_not_of_its_task_is_one_sentence(task: str, name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text + "\n")
+    with pytest.raises(UsageError, match=f"{name}.*\\.$"):
+        read_problems(task, tmp_path / name)
+
+
+def test_files_in_a_folder_take_the_place_of_stand_ins(gsm8k: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BRANCHWISE_DATA", raising=False)
+    folder = gsm8k.parent
+    (folder / "24.csv").write_text("Rank,Puzzles\n1,1 1 4 6\n")
+    (folder / "aime.jsonl").write_text(json.dumps({"problem": "How many?", "answer": 3}) + "\n")
+    found = find_tasks(folder)
+    assert found == {"gsm8k": gsm8k, "aime": folder / "aime.jsonl", "game24": folder / "24.csv"}
+    categories = [item.category for item in style_items(["cot"], 1, files=found)]
+    assert categories == ["cot/gsm8k", "cot/aime", "cot/game24", "cot/commonsense-like", "cot/logic-like"]
+    assert find_tasks(None) == {}
+
+
+# How an answer is given.
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "followed", "guessed"),
+    [
+        ("cot", "1. Twelve and six are eighteen.\nAnswer: 18", True, False),
+        ("cot", "Answer: 18", True, True),
+        ("cot", "18", False, True),
+        ("cot", "1. Twelve and six are eighteen.\nIt is 18.", False, False),
+        ("cot", "1. Twelve and six are eighteen.\nAnswer: unknown", False, False),
+        ("cot", "I do not know.", False, False),
+        ("cod", "12 + 6 = 18. #### 18", True, False),
+        ("cod", "12 + 6 = 18. Answer: 18", False, False),
+        ("sot", "<think>x = 12 + 6 = 18</think> \\boxed{18}", True, False),
+        ("sot", "\\boxed{18}", True, True),
+    ],
+)
+def test_format_and_guesses_are_counted(style: str, text: str, followed: bool, guessed: bool) -> None:
+    manner = ending(style, problems("gsm8k-like", 1)[0])(text)
+    assert (manner.followed, manner.guessed) == (followed, guessed)
+
+
+def test_a_letter_without_a_thought_is_a_guess() -> None:
+    form = ending("cot", problems("logic-like", 1)[0])
+    assert (form("B").followed, form("B").guessed) == (False, True)
+    reasoned = form("The tallest must be the first one told.\nAnswer: C")
+    assert (reasoned.followed, reasoned.guessed) == (True, False)

@@ -36,6 +36,45 @@ class Makes24:
         return makes_24(text, self.numbers)
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How an answer is given; the abstract of StyleBench (arXiv 2509.20868) says of small models that they fail to
+    follow output instructions and guess, and these are the two as counted here."""
+
+    followed: bool
+    """the ending that was asked for is there, with an answer of the kind that was asked for"""
+    guessed: bool
+    """an answer is given, and hardly a word stands before it"""
+
+
+FEWEST_WORDS = 4
+"""before an answer that is not a guess: the shortest step, such as 30 - 12 = 18, has five"""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The form in which a style asks for an answer."""
+
+    mark: str
+    """Answer:, #### or \\boxed{"""
+    kind: str
+    """number, letter or expression"""
+    options: str = ""
+    """letters that can be chosen"""
+
+    def __call__(self, text: str) -> Manner:
+        before, mark, after = text.rpartition(self.mark)
+        followed = bool(mark) and self._given(after.strip().partition("\n")[0])
+        given = followed or self._given(text)
+        thoughts = before if mark else text
+        return Manner(followed, given and len(thoughts.split()) < FEWEST_WORDS)
+
+    def _given(self, text: str) -> bool:
+        if self.kind == "letter":
+            return letter_in(text, self.options) is not None
+        return number_in(text) is not None
+
+
 _MARKER = re.compile(r"\banswer(?:\s{1,3}is\b|\*{0,2}\s{0,3}:)|####|(?P<box>\\boxed\s?\{)", re.IGNORECASE)
 _DIGITS = r"[0-9]{1,3}(?:,[0-9]{3}){1,20}(?![0-9])|[0-9]+"
 _NUMBER = re.compile(

@@ -128,5 +128,5 @@ CSV = (
     "contestant", "kind", "category", "state", "requests", "tokens", "seconds", "tokens_per_second",
     "speed_up", "speed_up_low", "speed_up_high", "mean_acceptance_length", "block_efficiency", "nodes_per_step",
     "draft_passes_per_step", "memory_bound_speed_up", "acceptance_per_depth", "accuracy", "cut_share",
-    "output_length",
+    "followed_share", "guessed_share", "output_length",
 )  # fmt: skip

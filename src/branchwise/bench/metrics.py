@@ -293,6 +293,18 @@ def accuracy(records: Sequence[Record]) -> float | None:
     return _over(sum(checked), len(checked))
 
 
+def followed_share(records: Sequence[Record]) -> float | None:
+    """The share of answers that have the form that was asked for."""
+    known = [record.followed for record in records if record.followed is not None]
+    return _over(sum(known), len(known))
+
+
+def guessed_share(records: Sequence[Record]) -> float | None:
+    """The share of answers that are given without a thought before them."""
+    known = [record.guessed for record in records if record.guessed is not None]
+    return _over(sum(known), len(known))
+
+
 def cut_share(records: Sequence[Record]) -> float | None:
     """Of the answers that could be checked, the share that the limit of tokens ended: they had no time to be right."""
     checked = [record for record in records if record.correct is not None]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from branchwise.bench.answers import NumberIs, number_in
+from branchwise.bench.answers import Manner, NumberIs, number_in
 from branchwise.bench.execution.programs import Program
 from branchwise.errors import UnknownName, UsageError
 from branchwise.registry import check_known, nearest
@@ -67,6 +67,8 @@ class Item:
     """in the place of its only turn: the tokens themselves, where their number must be exact"""
     check: Callable[[str], bool] | None = None
     """whether an answer to the last turn is right; None if the item has no checker"""
+    manner: Callable[[str], Manner] | None = None
+    """how an answer is given, where a style asks for a form"""
     program: Program | None = None
     """a checker that executes the answer, which is done only if asked for; see `executing`"""
 
@@ -169,7 +171,7 @@ def _items_of(path: Path, suite: str) -> list[Item]:
 def read_items(path: Path) -> list[Item]:
     """The items of a prompt file, in the order of its lines."""
     # Not splitlines: a line separator of Unicode inside a JSON string ends no line.
-    lines = [(number, line) for number, line in enumerate(_text_of(path).split("\n"), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text_of(path).split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"The prompt file {path} is empty; a prompt is a line of text or of JSON.")
     stem = path.name.split(".")[0] or path.name
@@ -186,7 +188,8 @@ def read_items(path: Path) -> list[Item]:
     return items
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file that may be compressed; what cannot be read is refused with a sentence."""
     try:
         raw = path.read_bytes()
     except IsADirectoryError:

@@ -101,6 +101,10 @@ class Record:
     difference: Difference | None = None
     correct: bool | None = None
     """whether the answer is right, if the item has a checker"""
+    followed: bool | None = None
+    """whether the answer has the form that was asked for, if the item asks for one"""
+    guessed: bool | None = None
+    """whether it is given without a thought before it"""
 
     run: dict[str, Any] = field(default_factory=dict)
     """provenance; see provenance.py"""

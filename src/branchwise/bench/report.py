@@ -49,12 +49,13 @@ def write_report(
     figures of other records."""
     if not records:
         raise UsageError("There are no records to report on; run `branchwise bench` first.")
-    for name in ("model", "dtype", "device"):
+    for name in ("dtype", "device"):
         values = sorted({str(record.run.get(name)) for record in records})
         if len(values) > 1:
             raise UsageError(f"The records are of more than one {name} ({', '.join(values)}); make a report for each.")
-    rows = summary.summarise(records)
-    found = [*figures(records, rows, costs), *more]
+    rows = summary.summarise_models(records)
+    # Some figures are about the contestants of one model.
+    found = [*figures(records if len(summary.models(records)) == 1 else [], rows, costs), *more]
     drawn = [figure for figure in found if isinstance(figure, Figure)]
     images = {(figure.name, theme.name): draw(figure, theme) for figure in drawn for theme in (LIGHT, DARK)}
     layout: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
@@ -97,6 +98,7 @@ def _values_of_page(records: Sequence[Record], rows: Sequence[Row]) -> dict[str,
         "mixed": _mixed(records),
         "overall": _rows_table(overall, "Summary over all categories"),
         "single": _rows_table(single, "Summary by category"),
+        "styles": _styles(records),
         "commands": commands_of(records),
         "provenance": [(name, _values(records, name)) for name in names],
         **_equality(overall),
@@ -105,7 +107,8 @@ def _values_of_page(records: Sequence[Record], rows: Sequence[Row]) -> dict[str,
 
 def _mixed(records: Sequence[Record]) -> list[str]:
     """What makes the times of these runs incomparable."""
-    mixed = [name for name in ALIKE if len(_values(records, name)) > 1]
+    several = len(summary.models(records)) > 1  # each is compared with itself
+    mixed = [name for name in ALIKE if len(_values(records, name)) > 1 and not (several and name == "model")]
     asked = [record.run.get("arguments") or {} for record in records]
     names = dict.fromkeys(name for arguments in asked for name in arguments if name not in MAY_DIFFER)
     return mixed + [name for name in names if len({_text(arguments.get(name)) for arguments in asked}) > 1]
@@ -115,6 +118,22 @@ def _rows_table(rows: Sequence[Row], label: str) -> Table:
     titles, lines = summary.cells(rows)
     breaks = {number for number in range(1, len(rows)) if rows[number].category != rows[number - 1].category}
     return Table(label, titles, lines, breaks=breaks)
+
+
+OF_STYLES = ("accuracy", "format", "guessed", "cut", "length", "tokens/s", "speed-up", "acceptance")
+"""columns of the table of styles by model"""
+
+
+def _styles(records: Sequence[Record]) -> Table | None:
+    """Each style with all models and contestants, over all of its tasks."""
+    asked = summary.by_style(records)
+    if not asked:
+        return None
+    rows = summary.in_order(summary.summarise_models(asked), per_category=True)
+    single = [row for row in rows if row.category != ALL]
+    lines = [[row.category, row.contestant, *(summary.COLUMNS[title](row) for title in OF_STYLES)] for row in single]
+    breaks = {number for number in range(1, len(single)) if single[number].category != single[number - 1].category}
+    return Table("Styles by model", ["style", "contestant", *OF_STYLES], lines, ("style", "contestant"), breaks)
 
 
 def _equality(rows: Sequence[Row]) -> dict[str, Any]:

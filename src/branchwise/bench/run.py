@@ -182,6 +182,7 @@ class Contest:
         ended = answer.finish_reason == "stop" and answer.ids[-1:] and answer.ids[-1] in self.llm.stop_tokens
         text = answer.text if answer.text is not None else self.llm.decode(answer.ids[:-1] if ended else answer.ids)
         last = turn == turns_of(item) - 1
+        manner = item.manner(text) if item.manner is not None and last else None
         tokens = len(answer.ids) if answer.tokens is None else answer.tokens
         values: dict[str, Any] = vars(answer) | {"tokens": tokens, "text": text}
         for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
@@ -200,6 +201,8 @@ class Contest:
             prompt_hash=hash_ids(prompt),
             ids_hash=hash_ids(answer.ids),
             correct=item.check(text) if item.check is not None and last else None,
+            followed=None if manner is None else manner.followed,
+            guessed=None if manner is None else manner.guessed,
             run=self.run,
             **values,
         )

@@ -7,15 +7,16 @@
     sot     sketch of thought: shorthand, one kind per task      \\boxed{…}
     cod     chain of draft: at most five words a step            #### …
 
-The wording of every prompt is our own. The data sets were not available, so most problems are our own too; a task whose
-name ends in "-like" is a SUBSTITUTE, and results on it are not results on the set it is named after:
+The wording of every prompt is our own. Tasks are read from files that a user has (`tasks.py`). Where there is none, a
+task whose name ends in "-like" stands in: it is a SUBSTITUTE, and results on it are not results on the set it is named
+after:
 
-    gsm8k               real, if a file of it is given
-    gsm8k-like          word problems from templates; used if no file is given
+    gsm8k-like          word problems from templates
     aime-like           number theory and counting from templates, with integer answers from 0 to 999
-    game24              real: four numbers from 1 to 13 that make 24, found by enumeration
     commonsense-like    five options, from a small table of everyday facts
     logic-like          four options: syllogisms and orders
+
+The problems of game24 are real in any case: without a file, four numbers from 1 to 13 that make 24, by enumeration.
 
 Templates and facts are in data/problems.jsonl; answers are calculated, never stored. Small models rarely solve these:
 the benchmark measures how fast a style is written, and also whether the answer is right.
@@ -27,42 +28,42 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from random import Random
 
-from branchwise.bench.answers import LetterIs, Makes24, NumberIs
-from branchwise.bench.prompts import Item, read_data, read_items
+from branchwise.bench.answers import Ending, LetterIs
+from branchwise.bench.prompts import Item, read_data
+from branchwise.bench.tasks import Problem, choice_problem, game_problem, number_problem, read_problems
 from branchwise.errors import UsageError
 from branchwise.registry import check_known
 
 STYLES = ("cot", "tot", "aot", "sot", "cod")
-TASKS = ("gsm8k", "gsm8k-like", "aime-like", "game24", "commonsense-like", "logic-like")
+STAND_INS = {"gsm8k": "gsm8k-like", "aime": "aime-like", "commonsenseqa": "commonsense-like", "logiqa": "logic-like"}
+"""tasks, and what is asked where there is no file of them"""
+TASKS = (
+    "gsm8k", "gsm8k-like", "aime", "aime-like", "game24", "commonsenseqa", "commonsense-like", "logiqa", "logic-like",
+)  # fmt: skip
 MOST_PROBLEMS = 500
 """per task, as in the paper; every template can make as many different ones"""
 SHOWN = {(1, 2, 3, 4), (2, 5, 7, 8), (2, 6, 7, 12), (2, 9, 10, 12), (3, 3, 3, 8), (3, 5, 7, 9), (4, 4, 6, 8)}
 """hands that the worked examples solve; they are never asked"""
 
 
-@dataclass(frozen=True)
-class Problem:
-    task: str
-    question: str
-    gold: str
-    """a right answer: a number, an expression or a letter"""
-    check: Callable[[str], bool]
-
-
-def style_items(styles: Sequence[str], problems_per_task: int, seed: int = 0, gsm8k: Path | None = None) -> list[Item]:
-    """The same problems in every style, as items of the category "<style>/<task>"; a seed determines all of them."""
+def style_items(
+    styles: Sequence[str], problems_per_task: int, seed: int = 0, files: Mapping[str, Path] | None = None
+) -> list[Item]:
+    """The same problems in every style, as items of the category "<style>/<task>"; a seed determines all of them.
+    `files` are those of tasks; others have stand-ins."""
     if not styles:
         raise UsageError(f"There is no style to ask in; choose from {', '.join(STYLES)}.")
     for style in styles:
         check_known("style", style, STYLES)
-    tasks = [task for task in TASKS if task != ("gsm8k-like" if gsm8k else "gsm8k")]
-    asked = [problem for task in tasks for problem in problems(task, problems_per_task, seed, gsm8k)]
+    given = files or {}
+    absent = {task if task not in given else stand_in for task, stand_in in STAND_INS.items()}
+    tasks = [task for task in TASKS if task not in absent]
+    asked = [problem for task in tasks for problem in problems(task, problems_per_task, seed, given.get(task))]
     return [
         Item(
             id=f"stylebench/{style}/{problem.task}/{number % problems_per_task + 1}",
@@ -70,6 +71,7 @@ def style_items(styles: Sequence[str], problems_per_task: int, seed: int = 0, gs
             category=f"{style}/{problem.task}",
             turns=(prompt(style, problem),),
             check=problem.check,
+            manner=ending(style, problem),
         )
         for style in dict.fromkeys(styles)
         for number, problem in enumerate(asked)
@@ -103,7 +105,11 @@ _END = {
     "cod": "Close with #### and then {wanted}.",
 }
 _PLAIN_END = "Close with a line that has 'Answer:' and then {wanted}."
-_KINDS = {"game24": "expression", "commonsense-like": "letter", "logic-like": "letter"}
+_MARKS = {"sot": "\\boxed{", "cod": "####"}
+_PLAIN_MARK = "Answer:"
+_KINDS = {"game24": "expression"} | dict.fromkeys(
+    ("commonsense-like", "commonsenseqa", "logic-like", "logiqa"), "letter"
+)
 
 _SHOTS = {(line["style"], line["kind"]): line["text"] for line in read_data("examples.jsonl")}
 """worked examples by style and kind of answer; no problem that is asked is among them"""
@@ -118,14 +124,22 @@ def prompt(style: str, problem: Problem) -> str:
     return "\n\n".join([f"{how} {end}", *([shots] if shots else []), f"Problem: {problem.question}"])
 
 
-def problems(task: str, count: int, seed: int = 0, gsm8k: Path | None = None) -> list[Problem]:
-    """Different problems of a task; a larger count only adds problems. Only the task gsm8k needs a file."""
+def ending(style: str, problem: Problem) -> Ending:
+    """How a style asks for the answer to a problem."""
+    options = problem.check.options if isinstance(problem.check, LetterIs) else ""
+    return Ending(_MARKS.get(style, _PLAIN_MARK), _KINDS.get(problem.task, "number"), options)
+
+
+def problems(task: str, count: int, seed: int = 0, file: Path | None = None) -> list[Problem]:
+    """Different problems of a task; a larger count only adds problems. Tasks that have stand-ins need a file."""
     if not 1 <= count <= MOST_PROBLEMS:
         raise UsageError(f"The problems of a task must be from 1 to {MOST_PROBLEMS}, not {count}.")
     check_known("task", task, TASKS)
     random = Random(f"{seed}/{task}")  # a text, so that tasks do not share their draws
-    if task == "gsm8k":
-        return _of_file(gsm8k, count, random)
+    if file is not None:
+        return _of_file(task, file, count, random)
+    if task in STAND_INS:
+        raise UsageError(f"The task {task} needs a file; without one there is {STAND_INS[task]}.")
     if task == "game24":
         return _games(count, random)
     found: dict[str, Problem] = {}
@@ -135,30 +149,18 @@ def problems(task: str, count: int, seed: int = 0, gsm8k: Path | None = None) ->
     return list(found.values())
 
 
-def _of_file(path: Path | None, count: int, random: Random) -> list[Problem]:
-    if path is None:
-        raise UsageError("The task gsm8k needs a file of GSM8K; without one there is gsm8k-like.")
-    items = read_items(path)
-    if items[0].suite != "gsm8k":
-        raise UsageError(f'{path} is no file of GSM8K, whose lines have "question" and "answer".')
-    if len(items) < count:
-        raise UsageError(f"{path} has {len(items)} problems, fewer than the {count} asked for; ask for fewer.")
-    random.shuffle(items)
-    asked = [(item.turns[0], item.check) for item in items[:count]]
-    return [Problem("gsm8k", turn, str(check.value), check) for turn, check in asked if isinstance(check, NumberIs)]
-
-
-def _number(task: str, question: str, value: int | Fraction) -> Problem:
-    return Problem(task, question, str(value), NumberIs(Fraction(value)))
+def _of_file(task: str, path: Path, count: int, random: Random) -> list[Problem]:
+    found = read_problems(task, path)
+    if len(found) < count:
+        raise UsageError(f"{path} has {len(found)} problems, fewer than the {count} asked for; ask for fewer.")
+    random.shuffle(found)
+    return found[:count]
 
 
 def _choice(task: str, question: str, right: str, wrong: Sequence[str], random: Random) -> Problem:
     options = [right, *wrong]
     random.shuffle(options)
-    letters = "ABCDE"[: len(options)]
-    lines = map("{}) {}".format, letters, options)
-    gold = letters[options.index(right)]
-    return Problem(task, "\n".join([question, *lines]), gold, LetterIs(gold, letters))
+    return choice_problem(task, question, options, options.index(right))
 
 
 _DATA = read_data("problems.jsonl")
@@ -175,7 +177,7 @@ def _word_problem(random: Random) -> Problem:
     values: dict[str, object] = {name: random.randint(3, 19) for name in "abc"}
     values |= {"small": random.randint(2, 9), "big": random.randint(30, 90)}
     values |= zip(("one", "two", "three"), random.sample(_PEOPLE, 3), strict=True)
-    return _number("gsm8k-like", *_calculated(random.choice(_WORD_PROBLEMS), values))
+    return number_problem("gsm8k-like", *_calculated(random.choice(_WORD_PROBLEMS), values))
 
 
 def _competition(random: Random) -> Problem:
@@ -185,7 +187,7 @@ def _competition(random: Random) -> Problem:
     question, value = _calculated(random.choice(_COMPETITION), values)
     if value > 999:
         return _competition(random)
-    return _number("aime-like", f"{question} The answer is a whole number from 0 to 999.", value)
+    return number_problem("aime-like", f"{question} The answer is a whole number from 0 to 999.", value)
 
 
 def _calculated(template: Mapping[str, str], values: Mapping[str, object]) -> tuple[str, int]:
@@ -207,10 +209,7 @@ def _games(count: int, random: Random) -> list[Problem]:
     hands = [hand for hand in itertools.combinations_with_replacement(range(1, 14), 4) if hand not in SHOWN]
     random.shuffle(hands)
     games = ((hand, gold) for hand in hands if (gold := _solution(hand)))
-    asked = "Make 24 from the numbers {}, {}, {} and {}."
-    return [
-        Problem("game24", asked.format(*hand), gold, Makes24(hand)) for hand, gold in itertools.islice(games, count)
-    ]
+    return [game_problem(hand, gold) for hand, gold in itertools.islice(games, count)]
 
 
 def _solution(numbers: tuple[int, ...]) -> str | None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 ALL = "all"
 """the category of a row over all categories"""
 ABSENT = "–"
+STYLEBENCH = "stylebench"
+"""the suite whose categories are styles and tasks"""
 MOST_DEPTHS = 8
 
 
@@ -49,6 +51,8 @@ class Row:
     equality: Equality | None
     accuracy: float | None
     cut_share: float | None
+    followed_share: float | None
+    guessed_share: float | None
     output_length: float | None
     repeat_rate: float | None
 
@@ -56,7 +60,7 @@ class Row:
 OF_OWN_RECORDS = (
     "mean_acceptance_length", "block_efficiency", "memory_bound_speed_up", "nodes_per_step", "target_passes_per_step",
     "draft_passes_per_step", "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "cut_share",
-    "output_length", "repeat_rate",
+    "followed_share", "guessed_share", "output_length", "repeat_rate",
 )  # fmt: skip
 """the numbers of a row that follow from the contestant's own records alone, as functions of `metrics`"""
 
@@ -85,6 +89,35 @@ def summarise(records: Sequence[Record]) -> list[Row]:
             if mine:
                 rows.append(_row(category, mine, base, among))
     return rows
+
+
+def models(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each model."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(str(record.run.get("model")), []).append(record)
+    return found
+
+
+def summarise_models(records: Sequence[Record]) -> list[Row]:
+    """The same where records are of several models: each against its own plain decoding, and named with its model."""
+    found = models(records)
+    if len(found) < 2:
+        return summarise(records)
+    return [
+        dataclasses.replace(row, contestant=f"{model}: {row.contestant}")
+        for model, own in found.items()
+        for row in summarise(own)
+    ]
+
+
+def by_style(records: Iterable[Record]) -> list[Record]:
+    """Records of styles over all tasks: the category "cot/gsm8k" becomes "cot". Others are left out."""
+    return [
+        dataclasses.replace(record, category=record.category.partition("/")[0])
+        for record in records
+        if record.suite == STYLEBENCH
+    ]
 
 
 def _row(category: str, own: list[Record], baseline: list[Record], among: Sequence[Record]) -> Row:
@@ -151,6 +184,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "equal": lambda row: f"{row.equality.equal}/{row.equality.compared}" if row.equality else ABSENT,
     "max gap": lambda row: shown(row.equality.max_gap if row.equality else None, ".3g"),
     "accuracy": lambda row: shown(row.accuracy, ".1%"),
+    "format": lambda row: shown(row.followed_share, ".0%"),
+    "guessed": lambda row: shown(row.guessed_share, ".0%"),
     "cut": lambda row: shown(row.cut_share, ".0%"),
     "length": lambda row: shown(row.output_length, ".1f"),
 }
@@ -159,8 +194,8 @@ LEFT = ("contestant", "category", "by depth")
 DRAFTED = ("drafts/step", "MBSU", "by depth")
 """columns that are about draft models"""
 EXPENDABLE = (
-    "cut", "tokens/step", "length", "nodes/step", "max gap", "by depth", "MBSU", "drafts/step", "accuracy",
-    "acceptance",
+    "cut", "guessed", "format", "tokens/step", "length", "nodes/step", "max gap", "by depth", "MBSU", "drafts/step",
+    "accuracy", "acceptance",
 )  # fmt: skip
 """columns that a narrow terminal omits, in this order"""
 

@@ -74,8 +74,9 @@ class Questions:
         return long_items(self.documents or [], self.lengths, answer, self.limit, llm.tokenizer)
 
     def items(self, seed: int) -> list[Item]:
-        from branchwise.bench.prompts import find_suite, load_items, own_items
-        from branchwise.bench.styles import STYLES, style_items
+        from branchwise.bench.prompts import load_items, own_items
+        from branchwise.bench.styles import STAND_INS, STYLES, style_items
+        from branchwise.bench.tasks import find_tasks
 
         at_least(1, limit=self.limit, problems=self.problems)
         files, suites = self.prompts or [], self.suite or []
@@ -92,12 +93,10 @@ class Questions:
         elif self.category:
             raise UsageError("--category chooses among prompts of --prompts or --suite; name one of the two.")
         if len(known) < len(suites):
-            try:
-                gsm8k = find_suite("gsm8k", self.data)
-            except UsageError:
-                gsm8k = None
-                print_notice("There is no GSM8K in --data; problems of our own stand in for it (gsm8k-like).")
-            items += style_items(list(STYLES), self.problems, seed, gsm8k)
+            tasks = find_tasks(self.data)
+            if absent := [f"{task} ({stand_in})" for task, stand_in in STAND_INS.items() if task not in tasks]:
+                print_notice(f"There are no files in --data of {', '.join(absent)}: what is in brackets stands in.")
+            items += style_items(list(STYLES), self.problems, seed, tasks)
         return items
 
     def as_dict(self) -> dict[str, Any]:
@@ -173,7 +172,8 @@ def bench(
 
     SamplingParams(**vars(sampling))
     if max_new_tokens is None:
-        max_new_tokens = LONG_ANSWER if check_answers else SHORT_ANSWER
+        solving = check_answers or STYLEBENCH in (questions.suite or [])
+        max_new_tokens = LONG_ANSWER if solving else SHORT_ANSWER
     shared: dict[str, Any] = {
         **vars(sampling),
         "max_new_tokens": max_new_tokens,
@@ -282,7 +282,7 @@ def report(
     costs: Annotated[Path | None, Option(help="Output of `branchwise tune --json`, drawn as a figure.")] = None,
     claims: Annotated[Path | None, Option(help="Records of `branchwise reproduce`, drawn as figures.")] = None,
 ) -> None:
-    """Make one HTML page with figures from the records of a benchmark.
+    """Make one HTML page with figures from the records of a benchmark, of one model or of several.
 
     branchwise report run.jsonl --out report
     """
