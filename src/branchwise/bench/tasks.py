@@ -134,7 +134,8 @@ def _game(fields: Mapping[str, Any]) -> Problem:
 
 
 def _commonsense(fields: Mapping[str, Any]) -> Problem:
-    question, choices = fields["question"], fields.get("choices")
+    choices: Any = fields.get("choices")
+    question = fields["question"]
     if isinstance(question, dict):  # as the authors publish it
         question, choices = question["stem"], question["choices"]
     if isinstance(choices, dict):  # as the hub has it
