@@ -30,7 +30,7 @@ COMMANDS = {
     "methods": ("methods:methods", "List the methods: paper, drafter, tree, verifier, lossless or lossy."),
     "bench": ("bench:bench", "Measure methods and peers against plain decoding."),
     "report": ("bench:report", "Make one HTML page with figures from the records of a benchmark."),
-    "reproduce": ("reproduce:reproduce", "Measure what the papers of the methods claim, and judge it."),
+    "reproduce": ("reproduce:reproduce", "Measure what papers claim of the methods, and judge it."),
     "audit": ("audit:app", "Prove that speculation keeps the distribution of the target."),
     "tune": ("tune:tune", "Measure what a pass over n nodes costs on this machine."),
     "tree": ("train:tree", "Find the shape that drafts should have."),

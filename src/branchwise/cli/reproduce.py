@@ -72,9 +72,9 @@ def reproduce(
     claims: Annotated[Path | None, Option(help="Write the page of claims and its figures.")] = None,
     commit: Annotated[str | None, Option(help="Commit to record if there is no git repository.")] = None,
 ) -> None:
-    """Measure what papers claim of the methods here, and judge every claim by the interval of what was measured.
+    """Measure what papers claim of the methods, and judge it.
 
-    Without a draft model the trained head of the target drafts in its place. Rows are kept in --out one by one: after
+    Every claim is a comparison with the baseline that it names; the verdict follows from the interval. Without a draft model the trained head of the target drafts in its place. Rows are kept in --out one by one: after
     Ctrl-C the same command goes on. With --read nothing is measured; with --claims the page is written from records.
 
     branchwise reproduce block cascade --quick

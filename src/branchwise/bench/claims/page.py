@@ -31,7 +31,9 @@ interval over prompts (bootstrap, paired). The verdict follows from the interval
 The bound is 1, or a little less where the claim is that nothing is lost. Comparisons in parentheses are shown beside a
 claim, and do not count for its verdict. The models here are far smaller than those of the papers, so ratios of speed
 differ for reasons that have nothing to do with a method; ratios of tokens a pass depend on how well a drafter knows its
-target.
+target. Numbers of papers are those of abstracts, of Spec-Bench's board and of published code; where a body could not be
+read, the claim is what its abstract says. StyleBench is a set of prompts and no method: its results are in
+[benchmarks.md](benchmarks.md#styles-of-reasoning).
 """
 
 
