@@ -134,6 +134,23 @@ def test_a_depth_without_acceptance_is_zero_and_one_never_reached_is_not_there()
     assert metrics.acceptance_per_depth([record(drafted_per_depth=(4, 2, 0), accepted_per_depth=(1,))]) == (0.25, 0.0)
 
 
+def test_memory_bound_speed_up_charges_the_experts_that_more_nodes_read() -> None:
+    alone = record(tokens=6, steps=4, draft_passes=0)
+    assert metrics.memory_bound_speed_up([replace(alone, target_cost=1.5)]) == pytest.approx(1.0)
+    more = [replace(alone, target_cost=1.0), replace(alone, item="b", tokens=12, steps=4, target_cost=2.0)]
+    assert metrics.memory_bound_speed_up(more) == pytest.approx(18 / 8 / 1.5)
+
+
+def test_acceptance_by_draft_probability_is_that_of_all_records_together() -> None:
+    told = [
+        record(tried_by_prob=(2, 0, 4), accepted_by_prob=(1, 0, 3)),
+        record(),
+        record(tried_by_prob=(2, 0, 0), accepted_by_prob=(0, 0, 0)),
+    ]
+    assert metrics.acceptance_by_prob(told) == (0.25, None, 0.75)
+    assert metrics.acceptance_by_prob([record()]) == ()
+
+
 def test_memory_bound_speed_up_charges_each_draft_pass() -> None:
     # 15/8 tokens per step; 14/8 draft passes, each a tenth of a target pass: 1.875 / 1.175
     assert metrics.memory_bound_speed_up([replace(told, draft_cost=0.1) for told in TOLD]) == pytest.approx(

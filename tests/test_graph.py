@@ -76,6 +76,19 @@ def test_where_laws_depend_on_the_last_tokens_merging_changes_nothing(
     assert sorted(paths_of(merged)) == sorted(paths_of(plain))
 
 
+def test_nodes_that_were_taken_over_say_so() -> None:
+    rule = markov(3, 4, memory=1)
+    shape = "24,width=3,depth=6"
+    merged = grown(f"graph:{shape},repeat=0,{ALL}", rule, GreedySampler())
+    plain = grown(f"graph:{shape},repeat=-1,{ALL}", rule, GreedySampler())
+    assert set(plain.sources[1:]) == {"graph"}
+    assert set(merged.sources[1:]) == {"graph", "merged"}
+    for node, parent in enumerate(merged.parents[1:], start=1):  # and so is all below such a node
+        assert merged.sources[parent] != "merged" or merged.sources[node] == "merged"
+    own = merged.sources.count("graph")
+    assert own >= sent(f"graph:{shape},repeat=0,{ALL}", rule) - 1, "what was passed over was drafted at its own place"
+
+
 def sent(spec: str, rule: Rule) -> int:
     """How many nodes go through the draft."""
     return sum(len(level) for level in requests(spec, rule)[0])

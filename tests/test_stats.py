@@ -7,8 +7,13 @@ import json
 import pytest
 import torch
 
-from branchwise.core.tree import DraftTree
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.tree import DraftTree, Draw
+from branchwise.draft import build_drafter
+from branchwise.engine import Engine, Request
 from branchwise.engine.stats import PHASES, Stats, Stopwatch
+from branchwise.testing import ToyTarget
+from branchwise.verify import VERIFIERS
 
 
 def four_steps() -> Stats:
@@ -118,3 +123,45 @@ def test_on_cuda_a_lap_is_told_when_the_device_has_passed_it(monkeypatch: pytest
     clock.lap("draft")
     Event.device = Event.queue
     assert clock.settle() == {"commit": 4.0, "draft": 1.0}
+
+
+# Draft probability against acceptance
+
+
+def test_first_draws_are_counted_by_their_draft_probability() -> None:
+    q = torch.tensor([[0.05, 0.35, 0.6, 0.0], [0.25, 0.25, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    tree = DraftTree(torch.tensor([9, 1, 2, 0, 3]), (-1, 0, 0, 1, 2), Draw.WITHOUT_REPLACEMENT, q)
+    stats = Stats()
+    stats.count_probs(tree, (0, 2, 4))  # the first draw below the root, 0.35, was rejected; below node 2 all went well
+    assert [place for place, tried in enumerate(stats.tried_by_prob) if tried] == [3, 9]
+    assert stats.acceptance_by_prob == [None] * 3 + [0.0] + [None] * 5 + [1.0]
+    stats.count_probs(tree, (0, 1))
+    assert (stats.tried_by_prob[3], stats.accepted_by_prob[3], stats.tried_by_prob[2]) == (2, 1, 1)
+
+
+def test_what_was_not_drawn_by_the_drafter_is_not_counted() -> None:
+    stats, q = Stats(), torch.full((2, 4), 0.25)
+    stats.count_probs(DraftTree.chain([1, 2, 3]), (0, 1))
+    stats.count_probs(DraftTree.root(1), (0,))
+    assert stats.tried_by_prob == stats.acceptance_by_prob == []
+    stats.count_probs(DraftTree(torch.tensor([0, 1, 2]), (-1, 0, 1), Draw.FORK, q, trusted=True), (0, 1))
+    assert sum(stats.tried_by_prob) == 1
+
+
+def test_paths_are_counted_in_the_order_of_their_draws() -> None:
+    q = torch.tensor([[0.1, 0.9]])
+    tree = DraftTree(torch.tensor([0, 0, 1]), (-1, 0, 0), Draw.PATHS, q, leaves=(2, 1))
+    stats = Stats()
+    stats.count_probs(tree, (0, 2))
+    assert stats.accepted_by_prob[9] == stats.tried_by_prob[9] == sum(stats.tried_by_prob) == 1
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_engine_counts_them_if_asked(counts: bool) -> None:
+    engine = Engine(ToyTarget(6), build_drafter("disturbed:0", "chain:3"), VERIFIERS.build("token"))
+    engine.counts_probs = counts
+    text = engine.submit(Request((1, 2), SamplingParams(temperature=1.0, seed=1), max_new_tokens=20))
+    while engine.busy:
+        engine.step()
+    assert bool(text.stats.tried_by_prob) is counts
+    assert text.stats.accepted_by_prob == text.stats.tried_by_prob, "a drafter that is the target is always right"

@@ -57,10 +57,13 @@ class Answer:
     accepted: int | None = None
     drafted_per_depth: Sequence[int] = ()
     accepted_per_depth: Sequence[int] = ()
+    tried_by_prob: Sequence[int] = ()
+    accepted_by_prob: Sequence[int] = ()
     by_source: dict[str, int] = field(default_factory=dict)
     target_passes: int | None = None
     draft_passes: int | None = None
     draft_cost: float | None = None
+    target_cost: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
 
 
@@ -100,11 +103,13 @@ class Ours(Contestant):
         self._llm = llm
         self._method = method
         self._most = most
+        self._target_costs: dict[int, float] = {}
         self.forget()
 
     def forget(self) -> None:
         drafter, verifier = self._method.build()
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most, guard=self._guard)
+        self._engine.counts_probs = True
         self._engine.warn_if_cut()
         self._guard = self._engine.guard or self._guard  # what steps take is known of the machine, not of the prompts
         self.learns = drafter.learns
@@ -140,6 +145,16 @@ class Ours(Contestant):
         drafted = engine.drafter.passes - passes
         return [self._answer(generation, seconds, drafted) for generation in generations]
 
+    def _target_cost(self, nodes: int) -> float:
+        """Bytes that a pass over so many nodes reads, over those of a pass over one: nodes share all weights but the
+        experts of a mixture."""
+        if nodes not in self._target_costs:
+            from branchwise.backends.transformers.runner import bytes_read  # transformers takes seconds to import
+
+            model = self._llm.model
+            self._target_costs[nodes] = bytes_read(model, nodes=nodes) / bytes_read(model)
+        return self._target_costs[nodes]
+
     def _answer(self, generation: Generation, seconds: float, draft_passes: int) -> Answer:
         assert generation.finish_reason is not None
         generation.check()
@@ -154,10 +169,13 @@ class Ours(Contestant):
             accepted=stats.accepted_tokens,
             drafted_per_depth=stats.drafted_per_depth,
             accepted_per_depth=stats.accepted_per_depth,
+            tried_by_prob=stats.tried_by_prob,
+            accepted_by_prob=stats.accepted_by_prob,
             by_source={"target": stats.emitted_tokens - stats.accepted_tokens} | drafted,
             target_passes=stats.steps,
             draft_passes=draft_passes,
             draft_cost=self._engine.drafter.cost,
+            target_cost=self._target_cost(1 + round(stats.drafted_tokens / max(stats.steps, 1))),
             phases={"prefill": stats.prefill_seconds, **stats.seconds},
         )
 

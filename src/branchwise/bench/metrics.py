@@ -232,12 +232,23 @@ def _passes_per_step(records: Sequence[Record], count: Callable[[Record], int | 
 
 
 def memory_bound_speed_up(records: Sequence[Record]) -> float | None:
-    """MBSU, the speed-up if time were bytes read: block efficiency / (1 + draft cost · draft passes per step)."""
+    """MBSU, the speed-up if time were bytes read: block efficiency / (target cost + draft cost · draft passes per
+    step). The target cost is that of a pass over a tree in passes over one token: 1, unless a mixture of experts reads
+    more of them for more nodes."""
     efficiency, passes = block_efficiency(records), draft_passes_per_step(records)
     cost = next((record.draft_cost for record in records if record.draft_cost is not None), None)
     if efficiency is None or passes is None or (passes and cost is None):
         return None
-    return efficiency / (1 + (cost or 0.0) * passes)
+    costs = [(record.target_cost, record.steps) for record in records if record.target_cost and record.steps]
+    whole = sum(target * steps for target, steps in costs) / sum(steps for _, steps in costs) if costs else 1.0
+    return efficiency / (whole + (cost or 0.0) * passes)
+
+
+def acceptance_by_prob(records: Sequence[Record]) -> tuple[float | None, ...]:
+    """Of the first draws below accepted nodes with a draft probability in each of the equal bins from 0 to 1, the
+    share that was accepted; None of no draws."""
+    tried, accepted = (sum_per_depth(records, name) for name in ("tried_by_prob", "accepted_by_prob"))
+    return tuple(_over(taken, reached) for taken, reached in zip(accepted, tried, strict=True))
 
 
 def acceptance_per_depth(records: Sequence[Record]) -> tuple[float, ...]:

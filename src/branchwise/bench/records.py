@@ -85,6 +85,10 @@ class Record:
     accepted: int | None = None
     drafted_per_depth: tuple[int, ...] = ()
     accepted_per_depth: tuple[int, ...] = ()
+    tried_by_prob: tuple[int, ...] = ()
+    """by draft probability, in equal bins from 0 to 1: first draws below accepted nodes"""
+    accepted_by_prob: tuple[int, ...] = ()
+    """those of them that were accepted"""
     by_source: dict[str, int] = field(default_factory=dict)
     """emitted tokens by drafter; `target` are the target's own"""
     target_passes: int | None = None
@@ -93,6 +97,8 @@ class Record:
     """passes of a draft model; 0 if the drafter has none"""
     draft_cost: float | None = None
     """bytes of the draft model over those of the target"""
+    target_cost: float | None = None
+    """bytes that a pass over its trees reads over those of a pass over one token: above 1 for a mixture of experts"""
     phases: dict[str, float] = field(default_factory=dict)
     """seconds by phase: prefill, draft, score, verify, commit"""
 
@@ -151,7 +157,7 @@ def parse(line: str, where: str) -> Record | Comparison:
             values["difference"] = Difference(**values["difference"])
         if "compares" in values:
             return Comparison(Key(*values["compares"]), values["equal"], values["difference"])
-        for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
+        for name in ("ids", "drafted_per_depth", "accepted_per_depth", "tried_by_prob", "accepted_by_prob"):
             values[name] = tuple(values.get(name, ()))
         return Record(**values)
     except (TypeError, KeyError) as error:

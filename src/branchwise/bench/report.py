@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from branchwise.bench import summary
 from branchwise.bench.figures import Figure, Missing, draw, figures
+from branchwise.bench.probs import acceptance_by_prob
 from branchwise.bench.prompts import PACKAGE_DATA
 from branchwise.bench.records import Record
 from branchwise.bench.summary import ABSENT, ALL, LEFT, Row, shown, shown_ratio
@@ -56,6 +57,7 @@ def write_report(
     rows = summary.summarise_models(records)
     # Some figures are about the contestants of one model.
     found = [*figures(records if len(summary.models(records)) == 1 else [], rows, costs), *more]
+    found.append(acceptance_by_prob(rows))
     drawn = [figure for figure in found if isinstance(figure, Figure)]
     images = {(figure.name, theme.name): draw(figure, theme) for figure in drawn for theme in (LIGHT, DARK)}
     layout: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}

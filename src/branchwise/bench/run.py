@@ -185,7 +185,7 @@ class Contest:
         manner = item.manner(text) if item.manner is not None and last else None
         tokens = len(answer.ids) if answer.tokens is None else answer.tokens
         values: dict[str, Any] = vars(answer) | {"tokens": tokens, "text": text}
-        for name in ("ids", "drafted_per_depth", "accepted_per_depth"):
+        for name in ("ids", "drafted_per_depth", "accepted_per_depth", "tried_by_prob", "accepted_by_prob"):
             values[name] = tuple(values[name])
         return Record(
             contestant=play.contestant.name,

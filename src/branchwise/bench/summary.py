@@ -46,6 +46,7 @@ class Row:
     target_passes_per_step: float | None
     draft_passes_per_step: float | None
     acceptance_per_depth: tuple[float, ...]
+    acceptance_by_prob: tuple[float | None, ...]
     phase_shares: dict[str, float] | None
     tokens_by_source: dict[str, int]
     equality: Equality | None
@@ -59,8 +60,8 @@ class Row:
 
 OF_OWN_RECORDS = (
     "mean_acceptance_length", "block_efficiency", "memory_bound_speed_up", "nodes_per_step", "target_passes_per_step",
-    "draft_passes_per_step", "acceptance_per_depth", "tokens_by_source", "equality", "accuracy", "cut_share",
-    "followed_share", "guessed_share", "output_length", "repeat_rate",
+    "draft_passes_per_step", "acceptance_per_depth", "acceptance_by_prob", "tokens_by_source", "equality", "accuracy",
+    "cut_share", "followed_share", "guessed_share", "output_length", "repeat_rate",
 )  # fmt: skip
 """the numbers of a row that follow from the contestant's own records alone, as functions of `metrics`"""
 

@@ -74,6 +74,8 @@ class Engine:
         self.turn = threading.RLock()
         """held during a step, which moves the texts of all threads"""
         self._stepping = False
+        self.counts_probs = False
+        """whether statistics count acceptance by draft probability, which takes a look at q in every step"""
         self._seeding = threading.Lock()
 
     def warn_if_cut(self) -> None:
@@ -228,6 +230,8 @@ class Engine:
         self._settle_prefill(generation)  # the verdict came after it, so it is over
         if seen is not None and generation.request.trace:
             generation.traces.append(trace_of(seen, tree, verdict, emitted, drafter, seconds, batch))
+        if self.counts_probs:
+            generation.stats.count_probs(tree, verdict.path)
         generation.stats.record(tree, emitted, seconds, sources[:emitted], drafter, batch, prepared)
         if self._guarded is not None and self.guard is not None:
             generation.stats.rested += self._guarded.rested

@@ -13,6 +13,8 @@ import torch
 from branchwise.core.tree import DraftTree
 
 PHASES = ("draft", "score", "verify", "commit")
+BINS = 10
+"""equal parts of the range of draft probabilities"""
 
 
 class StepTime(NamedTuple):
@@ -38,6 +40,11 @@ class Stats:
     """index d - 1: steps whose tree reached depth d"""
     accepted_per_depth: list[int] = field(default_factory=list)
     """index d - 1: steps that accepted a node at depth d"""
+    tried_by_prob: list[int] = field(default_factory=list)
+    """by draft probability, in `BINS` bins: first draws below accepted nodes. Empty unless somebody counts them
+    (`Engine.counts_probs`)"""
+    accepted_by_prob: list[int] = field(default_factory=list)
+    """those of them that were accepted"""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """time of the steps this request took part in, by phase"""
     prefill_seconds: float = 0.0
@@ -90,6 +97,30 @@ class Stats:
             drafted = Counter(tree.sources[1:]) if tree.sources else {drafter: len(tree) - 1}
             for source, nodes in drafted.items():
                 self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + nodes
+
+    def count_probs(self, tree: DraftTree, path: Sequence[int]) -> None:
+        """Count the first draw below every accepted node by its draft probability: DySpec's premise is that this
+        predicts its acceptance. Trees that were drawn on a device are left out: to read q would be to wait for it."""
+        known = path[1:] if tree.trusted else path  # what the target itself drew needs no luck
+        if tree.q is None or tree.tokens.device.type != "cpu":
+            return
+        firsts = [(node, below[0]) for node in known if (below := tree.children[node])]
+        if not firsts:
+            return
+        if not self.tried_by_prob:
+            self.tried_by_prob, self.accepted_by_prob = [0] * BINS, [0] * BINS
+        nodes, children = (list(part) for part in zip(*firsts, strict=True))
+        accepted = set(path)
+        for child, prob in zip(children, tree.q[nodes, tree.tokens[children]].tolist(), strict=True):
+            place = min(int(prob * BINS), BINS - 1)
+            self.tried_by_prob[place] += 1
+            self.accepted_by_prob[place] += child in accepted
+
+    @property
+    def acceptance_by_prob(self) -> list[float | None]:
+        """Of the first draws with a draft probability in each bin, the share that was accepted; None of no draws."""
+        pairs = zip(self.accepted_by_prob, self.tried_by_prob, strict=True)
+        return [taken / tried if tried else None for taken, tried in pairs]
 
     @property
     def mean_acceptance_length(self) -> float:

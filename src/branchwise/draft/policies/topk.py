@@ -99,6 +99,8 @@ class PathNode:
     """log-probability of its path"""
     parent: PathNode | None
     token: int
+    source: str = ""
+    """how it came about, where nodes come about in several ways"""
 
     @property
     def probability(self) -> float:
@@ -110,7 +112,7 @@ def tree_of(nodes: Sequence[PathNode]) -> TreeBuilder:
     tree, places = TreeBuilder([nodes[0].token]), {nodes[0]: 0}
     for node in nodes[1:]:
         assert node.parent is not None
-        places[node] = tree.add(places[node.parent], node.token)
+        places[node] = tree.add(places[node.parent], node.token, node.source)
     return tree
 
 
@@ -172,6 +174,10 @@ def grow_best_first(
         yield -value
 
 
+OWN, MERGED = "graph", "merged"
+"""sources of a node in a graph: drafted at its own place, or taken over from where the same words stand"""
+
+
 class Graph(TreePolicy):
     """`graph:N,width=4,depth=6,repeat=1,sibling=0.2,leaf=0.05`: N nodes below the root after unrolling.
 
@@ -183,7 +189,8 @@ class Graph(TreePolicy):
 
     Every node proposes its `width` most probable children, but none below `sibling` times the best of them. Nodes are
     the same if they and the `repeat` tokens before them are; with -1 no two are. A node with less than `leaf` of its
-    parent's distribution is not expanded. One pass a level, over the originals alone.
+    parent's distribution is not expanded. One pass a level, over the originals alone. Nodes that were taken over from
+    an original have the source "merged": so statistics say how many were drafted so, and how many of them accepted.
     """
 
     draw = Draw.FIXED
@@ -272,5 +279,6 @@ def unrolled(start: Vertex, depth: int) -> Iterator[PathNode]:
         _, _, vertex, path_node, level = heapq.heappop(waiting)
         yield path_node
         for child in (vertex.original or vertex).children if level < depth else ():
-            below = PathNode(path_node.value + child.value, path_node, child.token)
+            source = MERGED if vertex.original or path_node.source == MERGED else OWN
+            below = PathNode(path_node.value + child.value, path_node, child.token, source)
             heapq.heappush(waiting, (-below.value, next(number), child, below, level + 1))
