@@ -74,8 +74,9 @@ def reproduce(
 ) -> None:
     """Measure what papers claim of the methods, and judge it.
 
-    Every claim is a comparison with the baseline that it names; the verdict follows from the interval. Without a draft model the trained head of the target drafts in its place. Rows are kept in --out one by one: after
-    Ctrl-C the same command goes on. With --read nothing is measured; with --claims the page is written from records.
+    Every claim is a comparison with the baseline that it names; the verdict follows from the interval. Without a draft
+    model the trained head of the target drafts in its place. Rows are kept in --out one by one: after Ctrl-C the same
+    command goes on. With --read nothing is measured; with --claims the page is written from records.
 
     branchwise reproduce block cascade --quick
     """

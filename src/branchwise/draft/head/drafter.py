@@ -37,7 +37,7 @@ from branchwise.draft.head.speculators import read_head
 from branchwise.draft.head.trees.ahead import Ahead, best_first
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
-from branchwise.draft.head.usual import DEVICE, usual_on
+from branchwise.draft.head.usual import DEVICE, check_options, usual_on
 from branchwise.draft.model.reading import Reading, Readings
 from branchwise.draft.model.vocabulary import Vocabulary, kept_places
 from branchwise.draft.policies.template import Ranks
@@ -72,16 +72,8 @@ class HeadDrafter(SharingDrafter):
         that of the text, and 1 for a greedy text. In the best trees so many tokens may be `copies` of what followed the
         end of the text where it stood before. Without a `tree` all of these are what pays on the target's device."""
         super().__init__(tree or self.default_tree())
-        if copies is not None and copies < 0:
-            raise UsageError(f"A head copies 0 tokens or more, not copies={copies}.")
+        check_options(table, trim, temperature, copies)
         self._tree_given, self._copies = tree is not None, copies
-        if table is not None and trim is not None:
-            raise UsageError("table=N takes tokens in the order of the head, trim=N as they were counted; name one.")
-        for name, count in (("table", table), ("trim", trim)):
-            if count is not None and count < 1:
-                raise UsageError(f"A head proposes at least 1 token, not {name}={count}.")
-        if temperature is not None and not temperature > 0:
-            raise UsageError(f"A head draws at a temperature above 0, not {temperature}.")
         self.trained = file if isinstance(file, TrainedHead) else read_head(Path(file).expanduser())
         if table is not None and not self.trained.ranked:
             raise UsageError(f"The tokens of {file} are not in the order of frequency; leave out table={table}.")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from branchwise.draft.policies.topk import TopK
+from branchwise.errors import UsageError
 
 
 class Usual(NamedTuple):
@@ -31,3 +32,16 @@ DEVICE = Usual(TopK(63, depth=6, width=8), table=16_384, copies=15, smaller=SMAL
 
 def usual_on(device: torch.device) -> Usual:
     return HOST if device.type == "cpu" else DEVICE
+
+
+def check_options(table: int | None, trim: int | None, temperature: float | None, copies: int | None) -> None:
+    """What a user may say of a head's drafts."""
+    if copies is not None and copies < 0:
+        raise UsageError(f"A head copies 0 tokens or more, not copies={copies}.")
+    if table is not None and trim is not None:
+        raise UsageError("table=N takes tokens in the order of the head, trim=N as they were counted; name one.")
+    for name, count in (("table", table), ("trim", trim)):
+        if count is not None and count < 1:
+            raise UsageError(f"A head proposes at least 1 token, not {name}={count}.")
+    if temperature is not None and not temperature > 0:
+        raise UsageError(f"A head draws at a temperature above 0, not {temperature}.")
