@@ -85,8 +85,6 @@ def test_nodes_that_were_taken_over_say_so() -> None:
     assert set(merged.sources[1:]) == {"graph", "merged"}
     for node, parent in enumerate(merged.parents[1:], start=1):  # and so is all below such a node
         assert merged.sources[parent] != "merged" or merged.sources[node] == "merged"
-    own = merged.sources.count("graph")
-    assert own >= sent(f"graph:{shape},repeat=0,{ALL}", rule) - 1, "what was passed over was drafted at its own place"
 
 
 def sent(spec: str, rule: Rule) -> int:

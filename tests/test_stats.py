@@ -149,7 +149,7 @@ def test_what_was_not_drawn_by_the_drafter_is_not_counted() -> None:
 
 
 def test_paths_are_counted_in_the_order_of_their_draws() -> None:
-    q = torch.tensor([[0.1, 0.9]])
+    q = torch.tensor([[0.05, 0.95]])
     tree = DraftTree(torch.tensor([0, 0, 1]), (-1, 0, 0), Draw.PATHS, q, leaves=(2, 1))
     stats = Stats()
     stats.count_probs(tree, (0, 2))
