@@ -1,7 +1,7 @@
 # make demo    a real model, plain and speculative, on a bare machine
 # make test    what CI runs: lint, types and the quick tests; eight minutes on two quiet cores
 # make test-all  every test there is; needed after a change to core/, verify/, draft/policies/ or audit/
-# make test-vllm  the integration inside vLLM itself, in an environment of its own (3.5 GB); eight minutes on two cores, half an hour on crowded ones
+# make test-vllm  the integration inside vLLM itself, in an environment of its own (3.5 GB); half an hour on two crowded cores
 # make check   lint and types only
 # make bench   the short standard benchmark of this machine; writes records. DATA=folder of known sets, or our own prompts
 # make setup   the environment alone; the other targets do it first
