@@ -145,9 +145,11 @@ class Ours(Contestant):
         drafted = engine.drafter.passes - passes
         return [self._answer(generation, seconds, drafted) for generation in generations]
 
-    def _target_cost(self, nodes: int) -> float:
+    def _target_cost(self, nodes: int) -> float | None:
         """Bytes that a pass over so many nodes reads, over those of a pass over one: nodes share all weights but the
         experts of a mixture."""
+        if self._engine.target.info.weight_bytes is None:
+            return None
         if nodes not in self._target_costs:
             from branchwise.backends.transformers.runner import bytes_read  # transformers takes seconds to import
 
