@@ -48,6 +48,7 @@ SEED = 18
 TREES = {
     Draw.FIXED: "topk:12,depth=4,width=3",
     Draw.WITHOUT_REPLACEMENT: "rsd-c:3,2,1",
+    Draw.WITH_REPLACEMENT: "iid:3,2,1",
     Draw.PATHS: "paths:3x4",
     Draw.FORK: "fork-lossy:3x3",
 }
