@@ -61,7 +61,7 @@ def run_tests(program: str, entry: str, tests: str, limits: Limits | None = None
 @cache
 def missing() -> tuple[str, ...]:
     """What this machine cannot keep answers from, as parts of a sentence."""
-    if sys.platform == "win32":
+    if os.name != "posix":
         raise UsageError("Answers that are programs can be run on Linux and macOS only; leave out --check-answers.")
     code, told, complaint = _enter({}, 10)
     if code != PASSED:
