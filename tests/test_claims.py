@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from branchwise.bench.claims import judging, rows, table
 from branchwise.bench.claims.drawing import figures, write_figures
 from branchwise.bench.claims.judging import HOLDS, IN_PART, NOT_HERE, NOT_MEASURED, UNDECIDED, combined, verdict_of
-from branchwise.bench.claims.measuring import Measuring, Parts, of_claims, of_sweeps
+from branchwise.bench.claims.measuring import Measuring, Parts, of_claims, of_sweeps, spread
 from branchwise.bench.claims.page import page
 from branchwise.bench.claims.rows import Key, Row, RowFile, Rows, Sample
 from branchwise.bench.claims.table import MEASURES, Claim, Point, Stand, chosen, claims, sweeps
@@ -194,6 +194,17 @@ def test_the_same_on_both_sides_is_a_ratio_of_one() -> None:
     assert found.ratio is not None
     assert (found.ratio.value, found.ratio.low, found.ratio.high) == (1, 1, 1)  # paired: prompts cancel out
     assert found.verdict == UNDECIDED
+
+
+def test_few_prompts_decide_nothing() -> None:
+    point = Point("block", "speculative", temperature=1.0)
+    found = [measured(point, samples(60, 10, count), samples(60, 20, count)) for count in (7, 8)]
+    assert [one.verdict for one in found] == [UNDECIDED, HOLDS]
+
+
+def test_races_take_prompts_of_every_category_first() -> None:
+    items = [Item(name, "own", name[0], ("?",)) for name in ("a1", "a2", "a3", "b1", "b2")]
+    assert [item.id for item in spread(items)] == ["a1", "b1", "a2", "b2", "a3"]
 
 
 def test_each_measure_is_counted_by_its_own_numbers() -> None:

@@ -35,7 +35,7 @@ class Size:
 
 
 TITLES = ("claim", "comparison", "measured", "paper", "verdict")
-QUICK, FULL = Size(3, 24, 4), Size(5, 64, 40)
+QUICK, FULL = Size(4, 24, 8), Size(5, 64, 40)
 
 
 @grouped
@@ -54,12 +54,12 @@ def reproduce(
         Path | None, Option(help="Folder with Spec-Bench; else prompts of Branchwise.", show_default="$BRANCHWISE_DATA")
     ] = None,
     prompts: Annotated[list[Path] | None, Option(help="Prompt files in its place; may be repeated.")] = None,
-    limit: Annotated[int | None, Option(help="Prompts of each category.", show_default="5, quick 3")] = None,
+    limit: Annotated[int | None, Option(help="Prompts of each category.", show_default="5, quick 4")] = None,
     max_new_tokens: Annotated[
         int | None, Option("--max-new-tokens", "-n", help="Tokens of a text at most.", show_default="64, quick 24")
     ] = None,
     alone: Annotated[
-        int | None, Option(help="Prompts that are timed one by one, at most.", show_default="40, quick 4")
+        int | None, Option(help="Prompts that are timed one by one, at most.", show_default="40, quick 8")
     ] = None,
     minutes: Annotated[
         float | None, Option(help="Begin no further row after so many; the same command goes on.", show_default="none")

@@ -3,7 +3,7 @@
     holds               the whole interval lies above the bound, and reaches the number of the paper, if it gives one
     holds in part       it lies above the bound but below that number; or some comparisons of a claim hold, not all
     does not hold here  the whole interval lies below the bound, in every comparison
-    undecided           the interval holds the bound: more prompts would tell
+    undecided           the interval holds the bound, or fewer than 8 prompts were compared: more of them would tell
     not measured        a part is missing, or the run did not get there
 
 The bound is 1 where a paper claims a gain; a claim that nothing is lost has one a little below.
@@ -20,6 +20,8 @@ from branchwise.bench.metrics import Ratio, paired_ratio
 
 HOLDS, IN_PART, NOT_HERE = "holds", "holds in part", "does not hold here"
 UNDECIDED, NOT_MEASURED = "undecided", "not measured"
+FEWEST = 8
+"""prompts; intervals over fewer are too narrow to decide by (tests/test_bench_metrics.py simulates it)"""
 VERDICTS = (HOLDS, IN_PART, NOT_HERE, UNDECIDED, NOT_MEASURED)
 
 
@@ -90,7 +92,8 @@ def compare(point: Point, rows: Rows) -> Found:
         factor * sum(above for above, _ in side) / sum(below for _, below in side)
         for factor, side in zip(factors, amounts, strict=True)
     ]
-    verdict = verdict_of(ratio.low, ratio.high, point.bound, point.claimed)
+    enough = ratio.units >= FEWEST
+    verdict = verdict_of(ratio.low, ratio.high, point.bound, point.claimed) if enough else UNDECIDED
     return Found(point, verdict, ratio, values[0], values[1], specs)
 
 

@@ -11,6 +11,7 @@ import gc
 import time
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -110,7 +111,7 @@ class Measuring:
 
     def _race(self, temperature: float, keys: Sequence[Key], done: int, total: int) -> None:
         """Contestants in turn on every prompt."""
-        items = self.items[: self.alone]
+        items = spread(self.items)[: self.alone]
         entered: dict[Key, Ours] = {}
         for key in keys:
             if self._missing(key, items) and not self.over:
@@ -209,6 +210,16 @@ def of_sweeps(sweeps: Sequence[Sweep], stand: Stand) -> Iterator[Key]:
             for _, method, temperature in line.points:
                 if (spec := stand.spec(method)) is not None:
                     yield Key(spec, temperature, False)
+
+
+def spread(items: Sequence[Item]) -> list[Item]:
+    """The items in turn from every category, so that the first ones are of all of them."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for item in items:
+        turns.append(seen[item.category])
+        seen[item.category] += 1
+    return [items[number] for number in sorted(range(len(items)), key=turns.__getitem__)]
 
 
 def shown(key: Key) -> str:
