@@ -26,7 +26,8 @@ interval over prompts (bootstrap, paired). The verdict follows from the interval
 - **holds**: the whole interval lies above the bound and reaches the number of the paper, if the paper gives one;
 - **holds in part**: it lies above the bound but below that number, or only some comparisons hold;
 - **does not hold here**: it lies below the bound;
-- **undecided**: the bound lies inside the interval, or fewer than 8 prompts were compared; **not measured**: a trained part or an index is missing.
+- **undecided**: the bound lies inside the interval, or fewer than 8 prompts were compared;
+- **not measured**: a trained part or an index is missing, or the run has not come to it yet.
 
 The bound is 1, or a little less where the claim is that nothing is lost. Comparisons in parentheses are shown beside a
 claim, and do not count for its verdict. The models here are far smaller than those of the papers, so ratios of speed
