@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -378,10 +379,10 @@ def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(
 ) -> None:
     own, calls = target._move, iter(range(1000))
 
-    def moving(*given) -> None:  # type: ignore[no-untyped-def]
+    def moving(*given: Any, **named: Any) -> None:
         if given[-1] is not None and next(calls) % 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        own(*given)
+        own(*given, **named)
 
     monkeypatch.setattr(target, "_move", moving)
     assert texts_of(write(target, NoDrafter())) == plain

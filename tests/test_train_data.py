@@ -142,6 +142,13 @@ def test_lines_are_read_as_they_were_asked(tmp_path: Path) -> None:
         assert words.decode(text.tokens[text.prompt :]) == answer
 
 
+def test_separators_inside_a_text_end_no_line(tmp_path: Path) -> None:
+    answer = "a b c d e f g h \u2028 i \x85 j"
+    line = json.dumps({"prompt": "k l", "answer": answer, "raw": True}, ensure_ascii=False)
+    (tmp_path / "texts.jsonl").write_text(f"{line}\n{line}\n")
+    assert len(given_texts(tmp_path / "texts.jsonl", tokenizer())) == 2
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": "a b"}'])
 def test_a_file_without_texts_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "texts.jsonl").write_text(content)

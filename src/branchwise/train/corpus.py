@@ -83,7 +83,7 @@ def given_texts(file: Path, tokenizer: Any) -> list[Text]:
         return [*held_out, *learn]
     found = []
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text().split("\n")  # not splitlines: JSON may hold other separators of lines
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read as text: {error}.") from None
     for number, line in enumerate(lines, 1):
