@@ -191,6 +191,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for method in methods:
                 record = compared(sides[PLAIN.name], sides[method.name], exact=method.verify == "match")
                 record = {**about, "method": method.name, "batch": batch, "way": way, "groups": len(groups), **record}
+                record["reasons"] = engines[method.name].reasons(batch)
                 print(line(record), flush=True)
                 yield record
 

@@ -92,7 +92,7 @@ def size(spec: str) -> int:
     if name in ("paths", "rsd-s", "fork-lossy"):
         width, depth = positional[0].split("x")
         return int(width) * int(depth)
-    if name == "rsd-c":
+    if name in ("rsd-c", "iid"):
         counts = [int(one) for one in positional]
         return sum(level for level in cumulative(counts))
     if name == "template":

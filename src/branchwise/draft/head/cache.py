@@ -16,10 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.head.network import Attend, HeadConfig
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""without cuDNN, which plans anew for every length"""
 FIRST = 256
 """cells of a slot at first; they double as texts grow"""
 MOST_EXTRA = 128
@@ -142,7 +145,8 @@ class HeadCache:
                 keys, values = keys[slots[0], None, :, :keys_seen], values[slots[0], None, :, :keys_seen]
             else:
                 keys, values = keys[rows, :, :keys_seen], values[rows, :, :keys_seen]
-            return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+            with sdpa_kernel(KERNELS):
+                return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
         return attend
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.cache import KERNELS, HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
 
 MOST = 4096
@@ -25,8 +25,6 @@ MOST_ROWS = 8192
 """of several prompts together, as long as the longest of them"""
 MOST_TOGETHER = 16
 """prompts of a pass"""
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""without cuDNN, which plans anew for every length"""
 
 
 def reads_at_once(config: HeadConfig) -> bool:
