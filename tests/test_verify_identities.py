@@ -100,5 +100,6 @@ def test_match_is_exact_on_any_tree_whatsoever(instance: Instance, tree: DraftTr
 
 
 def test_every_kind_of_draw_that_can_be_enumerated_has_its_verifiers() -> None:
-    assert set(DRAWS.values()) | {Draw.FIXED, Draw.FORK} == set(Draw)  # forks are for lossy rules: test_longest.py
+    elsewhere = {Draw.FORK, Draw.WITH_REPLACEMENT}  # lossy rules: test_longest.py; repeats: test_with_replacement.py
+    assert set(DRAWS.values()) | {Draw.FIXED} | elsewhere == set(Draw)
     assert {kind for _, kind in PAIRS} == set(DRAWS)

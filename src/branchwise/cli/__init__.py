@@ -36,7 +36,7 @@ COMMANDS = {
     "tree": ("train:tree", "Find the shape that drafts should have."),
     "train": ("train:train", "Train what helps a drafter, in minutes and on a CPU."),
     "calibrate": ("train:calibrate", "Count which tokens a target writes, for drafters that need it."),
-    "index": ("index:app", "Index texts for drafting by retrieval."),
+    "index": ("index:app", "Index texts for drafting by retrieval, or count their tri-grams."),
 }
 """name: (file of this folder and the function or group in it, the line that `branchwise --help` shows)"""
 

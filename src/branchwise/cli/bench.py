@@ -282,7 +282,7 @@ def report(
     costs: Annotated[Path | None, Option(help="Output of `branchwise tune --json`, drawn as a figure.")] = None,
     claims: Annotated[Path | None, Option(help="Records of `branchwise reproduce`, drawn as figures.")] = None,
 ) -> None:
-    """Make one HTML page with figures from the records of a benchmark, of one model or of several.
+    """Make one HTML page with figures from the records of a benchmark. They may be of several models.
 
     branchwise report run.jsonl --out report
     """

@@ -23,8 +23,8 @@ from torch.nn.attention import sdpa_kernel
 
 from branchwise.backends.base import CachedRows
 from branchwise.backends.transformers.probe import context_limit
+from branchwise.draft.head.cache import KERNELS
 from branchwise.draft.head.network import Head
-from branchwise.draft.head.prompt import KERNELS
 from branchwise.train.corpus import Text, padded
 from branchwise.train.head.cross import LayerCache, moved_keys, moved_positions
 from branchwise.train.head.loss import loss_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from branchwise.draft.head.prompt import KERNELS
+from branchwise.draft.head.cache import KERNELS
 from branchwise.draft.nested.parts import layers_of, norm_of
 from branchwise.train.corpus import Text, padded
 from branchwise.train.keeping import kept_whole
