@@ -67,7 +67,7 @@ def tiny_model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     model = tiny_model()
-    target = TransformersTarget(model, slots=33, max_nodes=32)
+    target = TransformersTarget(model, slots=33, max_nodes=64)
     return LLM("tiny", model, tokenizer(), Engine(target, build_drafter("none"), VERIFIERS.build("match")))
 
 
@@ -210,7 +210,6 @@ def test_match_is_lossless(llm: LLM, sampling: SamplingParams) -> None:
     assert found.tests.samples == 2400
 
 
-@pytest.mark.filterwarnings("ignore::branchwise.errors.CutWarning")
 def test_match_is_lossless_whoever_of_several_sources_drafts(llm: LLM) -> None:
     drafter = AutoDrafter()
     drafter._head = HeadDrafter(random_head(llm.engine.target.info))

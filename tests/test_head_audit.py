@@ -228,7 +228,6 @@ def llm() -> LLM:
     return LLM("tiny", model, tokenizer(), Engine(target, build_drafter("none"), VERIFIERS.build("match")))
 
 
-@pytest.mark.filterwarnings("ignore::branchwise.errors.CutWarning")
 @pytest.mark.parametrize(("tree", "verify"), [(None, "match"), ("paths:2x2", "cascade")])
 def test_the_audit_of_a_model_takes_a_head(
     tree: str | None, verify: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -512,7 +512,9 @@ def test_the_command_writes_a_folder(
 
     def load(model_name: str = "", **options: Any) -> SimpleNamespace:
         loaded.append(options["model"])
-        return SimpleNamespace(name="tiny", model=model, conversion=None, engine=SimpleNamespace(target=target))
+        return SimpleNamespace(
+            name="tiny", model=model, conversion=None, engine=SimpleNamespace(target=target, pipelined=False)
+        )
 
     monkeypatch.setattr("branchwise.llm.load", load)
     file, out = tmp_path / "tiny.head", tmp_path / "tiny-eagle3"

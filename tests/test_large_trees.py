@@ -14,6 +14,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.tree import DraftTree
 from branchwise.draft import TREES, build_drafter, build_policy
 from branchwise.draft.base import Budget
+from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.draft.sampler import SeededSampler
 from branchwise.engine import Engine, Request
@@ -22,6 +23,7 @@ from branchwise.llm import load
 from branchwise.methods import find_any, largest_tree
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
+from tests.heads import random_head
 from tests.strategies import grown, random_rule
 from tests.test_model_drafter import tiny, weights
 
@@ -83,6 +85,17 @@ def test_a_tree_that_is_cut_is_spoken_of() -> None:
         engine(769, "dynamic:768").warn_if_cut()
         engine(128, "dynamic:768", Budget(25, 9)).warn_if_cut()  # as the user wants it
         engine(128, "paths:4x6").warn_if_cut()
+
+
+def test_a_head_that_grows_small_trees_on_a_host_is_not_said_to_be_cut() -> None:
+    target = ToyTarget(max_nodes=32)
+    drafter = HeadDrafter(random_head(target.info))
+    assert drafter.largest > 31, "on a GPU its trees are larger"
+    made = Engine(target, drafter, VERIFIERS.build("match"))
+    assert 0 < drafter.largest < 31
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.warn_if_cut()
 
 
 @pytest.mark.parametrize("nodes", [1, 1025])

@@ -284,7 +284,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that loads at once."""
 
     def load(model: str, **options: Any) -> Any:
-        engine = SimpleNamespace(target=ToyTarget(6, slots=options["max_batch"]))
+        engine = SimpleNamespace(target=ToyTarget(6, slots=options["max_batch"]), pipelined=False)
         return SimpleNamespace(
             name=model,
             conversion=None,

@@ -67,7 +67,6 @@ class Loading:
     def load(self, methods: Sequence[Method] = (), /, **settings: Any) -> LLM:
         """The model, with room for the trees of these methods, which will run on it."""
         from branchwise.backends.base import nodes_for
-        from branchwise.engine import Engine
         from branchwise.engine.warmup import leave_to_itself
         from branchwise.llm import load
         from branchwise.methods import largest_tree
@@ -78,7 +77,7 @@ class Loading:
         llm = load(**given, **settings)
         if (found := llm.conversion) is not None:
             print_notice(f"The target is {llm.name}: {found.distance}.")
-        if isinstance(llm.engine, Engine) and llm.engine.pipelined:
+        if llm.engine.pipelined:
             leave_to_itself()  # a command keeps its model until it ends
         return llm
 

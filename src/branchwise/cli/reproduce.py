@@ -42,7 +42,7 @@ QUICK, FULL = Size(4, 24, 8), Size(5, 64, 40)
 def reproduce(
     *,
     names: Annotated[list[str] | None, Argument(help="Claims or methods by name; all by default.")] = None,
-    quick: Annotated[bool, Option("--quick", help="Few prompts and short texts: minutes on a CPU.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Few prompts and short texts, for a CPU.")] = False,
     loading: Loading,
     draft_model: DraftModel = None,
     head: TrainedHead = None,

@@ -118,10 +118,14 @@ class TreeDrafter(Drafter):
         self.tree = tree
         self.draw = tree.draw
         self.learns = self.learns or tree.learns
-        self.largest = tree.largest
         self.target: TargetInfo | None = None
         self._device_sampler = DeviceSampler()
         self._drafted: list[DraftTree] = []
+
+    @property
+    def largest(self) -> int:  # type: ignore[override]
+        """Of the tree that is drafted: a drafter may choose another one for its target."""
+        return self.tree.largest
 
     @property
     def needs(self) -> Needs:

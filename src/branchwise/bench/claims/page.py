@@ -14,7 +14,7 @@ IMAGES = "images/claims-{name}.png"
 HEAD = """# Claims
 
 What the papers of the methods claim, and what comes out here. `branchwise reproduce` measures, and writes this page
-from its records; a test compares the two. `branchwise reproduce --quick` takes minutes on a CPU and needs nothing but
+from its records; a test compares the two. `branchwise reproduce --quick` asks for few and short texts, and needs only
 the package.
 
 A comparison is between a method and the baseline that the claim names, on the same prompts, at the same length of

@@ -131,7 +131,7 @@ class ModelDrafter(TreeDrafter):
         """The same draft model with another tree, given one that is bound. Both keep texts in the same cache."""
         assert self.target is not None
         other = copy.copy(self)
-        other.tree, other.draw, other.largest = tree, tree.draw, tree.largest
+        other.tree, other.draw = tree, tree.draw
         other._ahead = other._on_device(self.target)
         return other
 
