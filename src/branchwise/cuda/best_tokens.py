@@ -1,147 +1,266 @@
-"""The best tokens of a table after rows of states, as Triton kernels: logits are never in memory.
+"""The likeliest tokens of a table after rows of states, as Triton kernels: logits are never in memory.
 
-A program norms the rows of a tile, multiplies them with a block of output rows, keeps the best few of its logits and
-the sum of their exponentials, and a second kernel merges what the blocks found. A table of 16,384 rows is 19 MB for a
+A program norms the rows of a tile, multiplies them with a part of the output rows, keeps the best few of its logits and
+the sum of their exponentials, and a second kernel merges what the parts found. A table of 16,384 rows is 19 MB for a
 model of width 576, which an H200 reads in 5 microseconds; softmax and top-k over logits in memory take ten times as
-long. The plain way of `draft.head.trees.device` is the truth. Without a CUDA device only tests import this file.
+long. Where texts draw their tokens, logits count with the noise of these draws, as `draft.foresight` says: the rows of
+a part are of one block of the vocabulary, which draws choose first. The plain way of `draft.head.trees.device` is the
+truth. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from branchwise.core import rng
+from branchwise.core.rows import BLOCK
+from branchwise.cuda.draw import mix
 from branchwise.cuda.head_rows import _norms, _row_piece, _weights
 from branchwise.cuda.kernels import _operand
 
 NOTHING = tl.constexpr(-1.0e30)
 """the logit of no token; it is finite, so that differences are numbers"""
-BLOCK = 64
+GAMMA = tl.constexpr(rng.GAMMA)
+SIZE = 64
 """output rows of a program"""
+MOST = tl.constexpr(BLOCK // SIZE)
+"""parts of a block of the vocabulary, at most"""
+WHOLE = tl.constexpr(BLOCK)
+"""tokens of a block of the vocabulary"""
+
+
+class Parts(NamedTuple):
+    """The rows of a table, whose tokens rise, in parts of at most 64 rows of one block of the vocabulary."""
+
+    names: Tensor
+    """(tokens,)"""
+    starts: Tensor
+    """(parts,): the first row of each part"""
+    counts: Tensor
+    """(parts,): how many rows it has"""
+    owners: Tensor
+    """(parts,): its block of the vocabulary"""
+    firsts: Tensor
+    """(blocks + 1,): the first part of each block of the vocabulary, and behind the last one the number of parts"""
+
+    @classmethod
+    def of(cls, names: Tensor, vocabulary: int) -> Parts:
+        blocks = names.cpu() // BLOCK
+        sizes = torch.bincount(blocks, minlength=-(-vocabulary // BLOCK)).tolist()
+        parts: list[tuple[int, int, int]] = []
+        firsts, row = [], 0
+        for owner, size in enumerate(sizes):
+            firsts.append(len(parts))
+            parts += [(row + first, min(SIZE, size - first), owner) for first in range(0, size, SIZE)]
+            row += size
+        columns = *zip(*parts, strict=True), [*firsts, len(parts)]
+        return cls(names, *(torch.tensor(column, dtype=torch.int32, device=names.device) for column in columns))
 
 
 def best_tokens(
-    rows: Tensor, chosen: Tensor, epsilon: float, table: Tensor, extra: Tensor, known: Tensor, slots: Tensor, count: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best logits after rows[chosen], where they stand, and the logarithm of all exponentials.
+    rows: Tensor,
+    chosen: Tensor,
+    epsilon: float,
+    table: Tensor,
+    parts: Parts,
+    extra: Tensor,
+    known: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    draws: tuple[Tensor, Tensor],
+    depth: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The logarithms of the best chances after rows[chosen], and where their tokens stand, (batch, rows, count) each.
 
     `chosen` is (batch, rows), and of every row the first elements count, as many as the table has. Rows are normed; the
     weights of the norm are in the table. Places below len(table) are rows of the table (tokens, width); behind them
-    come the `extra` rows (slots, some, width) of the slot of each text, if `known` (slots, some) says >= 0 for them.
-    Returns (batch, rows, count) twice and (batch, rows).
+    come the `extra` rows (slots, some, width) of the slot of each text, if `known` (slots, some) names tokens for them.
+    Tokens are to come `depth` positions behind the last of so many rows of each text; `draws` are the `Draws` of slots.
     """
     (batch, per_text), width = chosen.shape, table.shape[1]
-    whole = batch * per_text
-    blocks, more = triton.cdiv(len(table), BLOCK), triton.cdiv(extra.shape[1], BLOCK)
-    every = blocks + more
+    whole, every, some = batch * per_text, len(parts.starts), extra.shape[1]
     values = torch.empty(whole, every, count, device=rows.device)
     places = torch.empty(whole, every, count, device=rows.device, dtype=torch.int32)
-    sums = torch.empty(2, whole, every, device=rows.device)
-    found = torch.empty_like(values[:, 0]), torch.empty_like(places[:, 0]), torch.empty_like(sums[0, :, 0])
+    sums = torch.empty(3, whole, every, device=rows.device)
+    more = torch.empty(whole, some, device=rows.device)
+    best, where = torch.empty_like(values[:, 0]), torch.empty_like(places[:, 0])
     tile, fill = max(16, min(64, triton.next_power_of_2(whole))), max(16, triton.next_power_of_2(per_text))
-    _blocks[(every, max(triton.cdiv(whole, tile), batch))](
-        rows, chosen, table, extra, known, slots, values, places, sums[0], sums[1],
-        rows.stride(0), whole, per_text, len(table), extra.shape[1], batch, epsilon,
-        width=width, every=every, blocks=blocks, count=count, block=BLOCK, tile=tile, fill=fill,
+    programs = every + triton.cdiv(some, SIZE), max(triton.cdiv(whole, tile), batch)
+    _parts[programs](
+        rows, chosen, table, *parts[:3], extra, known, slots, lengths, *draws, values, places, *sums, more,
+        rows.stride(0), lengths.stride(0), whole, per_text, some, batch, depth, epsilon,
+        width=width, every=every, count=count, size=SIZE, tile=tile, fill=fill,
         operand=_operand(table.dtype), num_warps=4, num_stages=4,
     )  # fmt: skip
-    candidates = triton.next_power_of_2(every * count)
     _merge[(whole,)](
-        values, places, sums[0], sums[1], *found, every, count, candidates, triton.next_power_of_2(every), num_warps=4
-    )
-    best, where, total = found
-    return best.view(batch, per_text, count), where.view(batch, per_text, count), total.view(batch, per_text)
+        values, places, *sums, more, *parts[3:], known, slots, lengths, *draws, best, where,
+        lengths.stride(0), per_text, len(table), depth,
+        every=every, count=count, some=some, blocks=len(parts.firsts) - 1,
+        candidates=triton.next_power_of_2(every * count), padded=triton.next_power_of_2(some),
+        padded_blocks=triton.next_power_of_2(len(parts.firsts) - 1), num_warps=4,
+    )  # fmt: skip
+    return best.view(batch, per_text, count), where.view(batch, per_text, count)
+
+
+@triton.jit
+def _waits(keys, names):
+    """`foresight.waits`."""
+    bits = (mix(keys + names.to(tl.int64) * GAMMA) >> 41) & 0x7FFFFF
+    return -tl.log((bits.to(tl.float32) + 0.5) * (1.0 / 8388608))
+
+
+@triton.jit
+def _key(dice, lengths, text, slot, stride, depth, real):
+    """That of the draw of a text behind a row."""
+    position = tl.load(lengths + text * stride, mask=real, other=0).to(tl.int64) + depth
+    return mix(tl.load(dice + slot, mask=real, other=0) + position * GAMMA)
 
 
 @triton.jit
 def _product(
-    rows, place, real, epsilon, weights, column, inside, width: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
+    rows, place, real, epsilon, weights, column, inside, width: tl.constexpr, tile: tl.constexpr, size: tl.constexpr,
     operand: tl.constexpr,
 ):  # fmt: skip
-    """(tile, block): logits of normed rows with output rows; both are read in pieces."""
+    """(tile, size): logits of normed rows with output rows; both are read in pieces."""
     piece: tl.constexpr = 64 if width >= 64 else 16
-    found, gram = tl.zeros((tile, block), tl.float32), tl.zeros((tile, tile), tl.float32)
+    found, gram = tl.zeros((tile, size), tl.float32), tl.zeros((tile, tile), tl.float32)
     for start in range(0, width, piece):
         at = start + tl.arange(0, piece)
         left = _row_piece(rows, place, real, at, at < width, operand)
         right = _weights(weights, column, inside, at, at < width, width, operand)
         found = tl.dot(left, right, found, input_precision="ieee")
         gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
-    return tl.where(inside[None, :], found / _norms(gram, epsilon, width, tile)[:, None], NOTHING)
+    return found / _norms(gram, epsilon, width, tile)[:, None]
 
 
-@triton.jit
-def _keep(
-    logits, row, real, first, part, values, places, highest, totals, every, count: tl.constexpr, block: tl.constexpr
-):
-    """Write the best logits of a block, where they stand, and the sum of its exponentials."""
-    high = tl.max(logits, axis=1)
-    tl.store(highest + row * every + part, high, mask=real)
-    tl.store(totals + row * every + part, tl.sum(tl.exp(logits - high[:, None]), axis=1), mask=real)
-    columns = tl.arange(0, block)
-    for rank in range(count):
-        best = tl.max(logits, axis=1)
-        place = tl.min(tl.where(logits == best[:, None], columns[None, :], block), axis=1)
-        at = (row * every + part) * count + rank
-        tl.store(values + at, best, mask=real)
-        tl.store(places + at, first + place, mask=real)
-        logits = tl.where(columns[None, :] == place[:, None], NOTHING, logits)
-
-
-@triton.jit(do_not_specialize=["whole", "per_text", "texts"])
-def _blocks(
-    rows, chosen, table, extra, known, slots, values, places, highest, totals,
-    stride_row, whole, per_text, tokens, some, texts, epsilon,
-    width: tl.constexpr, every: tl.constexpr, blocks: tl.constexpr, count: tl.constexpr, block: tl.constexpr,
+@triton.jit(do_not_specialize=["whole", "per_text", "texts", "depth"])
+def _parts(
+    rows, chosen, table, names, starts, counts, extra, known, slots, lengths, dice, temperatures,
+    values, places, highest, totals, speeds, more,
+    stride_row, stride_length, whole, per_text, some, texts, depth, epsilon,
+    width: tl.constexpr, every: tl.constexpr, count: tl.constexpr, size: tl.constexpr,
     tile: tl.constexpr, fill: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
-    """A block of the table for a tile of rows, or a block of the tokens of a prompt for the rows of its text."""
+    """A part of the table for a tile of rows, or some tokens of a prompt for the rows of its text."""
     part, group = tl.program_id(0), tl.program_id(1)
-    column = tl.arange(0, block)
-    if part < blocks:
+    columns = tl.arange(0, size)
+    if part < every:
         row = group * tile + tl.arange(0, tile)
         real = row < whole
         if group * tile < whole:
-            column += part * block
+            start = tl.load(starts + part)
+            inside = columns < tl.load(counts + part)
             place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
-            logits = _product(rows, place, real, epsilon, table, column, column < tokens, width, tile, block, operand)
-            _keep(logits, row, real, part * block, part, values, places, highest, totals, every, count, block)
+            logits = _product(rows, place, real, epsilon, table, start + columns, inside, width, tile, size, operand)
+            text = row // per_text
+            slot = tl.load(slots + text, mask=real, other=0).to(tl.int64)
+            temperature = tl.load(temperatures + slot, mask=real, other=0.0)
+            logits = logits / tl.where(temperature > 0, temperature, 1.0)[:, None]
+            logits = tl.where(inside[None, :], logits, NOTHING)
+            high = tl.max(logits, axis=1)
+            mass = tl.where(inside[None, :], tl.exp(logits - high[:, None]), 0.0)
+            at = row * every + part
+            tl.store(highest + at, high, mask=real)
+            tl.store(totals + at, tl.sum(mass, axis=1), mask=real)
+            if tl.max(temperature, axis=0) > 0:
+                key = _key(dice, lengths, text, slot, stride_length, depth, real)
+                name = tl.load(names + start + columns, mask=inside, other=0)
+                wait = tl.where((temperature > 0)[:, None], _waits(key[:, None], name[None, :]), 1.0)
+                mass = mass / wait
+                logits = tl.where(inside[None, :], logits - tl.log(wait), NOTHING)
+            tl.store(speeds + at, tl.sum(mass, axis=1), mask=real)
+            for rank in range(count):
+                best = tl.max(logits, axis=1)
+                spot = tl.min(tl.where(logits == best[:, None], columns[None, :], size), axis=1)
+                tl.store(values + at * count + rank, best, mask=real)
+                tl.store(places + at * count + rank, start + spot, mask=real)
+                logits = tl.where(columns[None, :] == spot[:, None], NOTHING, logits)
     elif group < texts:
         inner = tl.arange(0, fill)
         row, real = group * per_text + inner, inner < per_text
-        column += (part - blocks) * block
+        column = (part - every) * size + columns
         slot = tl.load(slots + group).to(tl.int64)
-        token = tl.load(known + slot * some + column, mask=column < some, other=-1)
+        inside = tl.load(known + slot * some + column, mask=column < some, other=-1) >= 0
         place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
-        logits = _product(
-            rows, place, real, epsilon, extra + slot * some * width, column, token >= 0, width, fill, block, operand
-        )
-        first = tokens + (part - blocks) * block
-        _keep(logits, row, real, first, part, values, places, highest, totals, every, count, block)
+        theirs = extra + slot * some * width
+        logits = _product(rows, place, real, epsilon, theirs, column, inside, width, fill, size, operand)
+        temperature = tl.load(temperatures + slot)
+        logits = tl.where(inside[None, :], logits / tl.where(temperature > 0, temperature, 1.0), NOTHING)
+        goal = more + row[:, None] * some + column[None, :]
+        tl.store(goal, logits, mask=real[:, None] & (column < some)[None, :])
 
 
 @triton.jit
+def _block(firsts, highest, totals, speeds, block, inside, top):
+    """The mass and the speed of blocks of the vocabulary, from their parts."""
+    first = tl.load(firsts + block, mask=inside, other=0)
+    end = tl.load(firsts + block + 1, mask=inside, other=0)
+    mass, speed = tl.zeros_like(first).to(tl.float32), tl.zeros_like(first).to(tl.float32)
+    for number in tl.static_range(MOST):
+        real = first + number < end
+        scale = tl.exp(tl.load(highest + first + number, mask=real, other=NOTHING) - top)
+        mass += scale * tl.load(totals + first + number, mask=real, other=0.0)
+        speed += scale * tl.load(speeds + first + number, mask=real, other=0.0)
+    return mass, speed
+
+
+@triton.jit(do_not_specialize=["per_text", "depth"])
 def _merge(
-    values, places, highest, totals, best, where, total,
-    every: tl.constexpr, count: tl.constexpr, candidates: tl.constexpr, parts: tl.constexpr,
+    values, places, highest, totals, speeds, more, owners, firsts, known, slots, lengths, dice, temperatures,
+    best, where, stride_length, per_text, tokens, depth,
+    every: tl.constexpr, count: tl.constexpr, some: tl.constexpr, blocks: tl.constexpr,
+    candidates: tl.constexpr, padded: tl.constexpr, padded_blocks: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    part = tl.arange(0, parts)
-    high = tl.load(highest + row * every + part, mask=part < every, other=NOTHING)
-    sums = tl.load(totals + row * every + part, mask=part < every, other=0.0)
-    top = tl.max(high, axis=0)
-    tl.store(total + row, top + tl.log(tl.sum(sums * tl.exp(high - top), axis=0)))
+    text = row // per_text
+    slot = tl.load(slots + text).to(tl.int64)
+    drawn = tl.load(temperatures + slot) > 0
+    key = _key(dice, lengths, text, slot, stride_length, depth, drawn)
+    highest, totals, speeds = highest + row * every, totals + row * every, speeds + row * every
+    # The tokens of the prompt, each beside what the table has of its block.
+    column = tl.arange(0, padded)
+    name = tl.load(known + slot * some + column, mask=column < some, other=-1).to(tl.int64)
+    real = name >= 0
+    logit = tl.load(more + row * some + column, mask=real, other=NOTHING)
+    number = tl.arange(0, padded_blocks)
+    part_high = tl.load(highest + tl.arange(0, candidates), mask=tl.arange(0, candidates) < every, other=NOTHING)
+    top = tl.maximum(tl.max(part_high, axis=0), tl.max(logit, axis=0))
+    mass, _ = _block(firsts, highest, totals, speeds, number, number < blocks, top)
+    first_wait = tl.where(drawn, _waits(mix(key), number), 1.0)
+    own_block = tl.where(real, name // WHOLE, 0)
+    own_first = tl.where(drawn, _waits(mix(key), own_block), 1.0)
+    own_mass = tl.where(real, tl.exp(logit - top), 0.0)
+    whole = tl.sum(mass / first_wait, axis=0) + tl.sum(own_mass / own_first, axis=0)
+    own_speed = own_mass / tl.where(drawn, _waits(key, name), 1.0)
+    beside_mass, beside_speed = _block(firsts, highest, totals, speeds, own_block, real, top)
+    likely = real & (own_speed > 0)
+    share = (beside_mass + own_mass) / own_first * own_speed / tl.where(likely, beside_speed + own_speed, 1.0)
+    own_value = tl.where(share > 0, tl.log(tl.where(share > 0, share, 1.0) / whole), NOTHING)
+    # The best of all parts.
     at = tl.arange(0, candidates)
     inside = at < every * count
     value = tl.load(values + row * every * count + at, mask=inside, other=NOTHING)
     place = tl.load(places + row * every * count + at, mask=inside, other=0)
+    block = tl.load(owners + at // count, mask=inside, other=0)
+    mass, speed = _block(firsts, highest, totals, speeds, block, inside, top)
+    wait = tl.where(drawn, _waits(mix(key), block), 1.0)
+    likely = inside & (value > NOTHING) & (mass > 0) & (speed > 0)
+    share = tl.where(likely, mass, 1.0) / wait / tl.where(likely, speed, 1.0)
+    value = tl.where(likely, value - top + tl.log(share / whole), NOTHING)
     for rank in range(count):
-        most = tl.max(value, axis=0)
-        chosen = tl.min(tl.where(value == most, at, candidates), axis=0)
-        tl.store(best + row * count + rank, most)
-        tl.store(where + row * count + rank, tl.sum(tl.where(at == chosen, place, 0), axis=0))
-        value = tl.where(at == chosen, NOTHING, value)
+        listed, own = tl.max(value, axis=0), tl.max(own_value, axis=0)
+        chosen = tl.min(tl.where(value == listed, at, candidates), axis=0)
+        chosen_own = tl.min(tl.where(own_value == own, column, padded), axis=0)
+        found = tl.sum(tl.where(at == chosen, place, 0), axis=0)
+        tl.store(best + row * count + rank, tl.maximum(listed, own))
+        tl.store(where + row * count + rank, tl.where(listed >= own, found, tokens + chosen_own))
+        value = tl.where(at == tl.where(listed >= own, chosen, -1), 2 * NOTHING, value)
+        own_value = tl.where(column == tl.where(listed >= own, -1, chosen_own), 2 * NOTHING, own_value)

@@ -45,7 +45,7 @@ class Level(NamedTuple):
 
 
 def pick(
-    best: tuple[Tensor, Tensor, Tensor],
+    best: tuple[Tensor, Tensor],
     names: tuple[Tensor, Tensor, Tensor],
     before: Level,
     rows_at: Tensor,
@@ -56,10 +56,10 @@ def pick(
 ) -> Level:
     """The best `width` nodes of a level.
 
-    `best` are logits, places (batch, rows, count) and totals (batch, rows) as `best_tokens` finds them; `names` the
-    table, the tokens of each prompt and the slots, which turn places into tokens. `rows_at` (batch, rows) says where
-    the states of the rows lie. What the level proposes is written to `proposed` from `first` on; the chosen nodes will
-    stand in cells from `cell` on behind the text.
+    `best` are log-probabilities and places (batch, rows, count) as `best_tokens` finds them; `names` the table, the
+    tokens of each prompt and the slots, which turn places into tokens. `rows_at` (batch, rows) says where the states of
+    the rows lie. What the level proposes is written to `proposed` from `first` on; the chosen nodes will stand in cells
+    from `cell` on behind the text.
     """
     values, (table, known, _) = best[0], names
     batch, rows, count = values.shape
@@ -136,7 +136,7 @@ def remember(rows: Tensor, last: Tensor, slots: Tensor, predicted: Tensor, carri
 
 @triton.jit(do_not_specialize=["first", "cell"])
 def _pick(
-    values, places, totals, table, known, slots, path_values, path_numbers, path_bits, rows_at,
+    values, places, table, known, slots, path_values, path_numbers, path_bits, rows_at,
     proposed_values, proposed_tokens, proposed_parents, out_values, out_tokens, out_numbers, out_states, out_bits,
     tokens, some, all_proposed, first, cell,
     rows: tl.constexpr, count: tl.constexpr, width: tl.constexpr, words: tl.constexpr, block_words: tl.constexpr,
@@ -146,7 +146,7 @@ def _pick(
     at = tl.arange(0, block)
     real, row = at < rows * count, at // count
     line = text * rows + row
-    value = tl.load(values + text * rows * count + at, mask=real, other=0.0) - tl.load(totals + line, mask=real)
+    value = tl.load(values + text * rows * count + at, mask=real, other=0.0)
     value = tl.where(real, value + tl.load(path_values + line, mask=real, other=0.0), NOTHING)
     place = tl.load(places + text * rows * count + at, mask=real, other=0).to(tl.int64)
     slot = tl.load(slots + text).to(tl.int64)

@@ -74,6 +74,10 @@ class AutoDrafter(TreeDrafter, LearningDrafter):
         self.paces = bool(self.sources) or self._first.paces
         self.cost = max((source.cost for source in found if source.cost is not None), default=None)
 
+    def let_foresee(self, allowed: bool) -> None:
+        for source in self.sources or (self._first,):
+            source.let_foresee(allowed)
+
     def _heads(self, target: TargetInfo) -> list[Drafter]:
         head, file = self._head, shipped_head(target)
         if head is None and file is not None:

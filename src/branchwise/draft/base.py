@@ -62,6 +62,8 @@ class Drafter(ABC):
     sources: Sequence[Drafter] = ()
     """drafters of which the engine lets one draft in every step, or none, in place of this one. Read after `bind`."""
 
+    foresees: bool = False
+    """whether its trees may depend on what the target will draw; `match` alone allows that (`draft.foresight`)"""
     tasks: Sequence[str] = ()
     """what a request may say that its text is about, where several specialists draft"""
 
@@ -72,6 +74,10 @@ class Drafter(ABC):
 
     def bind(self, target: TargetInfo) -> None:
         """Called before anything else, and again for another target."""
+
+    def let_foresee(self, allowed: bool) -> None:
+        """Called after `bind`; one that speaks for others tells them."""
+        self.foresees = allowed
 
     def assign(self, sequence: SequenceState, task: str) -> None:
         """A sequence that is about to come is about one of the `tasks`."""

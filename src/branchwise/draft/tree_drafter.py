@@ -17,10 +17,11 @@ from torch import Tensor
 
 from branchwise.backends.base import Needs, Scored, TargetInfo
 from branchwise.core.sequence import SequenceState
-from branchwise.core.tree import DraftTree
+from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import NO_NEEDS, Budget, Drafter
 from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.constrained import allowed_probs, place_of
+from branchwise.draft.foresight import foreseen_probs, temperature_of
 from branchwise.draft.sampler import DeviceSampler, SampleRequest, sample_batch, sampler_for
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
@@ -185,7 +186,16 @@ class TreeDrafter(Drafter):
             for request, found in zip(requests, answers, strict=True):
                 paths = [tuple(request.tree.path(node)) for node in request.nodes]
                 self.kept_probs.setdefault(request.sequence, {}).update(zip(paths, found.probs, strict=True))
+        if self.foresees and self.draw is Draw.FIXED:
+            answers = [self._foreseen(*pair) for pair in zip(requests, answers, strict=True)]
         return answers
+
+    def _foreseen(self, request: ExpandRequest, found: NodeProbs) -> NodeProbs:
+        """Chances in place of probabilities, where tokens are drawn and distributions are whole."""
+        if not isinstance(found.found, Tensor) or not temperature_of(request.sequence):
+            return found
+        depths = [request.tree.depths[node] for node in request.nodes]
+        return NodeProbs(foreseen_probs(found.found, request.sequence, depths), found.hidden)
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.recall is None and not self.tree.watches:

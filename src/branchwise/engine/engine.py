@@ -52,6 +52,7 @@ class Engine:
         any case, which chooses among them."""
         check_pairing(verifier, drafter.draw, drafter.name)
         drafter.bind(target.info)
+        drafter.let_foresee(verifier.name == "match")
         target.require(drafter.needs)
         self.target = target
         self.drafter = drafter

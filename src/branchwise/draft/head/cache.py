@@ -10,7 +10,7 @@ the rows in the window move to the first cells from time to time, and a cell is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from branchwise.core.sequence import SequenceState
+from branchwise.draft.foresight import dice_of, temperature_of
 from branchwise.draft.head.network import Attend, HeadConfig
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -27,6 +28,15 @@ FIRST = 256
 """cells of a slot at first; they double as texts grow"""
 MOST_EXTRA = 128
 """tokens of a prompt, of those outside the table, that can be proposed in its text"""
+
+
+class Draws(NamedTuple):
+    """What a draft knows of the target's draws in every slot."""
+
+    dice: Tensor
+    """(slots,): what their keys come from"""
+    temperatures: Tensor
+    """(slots,): 0 where nothing is drawn, or the draft must not know of it"""
 
 
 class HeadCache:
@@ -57,6 +67,9 @@ class HeadCache:
         self.extra_tokens = torch.full((slots + 1, MOST_EXTRA), -1, device=device)
         self.extra_rows = torch.zeros(slots + 1, MOST_EXTRA, width, **kind)
         """tokens that a text may also propose, -1 for none, and their output rows times the weights of the norm"""
+        self.draws = Draws(
+            torch.zeros(slots + 1, dtype=torch.long, device=device), torch.zeros(slots + 1, device=device)
+        )
 
     @property
     def scratch(self) -> int:
@@ -83,15 +96,21 @@ class HeadCache:
             self.tokens[slot, :cells] = self.tokens[origin, :cells]
         self.lengths[sequence], self.first[sequence] = rows, first
 
-    def propose(self, extra: Mapping[SequenceState, Sequence[int]], output: Tensor, weight: Tensor) -> None:
+    def propose(
+        self, extra: Mapping[SequenceState, Sequence[int]], output: Tensor, weight: Tensor, *, foresees: bool
+    ) -> None:
         """In texts these tokens can be proposed besides the table. Their rows are those of the `output` times the
-        weights of the norm."""
-        numbers = np.full((len(extra), 1 + MOST_EXTRA), -1)
-        for row, (sequence, tokens) in zip(numbers, extra.items(), strict=True):
-            row[0], row[1 : 1 + len(tokens)] = self.slot[sequence], tokens
+        weights of the norm. `foresees`: what the texts will draw may be known."""
+        numbers = np.full((len(extra), 3 + MOST_EXTRA), -1)
+        temperatures = numbers[:, 2].view(np.float64)
+        for row, (sequence, tokens) in enumerate(extra.items()):
+            numbers[row, :2], temperatures[row] = (self.slot[sequence], dice_of(sequence)), temperature_of(sequence)
+            numbers[row, 3 : 3 + len(tokens)] = tokens
         uploaded = torch.from_numpy(numbers).to(output.device, non_blocking=True)
-        slots, known = uploaded[:, 0], uploaded[:, 1:]
+        slots, known = uploaded[:, 0], uploaded[:, 3:]
         self.extra_tokens[slots], self.extra_rows[slots] = known, output[known.clamp_min(0)] * weight
+        self.draws.dice[slots] = uploaded[:, 1]
+        self.draws.temperatures[slots] = foresees * uploaded[:, 2].contiguous().view(torch.float64).float()
 
     def close(self, sequence: SequenceState) -> None:
         if sequence in self.slot:

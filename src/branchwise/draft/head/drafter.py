@@ -170,7 +170,7 @@ class HeadDrafter(SharingDrafter):
         """Tokens of new prompts that are not in the table."""
         if new := {sequence: text for sequence in sequences if not (text := self._texts[sequence]).proposed}:
             extra = {sequence: text.propose() for sequence, text in new.items()}
-            self._cache.propose(extra, self._output, self.head.output_norm.weight)
+            self._cache.propose(extra, self._output, self.head.output_norm.weight, foresees=self.foresees)
 
     def _read_prompts(self, sequences: Sequence[SequenceState]) -> None:
         """Read the prompts of which nothing is read, where that takes one pass."""

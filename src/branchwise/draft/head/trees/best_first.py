@@ -65,7 +65,7 @@ class BestFirstDraft(DeviceDraft):
         proposed: list[tuple[Tensor, Tensor, Tensor]] = []  # values, tokens and parents of every level
         first = 0
         for depth in range(1, self._grown + 1):
-            likely = self._best(predict, slots, width)
+            likely = self._best(predict, slots, lengths, depth, width)
             value = (values[..., None] + likely.logprobs).flatten(1)
             token, parent = likely.tokens.flatten(1), expanded.repeat_interleave(width, dim=1)
             proposed.append((value, token, parent))

@@ -21,6 +21,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.constrained import GrammarLevels
+from branchwise.draft.foresight import foreseen, keys_of
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Attend, Head, Rows
 from branchwise.verify import Verdict
@@ -54,11 +55,18 @@ class DeviceDraft(ABC):
     ) -> None:
         """`rows` are the output rows of the table, by default those of `output`."""
         self.head, self.cache = head, cache
-        self._embeddings, self._table = embeddings, table
-        self._rows = output[table].contiguous() if rows is None else rows
+        # In the order of the vocabulary, in blocks of which draws go.
+        self._table, order = table.sort()
+        self._embeddings = embeddings
+        self._rows = (output[table] if rows is None else rows)[order].contiguous()
         self._product = matrix(self._rows)
         self._kernels = have_kernels(table.device)
-        self._normed_rows = with_norm(self._rows, head.output_norm.weight) if self._kernels else self._rows
+        self._normed_rows = self._rows
+        if self._kernels:
+            from branchwise.cuda.best_tokens import Parts
+
+            self._normed_rows = with_norm(self._rows, head.output_norm.weight)
+            self._table_parts = Parts.of(self._table, len(embeddings))
 
     @abstractmethod
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
@@ -116,8 +124,9 @@ class DeviceDraft(ABC):
         rows: Rows = self.head(carry, self._embeddings[tokens], positions, attend)
         return rows
 
-    def _best(self, predict: Tensor, slots: Tensor, count: int) -> Likely:
-        """The most probable tokens of the table and of each text's prompt."""
+    def _best(self, predict: Tensor, slots: Tensor, lengths: Tensor, depth: int, count: int) -> Likely:
+        """The tokens of the table and of each text's prompt that are most likely to come `depth` levels below the
+        roots, behind texts of so many rows."""
         known, size = self.cache.extra_tokens[slots], len(self._table)
         if self._kernels:
             from branchwise.cuda.best_tokens import best_tokens
@@ -126,7 +135,10 @@ class DeviceDraft(ABC):
             every = torch.arange(predict[..., 0].numel(), device=predict.device).view(predict.shape[:2])
             states = predict.reshape(-1, predict.shape[-1])
             epsilon = self.head.config.epsilon
-            values, places, total = best_tokens(states, every, epsilon, self._normed_rows, *extra, slots, count)
+            values, places = best_tokens(
+                states, every, epsilon, self._normed_rows, self._table_parts, *extra, slots, lengths, self.cache.draws,
+                depth, count,
+            )  # fmt: skip
             places = places.long()
         else:
             bare = functional.rms_norm(predict, predict.shape[-1:], eps=self.head.config.epsilon)
@@ -137,11 +149,15 @@ class DeviceDraft(ABC):
                 allowed = self.grammars.allowed(len(self._embeddings))
                 theirs = allowed.gather(2, known.clamp_min(0)[:, None].expand(-1, predict.shape[1], -1))
                 logits = logits.masked_fill(~torch.cat([allowed[..., self._table], theirs], dim=-1), -torch.inf)
-            values, places = logits.topk(count, dim=-1)
-            total = logits.logsumexp(dim=-1)
+            dice, temperatures = (part[slots] for part in self.cache.draws)
+            logits /= torch.where(temperatures > 0, temperatures, 1.0)[:, None, None]
+            keys = keys_of(dice, lengths + depth)[:, None].expand(-1, predict.shape[1])
+            listed, own = logits.split([size, own.shape[-1]], dim=-1)
+            chances = foreseen(listed, self._table, keys, temperatures > 0, own, known, len(self._embeddings))
+            values, places = chances.topk(count, dim=-1)
         theirs = known[:, None].expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
         tokens = torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs)
-        likely = Likely(tokens, values - total[..., None])
+        likely = Likely(tokens, values)
         return likely if self.grammars is None else self._forced(likely, self.grammars)
 
     def _forced(self, likely: Likely, levels: GrammarLevels) -> Likely:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from branchwise.core.rows import WORD, pack_bits, words_for
-from branchwise.cuda.best_tokens import best_tokens
+from branchwise.cuda.best_tokens import Parts, best_tokens
 from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, mix, project, read, select
 from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
@@ -53,6 +53,7 @@ class FusedDraft(BestFirstDraft):
         head = self.head
         self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
         self._normed_rows = with_norm(self._rows, head.output_norm.weight)
+        self._table_parts = Parts.of(self._table, len(self._embeddings))
         self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
         self._gate = None if head.gate is None else self._gate_weights(head.gate)
 
@@ -110,7 +111,10 @@ class FusedDraft(BestFirstDraft):
         # The states of a root lie in its slot, those of a node where its row does.
         predicted, carried, at, first = self.cache.predicted, self.cache.carried, slots[:, None], 0
         for depth in range(1, self._grown + 1):
-            best = best_tokens(predicted, at, self.head.config.epsilon, self._normed_rows, *extra, slots, width)
+            best = best_tokens(
+                predicted, at, self.head.config.epsilon, self._normed_rows, self._table_parts, *extra, slots, lengths,
+                self.cache.draws, depth, width,
+            )  # fmt: skip
             cell = (depth - 1) * width
             level = pick(best, names, level, at, proposed, first, cell, width)
             first += at.shape[1] * width

@@ -94,7 +94,7 @@ class RankedDraft(DeviceDraft):
                 predict, carry = self._below(
                     slots, lengths, carry[:, level.above], tokens, level.first, own, level.depth
                 )
-            best = self._best(predict, slots, level.width).tokens
+            best = self._best(predict, slots, lengths, level.depth + 1, level.width).tokens
             found[:, level.children] = best.flatten(1)[:, level.elder]
         return (found,)
 
