@@ -168,3 +168,19 @@ def test_nothing_is_drafted_for_texts_that_gain_nothing_once_the_others_have_lef
 
     assert steps([*easy, *hard], 40)[-1]
     assert steps(hard, 1) == [0]
+
+
+def test_a_device_that_was_slow_at_warm_up_does_not_make_drafts_look_good() -> None:
+    """Plain steps were timed then alone: drafts must not be compared with what these took."""
+    machine = Machine(free=10_000, row=0.0, level=0.1, gain=0.08, noise=0.02)  # loses a little
+    slow = Machine(free=10_000, row=0.0, level=0.1, gain=0.4, noise=0.02)
+    ladder = Ladder(NODES)
+    for _ in range(3 * (SETTLING + FEW)):
+        rung = ladder.rung(1)
+        nodes = ladder.nodes[rung]
+        ladder.record(1, rung, slow.tokens(nodes), 1.5 * slow.seconds(1, nodes))
+    assert ladder.nodes[ladder.rung(1)], "at first drafts seem to pay"
+    plain = machine.seconds(1, 0)
+    assert speed_of(machine, ladder, 1, 400) > 0.9 / plain
+    made = [machine.step(ladder, 1) for _ in range(100)]
+    assert sum(tokens for tokens, _ in made) / sum(seconds for _, seconds in made) > 0.97 / plain

@@ -42,6 +42,8 @@ different times, and what is left of a batch has fewer texts to share its steps.
 together gained 0.8 of what their steps gained, and 48 texts 0.7"""
 SLOWLY = 1 / 16
 """the share of the last step in how long steps take"""
+CHANCE = 1.05
+"""the factor by which a few timed steps may be off"""
 
 
 @dataclass(eq=False)
@@ -50,8 +52,11 @@ class Pace:
 
     steps: int = 0
     seconds: float = 0.0
+    drift: float = 1.0
+    """by how much steps of other rungs have become slower since"""
 
     def record(self, seconds: float) -> None:
+        self.seconds, self.drift = self.now, 1.0
         self.steps += 1
         timed = self.steps - SETTLING
         if timed > FEW:  # a step that took much longer says little: the host was busy elsewhere
@@ -62,6 +67,11 @@ class Pace:
     @property
     def known(self) -> bool:
         return self.steps >= SETTLING + FEW
+
+    @property
+    def now(self) -> float:
+        """The seconds of a step by what others take: as far as these changed by more than chance."""
+        return self.seconds * (max(1.0, self.drift / CHANCE) if self.drift > 1 else min(1.0, self.drift * CHANCE))
 
 
 @dataclass(eq=False)
@@ -126,7 +136,7 @@ class Ladder:
         """A step gave so many tokens a text, `each` of them so many, and took so long, if it came right after another
         like it."""
         if seconds is not None:
-            self._paces[fitting(batch, BATCHES), rung].record(seconds)
+            self._time(fitting(batch, BATCHES), rung, seconds)
         fading = FADING if rung else IDLE_FADING
         for gain in self._gains:
             gain.tokens, gain.steps = fading * gain.tokens, fading * gain.steps
@@ -139,6 +149,16 @@ class Ladder:
             if rung and each:
                 own.tokens += each[text] - 1
                 own.steps += self._doublings(rung)
+
+    def _time(self, size: int, rung: int, seconds: float) -> None:
+        """Steps of all rungs become slower together where texts are long, and faster where a device was slow when they
+        were timed at warm-up. So what is known of the others goes along with those that are made."""
+        pace = self._paces[size, rung]
+        known, before = pace.known, pace.now
+        pace.record(seconds)
+        for other in self.rungs(size) if known else ():
+            if other != rung:
+                self._paces[size, other].drift *= pace.seconds / before
 
     def _doublings(self, rung: int) -> float:
         return math.log2(1 + self.nodes[rung])
@@ -168,7 +188,7 @@ class Ladder:
     def speed(self, batch: int, rung: int, texts: Sequence[Hashable] = ()) -> float:
         """Tokens a second of a text, by what is known; 0 where steps of this rung were never timed."""
         pace = self._paces[fitting(batch, BATCHES), rung]
-        return self.tokens(rung, texts) / pace.seconds if pace.seconds else 0.0
+        return self.tokens(rung, texts) / pace.now if pace.seconds else 0.0
 
     def reasons(self, batch: int) -> list[str]:
         """What the choice for so many texts is made by."""
@@ -179,6 +199,6 @@ class Ladder:
                 what = f"trees of {nodes} nodes" if nodes else "plain decoding"
                 found.append(
                     f"For {size} text{'s' * (size > 1)} {what}: {self.tokens(rung):.2f} tokens a step of "
-                    f"{1e3 * pace.seconds:.2f} ms, {self.speed(size, rung):.0f} tokens/s."
+                    f"{1e3 * pace.now:.2f} ms, {self.speed(size, rung):.0f} tokens/s."
                 )
         return found
