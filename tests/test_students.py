@@ -17,7 +17,7 @@ from branchwise.errors import ModelError, UsageError
 from branchwise.progress import Progress, silent
 from branchwise.train.corpus import Text
 from branchwise.train.keeping import kept_whole
-from branchwise.train.student.divergence import KINDS, distilled, divergence
+from branchwise.train.student.divergence import KINDS, distilled, divergence, judged
 from branchwise.train.student.learn import Learner, Recipe, Taught
 from branchwise.train.student.model import begin, check_out, check_output, export, parse_layers, spread_layers
 from branchwise.train.student.own import OwnTexts
@@ -83,6 +83,37 @@ def test_chunks_have_the_gradients_of_the_whole(kind: str) -> None:
         loss.backward()
         found.append([loss.detach(), given.grad, weight.grad])
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_is_a_matrix_has_the_gradients_of_any_other(kind: str, chunk: int) -> None:
+    rng = torch.Generator().manual_seed(1)
+    hidden, states = (torch.randn(10, 6, generator=rng, dtype=torch.float64) for _ in range(2))
+    teacher = torch.randn(9, 6, generator=rng).double()
+    found = []
+    for wrapped in (False, True):
+        given, head = hidden.clone().requires_grad_(True), torch.nn.Linear(6, 12, bias=False).double()
+        with torch.no_grad():
+            head.weight.copy_(torch.linspace(-1, 1, 72).view(12, 6))
+        way = (lambda x, head=head: head(x)) if wrapped else head
+        loss = distilled(given, way, states, lambda x: functional.linear(x, teacher), kind, 0.7, chunk)
+        (3 * loss).backward()
+        found.append([loss.detach().float(), given.grad, head.weight.grad])
+    torch.testing.assert_close(found[0], found[1])
+    assert float(found[0][2].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 4100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_says_what_the_plain_divergence_says(kind: str, tokens: int) -> None:
+    kernel = pytest.importorskip("branchwise.cuda.distil")
+    rng = torch.Generator().manual_seed(tokens)
+    guess, truth = 4 * torch.randn(2, 3, tokens + 2, generator=rng)[:, :, :tokens]
+    for temperature in (1.0, 0.6):
+        expected = judged(guess, truth, kind, temperature)
+        found = kernel.diverge(guess, truth, kind, temperature)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=5e-5)
 
 
 def taught_by() -> LlamaForCausalLM:

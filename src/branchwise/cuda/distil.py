@@ -1,7 +1,8 @@
-"""What a head has to learn from one row of logits, as a Triton kernel: tens of thousands of logits are read once.
+"""What a head or a student has to learn from one row of logits, as Triton kernels: tens of thousands of logits are read
+a few times, and nothing in between is written.
 
-The plain `judge` of `train.head.loss` is the truth. Without a CUDA device only tests import this file, and run it in
-Triton's interpreter.
+The plain `judge` of `train.head.loss` and `judged` of `train.student.divergence` are the truth. Without a CUDA device
+only tests import this file, and run it in Triton's interpreter.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -64,3 +65,95 @@ def _judge(guess, truth, wanted, weights, losses, tokens: tl.constexpr, block: t
         hit = tl.where(start + columns == best, 0.5, 0.0)
         slope = weight * (tl.exp(g - log_g) - 0.5 * tl.exp(t - log_t) - hit)
         tl.store(guess + start + columns, slope.to(guess.dtype.element_ty), mask=inside)
+
+
+# Students
+
+DIVERGENCES = ("fkl", "rkl", "js", "tv")
+
+
+def diverge(guess: Tensor, truth: Tensor, kind: str, temperature: float) -> tuple[Tensor, Tensor]:
+    """The divergence (rows,) of logits (rows, tokens), and its gradient by those of the student."""
+    rows, tokens = guess.shape
+    values, slopes = (
+        torch.empty(rows, device=guess.device),
+        torch.empty_like(guess, memory_format=torch.contiguous_format),
+    )
+    block = min(BLOCK, triton.next_power_of_2(tokens))
+    steps = guess.stride(0), truth.stride(0)
+    if rows:
+        _diverge[(rows,)](
+            guess, truth, slopes, values, *steps, 1 / temperature, tokens, block, DIVERGENCES.index(kind), num_warps=8
+        )
+    return values, slopes
+
+
+@triton.jit
+def _diverge(
+    guess,
+    truth,
+    slopes,
+    values,
+    guess_step,
+    truth_step,
+    heat,
+    tokens: tl.constexpr,
+    block: tl.constexpr,
+    kind: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    guess += row * guess_step
+    truth += row * truth_step
+    slopes += row * tokens
+    columns = tl.arange(0, block)
+    # First the sums of both softmaxes, relative to the highest so far.
+    highest_g = tl.full((), NOTHING, tl.float32)
+    highest_t = tl.full((), NOTHING, tl.float32)
+    total_g, total_t = 0.0, 0.0
+    for start in range(0, tokens, block):
+        inside = start + columns < tokens
+        g = tl.where(inside, tl.load(guess + start + columns, mask=inside, other=0.0).to(tl.float32) * heat, NOTHING)
+        t = tl.where(inside, tl.load(truth + start + columns, mask=inside, other=0.0).to(tl.float32) * heat, NOTHING)
+        higher_g, higher_t = tl.maximum(highest_g, tl.max(g, axis=0)), tl.maximum(highest_t, tl.max(t, axis=0))
+        total_g = total_g * tl.exp(highest_g - higher_g) + tl.sum(tl.exp(g - higher_g), axis=0)
+        total_t = total_t * tl.exp(highest_t - higher_t) + tl.sum(tl.exp(t - higher_t), axis=0)
+        highest_g, highest_t = higher_g, higher_t
+    log_g, log_t = highest_g + tl.log(total_g), highest_t + tl.log(total_t)
+    # Then the divergence, and the mean of its gradient by q under q.
+    value, mean = 0.0, 0.0
+    for start in range(0, tokens, block):
+        inside = start + columns < tokens
+        log_q = tl.load(guess + start + columns, mask=inside, other=0.0).to(tl.float32) * heat - log_g
+        log_p = tl.load(truth + start + columns, mask=inside, other=0.0).to(tl.float32) * heat - log_t
+        q, p = tl.where(inside, tl.exp(log_q), 0.0), tl.where(inside, tl.exp(log_p), 0.0)
+        if kind == 0:
+            value += tl.sum(p * (log_p - log_q), axis=0)
+        elif kind == 1:
+            value += tl.sum(q * (log_q - log_p), axis=0)
+        elif kind == 2:
+            log_m = tl.maximum(log_p, log_q) + tl.log(0.5 + 0.5 * tl.exp(-tl.abs(log_p - log_q)))
+            mean += tl.sum(0.5 * q * (log_q - log_m), axis=0)
+            value += tl.sum(0.5 * p * (log_p - log_m), axis=0)
+        else:
+            value += tl.sum(0.5 * tl.abs(p - q), axis=0)
+            mean += tl.sum(0.5 * q * tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0)), axis=0)
+    if kind == 1:
+        mean = value
+    if kind == 2:
+        value += mean
+    tl.store(values + row, value)
+    for start in range(0, tokens, block):
+        inside = start + columns < tokens
+        log_q = tl.load(guess + start + columns, mask=inside, other=0.0).to(tl.float32) * heat - log_g
+        log_p = tl.load(truth + start + columns, mask=inside, other=0.0).to(tl.float32) * heat - log_t
+        q, p = tl.exp(log_q), tl.exp(log_p)
+        if kind == 0:
+            slope = q - p
+        elif kind == 1:
+            slope = q * (log_q - log_p - mean)
+        elif kind == 2:
+            log_m = tl.maximum(log_p, log_q) + tl.log(0.5 + 0.5 * tl.exp(-tl.abs(log_p - log_q)))
+            slope = q * (0.5 * (log_q - log_m) - mean)
+        else:
+            slope = q * (tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0)) - mean)
+        tl.store(slopes + start + columns, (slope * heat).to(slopes.dtype.element_ty), mask=inside)

@@ -2,8 +2,9 @@
 
 Zhou et al., "DistillSpec", arXiv 2310.08461. A drafted token is accepted with probability 1 - TV(p, q). Each divergence
 leaves behind its value and its gradient by the student's logits, (rows, vocabulary) once, never what autograd would
-keep of softmaxes and logarithms. Logits of a batch would still fill the memory, so they are made in chunks, and made
-again for the way back.
+keep of softmaxes and logarithms. Logits of a batch would still fill the memory, so they are made in chunks. A chunk
+leaves behind the gradients of what its logits were made from; a head that is no matrix makes them again on the way
+back.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from branchwise.cuda.graphs import have_kernels
 
 KINDS = {
     "fkl": "forward KL, KL(p | q): covers all that the target may say",
@@ -28,6 +31,11 @@ def distilled(
 ) -> Tensor:
     """The mean divergence of what `head` makes of hidden states (rows, width) from what `teacher` makes of the states
     (rows, width) of the target."""
+    if type(head) is nn.Linear and head.bias is None:
+        found: Tensor = _Distilled.apply(  # type: ignore[no-untyped-call]
+            hidden, head.weight, states, teacher, kind, temperature, chunk
+        )
+        return found
 
     def part(hidden: Tensor, states: Tensor) -> Tensor:
         with torch.no_grad():
@@ -39,9 +47,47 @@ def distilled(
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        found: Any = checkpoint(part, hidden[rows], states[rows], use_reentrant=False)
-        total = total + found
+        sum_of_part: Any = checkpoint(part, hidden[rows], states[rows], use_reentrant=False)
+        total = total + sum_of_part
     return total / max(1, len(hidden))
+
+
+class _Distilled(torch.autograd.Function):
+    """The same for a head that is one matrix: a chunk leaves behind its gradients, so that no logits are made twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        states: Tensor,
+        teacher: Any,
+        kind: str,
+        temperature: float,
+        chunk: int,
+    ) -> Tensor:
+        device = hidden.device.type
+        half = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if half else hidden.dtype
+        given, rows = hidden.to(dtype), weight.to(dtype)
+        by_hidden, by_weight = torch.empty_like(given), torch.zeros_like(weight)
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            guess, truth = functional.linear(given[part], rows), teacher(states[part])
+            size = min(guess.shape[-1], truth.shape[-1])  # either may have padded its vocabulary
+            value, slope = judged(guess[:, :size], truth[:, :size], kind, temperature)
+            total += value.sum()
+            by_hidden[part] = slope @ rows[:size]
+            by_weight[:size] += slope.T @ given[part]
+        count = max(1, len(hidden))
+        ctx.save_for_backward(by_hidden.to(hidden.dtype) / count, by_weight / count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *slope: Tensor) -> Any:
+        by_hidden, by_weight = ctx.saved_tensors
+        return by_hidden * slope[0].to(by_hidden.dtype), by_weight * slope[0].to(by_weight.dtype), *[None] * 5
 
 
 def divergence(guess: Tensor, truth: Tensor, kind: str, temperature: float = 1.0) -> Tensor:
@@ -53,17 +99,27 @@ def divergence(guess: Tensor, truth: Tensor, kind: str, temperature: float = 1.0
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, guess: Tensor, truth: Tensor, kind: str, temperature: float) -> Tensor:
-        kept = torch.promote_types(guess.dtype, torch.float32)
-        log_q = functional.log_softmax(guess.to(kept) / temperature, dim=-1)
-        log_p = functional.log_softmax(truth.to(kept) / temperature, dim=-1)
-        value, slope = _judged(log_p, log_q, kind)
-        ctx.save_for_backward((slope / temperature).to(guess.dtype))
+        value, slope = judged(guess, truth, kind, temperature)
+        ctx.save_for_backward(slope)
         return value
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         (slope,) = ctx.saved_tensors
         return slope * slopes[0][:, None].to(slope.dtype), None, None, None
+
+
+def judged(guess: Tensor, truth: Tensor, kind: str, temperature: float) -> tuple[Tensor, Tensor]:
+    """The divergence (rows,), and its gradient (rows, vocabulary) by the logits `guess`."""
+    if have_kernels(guess.device):
+        from branchwise.cuda.distil import diverge
+
+        return diverge(guess, truth, kind, temperature)
+    kept = torch.promote_types(guess.dtype, torch.float32)
+    log_q = functional.log_softmax(guess.to(kept) / temperature, dim=-1)
+    log_p = functional.log_softmax(truth.to(kept) / temperature, dim=-1)
+    value, slope = _judged(log_p, log_q, kind)
+    return value, (slope / temperature).to(guess.dtype)
 
 
 def _judged(log_p: Tensor, log_q: Tensor, kind: str) -> tuple[Tensor, Tensor]:
