@@ -68,9 +68,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=["teacher", "mixed", "student"])
     parser.add_argument("--divergences", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--nested", action="store_true", help="one student with these exits too")
+    parser.add_argument("--nested", nargs="?", const="too", choices=["too", "only"], help="one with these exits too")
     parser.add_argument("--minutes", type=float, default=2.0, help="of learning, for each student")
     parser.add_argument("--steps", type=int, help="so many steps instead")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two scores")
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--depth", type=int, default=5, help="tokens of a draft")
@@ -102,7 +103,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sets = {"teacher": learn, "student": learn, "mixed": learn}
         if arguments.fixed is not None:
             sets["fixed"] = checked_texts(arguments.fixed, llm.tokenizer, "student")
-        ways = [(layers, ()) for layers in arguments.layers]
+        ways = [(layers, ()) for layers in arguments.layers if arguments.nested != "only"]
         ways += [(arguments.layers[-1], tuple(arguments.layers))] if arguments.nested else []
         wanted = list(itertools.product(ways, arguments.sources, arguments.divergences))
         for number, ((layers, exits), source, divergence) in enumerate(wanted):
@@ -137,7 +138,7 @@ def student(
     model = begin(init, llm.model, llm.tokenizer, device)
     drafted = {"before": drafting(llm, model, exits, held_out, arguments)}
     run = Run(model, llm.model, llm.engine.target.info, folder, recipe, exits, stops)
-    learner = run.run(learn, held_out)
+    learner = run.run(learn, held_out, arguments.every)
     drafted["after"] = drafting(llm, model, exits, held_out, arguments)
     best = max(learner.curve, key=lambda entry: sum(one["block"] for one in entry["exits"]))
     return {
