@@ -86,7 +86,7 @@ DRAFTERS = {
     "random": lambda p, q: q,
     "certain of one token": lambda p, q: np.eye(p.shape[1])[p.argmin(axis=1)],
 }
-SHAPES = [(2, (2, 2)), (2, (1, 2, 1)), (4, (2,)), (3, (2, 2))]
+SHAPES = [(2, (2, 2)), (2, (1, 2, 1)), (4, (2,)), (3, (3,)), (3, (2, 2))]
 
 
 def laws(draft: str, vocabulary: int, depth: int, seed: int = 0) -> Instance:
@@ -98,7 +98,7 @@ def policy_of(draws: tuple[int, ...]) -> Independent:
     return Independent(*draws)
 
 
-@pytest.mark.parametrize(("vocabulary", "draws"), SHAPES, ids=["wide", "deep", "flat", "large"])
+@pytest.mark.parametrize(("vocabulary", "draws"), SHAPES, ids=["wide", "deep", "flat", "three", "large"])
 @pytest.mark.parametrize("draft", DRAFTERS)
 def test_every_rule_that_accepts_them_keeps_the_law(draft: str, vocabulary: int, draws: tuple[int, ...]) -> None:
     drafts = Drafts.grown(policy_of(draws), laws(draft, vocabulary, len(draws)))
@@ -125,7 +125,7 @@ def test_laws_with_ties_and_zeros_are_kept_too(world: Instance) -> None:
         assert emitted(VERIFIERS.build(name), drafts)[0] < TOLERANCE, name
 
 
-@pytest.mark.parametrize(("vocabulary", "draws"), SHAPES[:3])
+@pytest.mark.parametrize(("vocabulary", "draws"), SHAPES[:4])
 def test_the_trees_are_all_draws_with_their_probabilities(vocabulary: int, draws: tuple[int, ...]) -> None:
     instance = laws("random", vocabulary, len(draws))
     expected: dict[tuple[object, ...], float] = defaultdict(float)
