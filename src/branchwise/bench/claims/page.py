@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from branchwise.bench.claims.judging import NOT_MEASURED, VERDICTS, Found, Judged, judge
 from branchwise.bench.claims.rows import Key, Rows
-from branchwise.bench.claims.table import MEASURES, SPEED, Claim, Sweep, claims, drafters_of, sweeps
+from branchwise.bench.claims.table import MEASURES, SPEED, Claim, Sweep, claims, drafters_of, surprises, sweeps
 from branchwise.bench.summary import ABSENT, shown, shown_ratio
 from branchwise.errors import UsageError
 
@@ -43,7 +43,7 @@ def page(setups: Sequence[Rows]) -> str:
     if not setups:
         raise UsageError("There are no records to write a page from; name them with --read.")
     judged = {claim.name: [judge(claim, rows) for rows in setups] for claim in claims()}
-    parts = [HEAD, _setups(setups), _table(judged, setups), _figures(setups), "## Claim by claim\n"]
+    parts = [HEAD, _setups(setups), _table(judged, setups), _surprises(judged), _figures(setups), "## Claim by claim\n"]
     parts += [_section(claim, judged[claim.name], setups) for claim in claims()]
     return "\n".join(parts)
 
@@ -81,6 +81,16 @@ def _table(judged: dict[str, list[Judged]], setups: Sequence[Rows]) -> str:
     ]
     summary = "; ".join(f"{mark}: {count}" for mark, count in zip(marks, counts, strict=True))
     return "\n".join(["## The table", "", *lines, "", f"{len(judged)} claims. {summary}.", ""])
+
+
+def _surprises(judged: dict[str, list[Judged]]) -> str:
+    """Those of claims that these records measure."""
+    told = [
+        f"{number}. [`{name}`](#{name}): {says}"
+        for number, (name, says) in enumerate(surprises(), 1)
+        if any(found.verdict != NOT_MEASURED for found in judged[name])
+    ]
+    return "\n".join(["## What surprised most", "", *told, ""]) if told else ""
 
 
 def _cell(found: Judged) -> str:

@@ -97,6 +97,12 @@ def claims() -> tuple[Claim, ...]:
 
 
 @cache
+def surprises() -> tuple[tuple[str, str], ...]:
+    """The claims whose verdicts surprised most, and why they are what they are."""
+    return tuple((one["claim"], one["says"]) for one in _read()["surprise"])
+
+
+@cache
 def sweeps() -> tuple[Sweep, ...]:
     return tuple(
         Sweep(
