@@ -128,7 +128,9 @@ SLOW: dict[str, str] = {
         "(eagle|carry|cross|parallel longspec)"
     ),
     "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "cross|window",
-    "test_head_drafter.py::test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host": "fork-eagle|recycling-80-fspad",
+    "test_head_drafter.py::test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host": (
+        "fork-eagle|recycling-80-fspad"
+    ),
     "test_head_replay.py::test_a_replay_counts_the_passes_that_the_engine_makes": (
         "chain:3-shape0-(eagle|cross)|topk:7,.*-(fspad|parallel with bias)|topk:24,.*-longspec"
     ),
