@@ -872,10 +872,38 @@ MUTANTS = [
         (" and weight.numel() >= SMALL", ""),
         ("return lambda rows: product(rows, layer.bias)", "return lambda rows: product(rows)"),
     ),
+    *family(
+        "foresight",
+        "draft/foresight.py",
+        ("device=device) + len(sequence.tokens)", "device=device) + len(sequence.tokens) - 1"),
+        ('STREAM = stream_of("verify", "token", 0)', 'STREAM = stream_of("draft", "token", 0)'),
+        ("waits(mix(keys), blocks)", "waits(keys, blocks)"),
+        ("speed, own_speed = mass / second, more / own", "speed, own_speed = mass * second, more / own"),
+        ("listed = (masses / first / speeds)", "listed = (1 / first / speeds)"),
+        (" + (more / first.gather(2, theirs)).sum(-1, keepdim=True)", ""),
+    ),
+    *family(
+        "foresight",
+        "engine/engine.py",
+        ('drafter.let_foresee(verifier.name == "match")', "drafter.let_foresee(True)"),
+    ),
+    *family(
+        "foresight",
+        "draft/tree_drafter.py",
+        ("if self.foresees and self.draw is Draw.FIXED:", "if self.draw is Draw.FIXED:"),
+    ),
+    *family(
+        "foresight",
+        "cuda/best_tokens.py",
+        ("mass = mass / wait\n", "mass = mass * wait\n"),
+        ("own_first = tl.where(drawn, _waits(mix(key), own_block), 1.0)", "own_first = 1.0"),
+        ("real = first + number < end", "real = first + number <= end"),
+    ),
 ]  # fmt: skip
 
 BASE = "tests/conformance/test_verifiers.py"
 TESTS = {
+    "foresight": ["tests/test_foresight.py", "tests/test_best_tokens.py"],
     "token": ["tests/test_verify_token.py", BASE, "tests/test_verify_batches.py"],
     "block": ["tests/test_verify_block.py", BASE, "tests/test_verify_batches.py", "tests/test_verify_precision.py"],
     "gbv": ["tests/test_verify_gbv.py", BASE, "tests/test_verify_batches.py", "tests/test_verify_order.py"],
