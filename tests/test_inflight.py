@@ -47,12 +47,12 @@ class Successors(Drafter):
 
     name = "successors"
 
-    def __init__(self, texts: Sequence[Sequence[int]], foresees: bool = True) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], ahead: bool = True) -> None:
         self.table = torch.randint(VOCABULARY, (VOCABULARY, 2), generator=torch.Generator().manual_seed(1))
         for text in texts:
             for token, following in pairwise(text):
                 self.table[token, 0] = following
-        self.foresees = foresees
+        self.ahead = ahead
         self.interrupts: list[bool] = []
         self._tokens: Tensor | None = None
         self._foreseen: list[DraftTree] | None = None
@@ -68,7 +68,7 @@ class Successors(Drafter):
         self._tokens, self._foreseen = verdicts.tokens.clone(), None
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        if not self.foresees or min(budget.depth for budget in budgets) < SHAPE.depth:
+        if not self.ahead or min(budget.depth for budget in budgets) < SHAPE.depth:
             return None
         assert self._tokens is not None
         roots = self._tokens[: len(budgets)].tolist()
@@ -152,7 +152,7 @@ def texts_of(asked: Sequence[Generation]) -> list[list[int]]:
 @pytest.fixture
 def plain(target: Watched) -> list[list[int]]:
     """What is written when every pass waits for its verdicts."""
-    found = texts_of(write(target, Successors([], foresees=False)))
+    found = texts_of(write(target, Successors([], ahead=False)))
     assert target.begun == 0
     return found
 
@@ -182,7 +182,7 @@ def test_a_table_foresees_its_trees(target: Watched, plain: list[list[int]]) -> 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_sampled_texts_are_the_same(target: Watched, drafts: bool) -> None:
     sampling = SamplingParams(temperature=0.9, seed=3)
-    expected = texts_of(write(target, Successors([], foresees=False), sampling=sampling))
+    expected = texts_of(write(target, Successors([], ahead=False), sampling=sampling))
     drafter = Successors([[*p, *t] for p, t in zip(PROMPTS, expected, strict=True)]) if drafts else NoDrafter()
     assert texts_of(write(target, drafter, sampling=sampling)) == expected  # type: ignore[arg-type]
     assert target.served > 0
@@ -441,7 +441,7 @@ def test_a_text_that_joins_finds_its_own_pass(target: Watched, plain: list[list[
 
 
 def test_logprobs_are_right_although_the_next_pass_overwrites_the_logits(target: Watched) -> None:
-    told = [write(target, drafter, logprobs=True) for drafter in (Successors([], foresees=False), NoDrafter())]
+    told = [write(target, drafter, logprobs=True) for drafter in (Successors([], ahead=False), NoDrafter())]
     first, second = ([[piece.logprob for piece in one.pieces] for one in asked] for asked in told)
     for one, other in zip(first, second, strict=True):
         assert one == pytest.approx(other, abs=1e-4)

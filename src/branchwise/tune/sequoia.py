@@ -203,6 +203,9 @@ class Witness(Drafter):
     def assign(self, sequence: SequenceState, task: str) -> None:
         self.drafter.assign(sequence, task)
 
+    def let_foresee(self, allowed: bool) -> None:
+        self.drafter.let_foresee(allowed)
+
     def reusable(self, source: SequenceState, sequence: SequenceState, rows: int) -> int:
         return self.drafter.reusable(source, sequence, rows)
 

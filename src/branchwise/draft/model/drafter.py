@@ -111,6 +111,10 @@ class ModelDrafter(TreeDrafter):
         self._ahead = self._on_device(target)
         self.cost = None if target.weight_bytes is None else self._share(target)
 
+    def let_foresee(self, allowed: bool) -> None:
+        """Trees of ranks are laid ahead of the host where that can be, without looking at draws; so nowhere else."""
+        self.foresees = allowed and not isinstance(self.tree, Ranks)
+
     def _share(self, target: TargetInfo) -> float:
         """The bytes that a pass reads, as a share of those that one of the target reads."""
         from branchwise.backends.transformers.runner import bytes_read  # transformers takes seconds to import

@@ -147,6 +147,7 @@ class Specialists(TreeDrafter):
         for task, rows in self._rows.items():
             specialist = self._specialist(task)
             specialist.kept_probs = self.kept_probs
+            specialist.let_foresee(self.foresees)
             drafted = specialist.draft([sequences[row] for row in rows], [budgets[row] for row in rows])
             trees.update(zip(rows, drafted, strict=True))
             self._readers[task].update(sequences[row] for row in rows)

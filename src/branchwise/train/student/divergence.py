@@ -31,7 +31,7 @@ def distilled(
 ) -> Tensor:
     """The mean divergence of what `head` makes of hidden states (rows, width) from what `teacher` makes of the states
     (rows, width) of the target."""
-    if type(head) is nn.Linear and getattr(head, "bias", None) is None:
+    if type(head) is nn.Linear and [name for name, _ in head.named_parameters()] == ["weight"]:
         found: Tensor = _Distilled.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, states, teacher, kind, temperature, chunk
         )
