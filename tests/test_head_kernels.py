@@ -158,7 +158,7 @@ def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air()
     assert laid[3][0, :, 0].tolist() == [1, 0b11, 0]
 
 
-LEVEL = ["_blocks", "_merge", "_pick"]
+LEVEL = ["_parts", "_merge", "_pick"]
 ROWS = ["_read", "_attend", "_merge", "_add", "_gate_up", "_add"]
 GATED = ["_mix", "_select", "_add", *ROWS]
 
