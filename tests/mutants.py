@@ -875,7 +875,7 @@ MUTANTS = [
     *family(
         "foresight",
         "draft/foresight.py",
-        ("device=device) + len(sequence.tokens)", "device=device) + len(sequence.tokens) - 1"),
+        ("torch.tensor(depths) + len(sequence.tokens)", "torch.tensor(depths) + len(sequence.tokens) - 1"),
         ('STREAM = stream_of("verify", "token", 0)', 'STREAM = stream_of("draft", "token", 0)'),
         ("waits(mix(keys), blocks)", "waits(keys, blocks)"),
         ("speed, own_speed = mass / second, more / own", "speed, own_speed = mass * second, more / own"),

@@ -12,7 +12,7 @@ from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.auto import AutoDrafter
-from branchwise.draft.foresight import foreseen_probs
+from branchwise.draft.foresight import foreseen_probs, keys_behind
 from branchwise.draft.noisy_target import NoisyTarget
 from branchwise.draft.policies.topk import TopK
 from branchwise.engine import Engine, Request
@@ -30,7 +30,7 @@ def test_what_a_race_draws_is_the_likeliest_of_its_block_which_is_the_likeliest(
     probs, depths = (3 * torch.randn(5, vocabulary, generator=rng)).softmax(dim=-1), [0, 1, 1, 2, 5]
     chance = SeededChance(torch.tensor([sequence.rng_seed]), torch.tensor([length - 1]))
     drawn = chance.tokens(probs[None], torch.tensor([depths]))[0]
-    chances = foreseen_probs(probs, sequence, depths)
+    chances = foreseen_probs(probs, keys_behind(sequence, depths))
     torch.testing.assert_close(chances.sum(dim=-1), torch.ones(5), rtol=1e-4, atol=1e-4)
     blocks = torch.arange(vocabulary) // BLOCK
     for row, token in zip(chances, drawn, strict=True):

@@ -77,7 +77,7 @@ def test_nothing_is_drafted_while_nothing_comes_true_and_drafting_comes_back() -
     speed_of(machine, ladder, 16, 50)
     assert speed_of(machine, ladder, 16, 100) > 0.97 * machine.speed(16, 0)
     machine.gain = 0.6
-    speed_of(machine, ladder, 16, 1600)
+    speed_of(machine, ladder, 16, 600)
     assert speed_of(machine, ladder, 16, 100) > 0.9 * max(machine.speed(16, nodes) for nodes in (0, 7, 15, 31))
 
 

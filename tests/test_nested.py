@@ -207,8 +207,9 @@ def test_exits_of_other_families_and_of_layers_with_windows(name: str) -> None:
     grow(cache, [Growing(14, rng)], models, smallest_sure(models, thresholds), 4)
 
 
-def test_a_model_that_its_layers_do_not_make_up_is_refused() -> None:
-    model = build(served()["gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_its_layers_do_not_make_up_is_refused(dtype: torch.dtype) -> None:
+    model = build(served()["gemma2"]).to(dtype)
     model.config.exits = [1, 3]
     model.config.final_logit_softcapping = 0.01  # what its head says is squeezed afterwards
     with pytest.raises(UnsupportedModel):

@@ -138,7 +138,8 @@ class Ladder:
         like it."""
         if seconds is not None:
             self._time(fitting(batch, BATCHES), rung, seconds)
-        fading = FADING if rung else IDLE_FADING
+        # The more a batch asks of drafts, the more of what failed must be forgotten before they are tried again.
+        fading = FADING if rung else IDLE_FADING ** worth(batch) ** 2
         for gain in self._gains:
             gain.tokens, gain.steps = fading * gain.tokens, fading * gain.steps
         if rung:

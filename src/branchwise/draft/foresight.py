@@ -66,20 +66,19 @@ def foreseen(
 
     The extra tokens of a block do not know of each other, and the others do not know of them; all share one sum.
     """
+    if logits.device.type == "cpu" and not bool(sampled.any()):
+        return torch.cat([logits, extra], dim=2).log_softmax(dim=2)
     top = torch.maximum(logits.amax(-1, keepdim=True), extra.amax(-1, keepdim=True)).clamp_min(-1e30)
     mass, more = (logits - top).exp(), (extra - top).exp().masked_fill((known < 0)[:, None], 0.0)
     blocks = torch.arange(-(-vocabulary // BLOCK), device=logits.device)
-    first, second, own = mass.new_ones(3, 1, 1, 1)
-    if logits.device.type != "cpu" or bool(sampled.any()):
-        drawn = sampled[:, None, None]
-        first = torch.where(drawn, waits(mix(keys), blocks), 1.0)
-        second = torch.where(drawn, waits(keys, names), 1.0)
-        own = torch.where(drawn, waits(keys, known.clamp_min(0)[:, None]), 1.0)
+    drawn = sampled[:, None, None]
+    first = torch.where(drawn, waits(mix(keys), blocks), 1.0)
+    second = torch.where(drawn, waits(keys, names), 1.0)
+    own = torch.where(drawn, waits(keys, known.clamp_min(0)[:, None]), 1.0)
     owners, theirs = (names // BLOCK).expand_as(mass), (known.clamp_min(0) // BLOCK)[:, None].expand_as(more)
     speed, own_speed = mass / second, more / own
     empty = mass.new_zeros(*mass.shape[:2], len(blocks))
     masses, speeds = empty.scatter_add(2, owners, mass), empty.scatter_add(2, owners, speed)
-    first = first.expand_as(empty)
     whole = (masses / first).sum(-1, keepdim=True) + (more / first.gather(2, theirs)).sum(-1, keepdim=True)
     listed = (masses / first / speeds).nan_to_num(0.0).gather(2, owners) * speed
     beside = masses.gather(2, theirs) + more, speeds.gather(2, theirs) + own_speed
@@ -88,11 +87,14 @@ def foreseen(
     return chances.log()
 
 
-def foreseen_probs(probs: Tensor, sequence: SequenceState, depths: Sequence[int]) -> Tensor:
-    """(nodes, vocabulary): chances to be drawn behind nodes at these depths, by their distributions in a draft."""
-    device = probs.device
-    positions = torch.tensor(depths, device=device) + len(sequence.tokens)
-    keys = keys_of(torch.tensor(dice_of(sequence), device=device), positions)
+def keys_behind(sequence: SequenceState, depths: Sequence[int]) -> Tensor:
+    """(nodes,): the keys of the draws behind nodes at these depths of the next tree."""
+    return keys_of(torch.tensor(dice_of(sequence)), torch.tensor(depths) + len(sequence.tokens))
+
+
+def foreseen_probs(probs: Tensor, keys: Tensor) -> Tensor:
+    """(nodes, vocabulary): chances to be drawn behind nodes, by their distributions in a draft and these keys."""
+    device, keys = probs.device, keys.to(probs.device, non_blocking=True)
     names, none = torch.arange(probs.shape[1], device=device), probs.new_zeros(1, len(probs), 1)
     nobody, sampled = torch.full((1, 1), -1, device=device), torch.ones(1, dtype=torch.bool, device=device)
     return foreseen(probs.log()[None], names, keys[None], sampled, none, nobody, probs.shape[1])[0, :, :-1].exp()

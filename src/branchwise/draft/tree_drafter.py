@@ -21,7 +21,7 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import NO_NEEDS, Budget, Drafter
 from branchwise.draft.builder import Judged, NodeProbs, TreeBuilder, TreeCoroutine, TreePolicy
 from branchwise.draft.constrained import allowed_probs, place_of
-from branchwise.draft.foresight import foreseen_probs, temperature_of
+from branchwise.draft.foresight import foreseen_probs, keys_behind, temperature_of
 from branchwise.draft.sampler import DeviceSampler, SampleRequest, sample_batch, sampler_for
 from branchwise.errors import UsageError
 from branchwise.verify import Verdict
@@ -187,15 +187,25 @@ class TreeDrafter(Drafter):
                 paths = [tuple(request.tree.path(node)) for node in request.nodes]
                 self.kept_probs.setdefault(request.sequence, {}).update(zip(paths, found.probs, strict=True))
         if self.foresees and self.draw is Draw.FIXED:
-            answers = [self._foreseen(*pair) for pair in zip(requests, answers, strict=True)]
+            self._foresee(requests, answers)
         return answers
 
-    def _foreseen(self, request: ExpandRequest, found: NodeProbs) -> NodeProbs:
-        """Chances in place of probabilities, where tokens are drawn and distributions are whole."""
-        if not isinstance(found.found, Tensor) or not temperature_of(request.sequence):
-            return found
-        depths = [request.tree.depths[node] for node in request.nodes]
-        return NodeProbs(foreseen_probs(found.found, request.sequence, depths), found.hidden)
+    @staticmethod
+    def _foresee(requests: Sequence[ExpandRequest], answers: list[NodeProbs]) -> None:
+        """Chances in place of probabilities, where tokens are drawn and distributions are whole; of all texts at
+        once, so that a device is asked once."""
+        rows = {
+            row: found.found
+            for row, (request, found) in enumerate(zip(requests, answers, strict=True))
+            if isinstance(found.found, Tensor) and temperature_of(request.sequence)
+        }
+        if not rows:
+            return
+        asked = [requests[row] for row in rows]
+        keys = [keys_behind(one.sequence, [one.tree.depths[node] for node in one.nodes]) for one in asked]
+        chances = foreseen_probs(torch.cat([*rows.values()]), torch.cat(keys)).split([len(some) for some in keys])
+        for row, own in zip(rows, chances, strict=True):
+            answers[row] = NodeProbs(own, answers[row].hidden)
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         if self.recall is None and not self.tree.watches:

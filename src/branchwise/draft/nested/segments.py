@@ -21,9 +21,9 @@ from branchwise.errors import UnsupportedModel
 if TYPE_CHECKING:
     from branchwise.backends.transformers.target import TransformersTarget
 
-TOLERANCE, ROUNDED = 0.01, 0.1
+TOLERANCE, ROUNDED = 0.01, 0.05
 """of the size of all logits, within which the segments together are the model, in float32 and in 16 bits: attention
-rounds otherwise there, and layers that have learned nothing yet make much of it"""
+rounds otherwise there. Six layers of SmolLM2 that have learned nothing are off by 0.015 on a CPU"""
 TOKENS = 4
 """of the text on which this is seen"""
 TRIALS = 3

@@ -63,10 +63,14 @@ class DeviceDraft(ABC):
         self._kernels = have_kernels(table.device)
         self._normed_rows = self._rows
         if self._kernels:
-            from branchwise.cuda.best_tokens import Parts
+            self._list_for_kernels()
 
-            self._normed_rows = with_norm(self._rows, head.output_norm.weight)
-            self._table_parts = Parts.of(self._table, len(embeddings))
+    def _list_for_kernels(self) -> None:
+        """The table as kernels read it."""
+        from branchwise.cuda.best_tokens import Parts
+
+        self._normed_rows = with_norm(self._rows, self.head.output_norm.weight)
+        self._table_parts = Parts.of(self._table, len(self._embeddings))
 
     @abstractmethod
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:

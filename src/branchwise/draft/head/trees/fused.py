@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from branchwise.core.rows import WORD, pack_bits, words_for
-from branchwise.cuda.best_tokens import Parts, best_tokens
+from branchwise.cuda.best_tokens import best_tokens
 from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, mix, project, read, select
 from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
@@ -52,8 +52,8 @@ class FusedDraft(BestFirstDraft):
         super().__init__(tree, *parts, copies=copies)
         head = self.head
         self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
-        self._normed_rows = with_norm(self._rows, head.output_norm.weight)
-        self._table_parts = Parts.of(self._table, len(self._embeddings))
+        if not self._kernels:  # in an interpreter
+            self._list_for_kernels()
         self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
         self._gate = None if head.gate is None else self._gate_weights(head.gate)
 
