@@ -19,6 +19,7 @@ from branchwise.core.text import TextStream
 from branchwise.cuda.counts import counted, since
 from branchwise.draft.base import Budget, Drafter
 from branchwise.engine.guarded import GuardedDrafter, may_rest
+from branchwise.engine.lingering import Lingering
 from branchwise.engine.pipelined import PipelinedStep
 from branchwise.engine.request import FinishReason, Generation, Pending, Piece, Request
 from branchwise.engine.scheduler import Scheduler
@@ -183,16 +184,24 @@ class Engine:
                 outcomes = self._step(generations, joining=scheduler.joining)
             except torch.OutOfMemoryError:
                 # Nothing was committed yet. The last that came leaves, until there is room for the others.
-                self._run_out(generations[-1])
+                if scheduler.lingering:
+                    scheduler.thin_out()
+                else:
+                    self._run_out(generations[-1])
                 continue
             seconds = self._step.clock.settle()
             seconds.pop(PHASE, None)
             prepared = since(before)
+            moved = [generation for generation in generations if not isinstance(generation, Lingering)]
             for generation, outcome in zip(generations, outcomes, strict=True):
-                self._emit(generation, outcome, seconds, len(generations), prepared)
-            for generation in generations:
+                if isinstance(generation, Lingering):
+                    generation.sequence.tokens += outcome.tokens
+                else:
+                    self._emit(generation, outcome, seconds, len(moved), prepared)
+            scheduler.thin_out(sparing=self._step.works_ahead)
+            for generation in moved:
                 generation.report()
-            return generations
+            return moved
         return []
 
     def _assign_seed(self, sequence: SequenceState) -> None:
@@ -207,10 +216,9 @@ class Engine:
         if generation.finished:  # cancelled during the step
             return
         tree, verdict, logprobs, tops, seen = outcome
-        accepted = verdict.kept_of(tree)
         drafter = self.drafter.name if self._guarded is None else self._guarded.drafting
         sources = [tree.sources[node] if tree.sources else drafter for node in verdict.path[1:]]
-        tokens, found = [*accepted, verdict.token], logprobs if generation.request.logprobs else None
+        tokens, found = outcome.tokens, logprobs if generation.request.logprobs else None
         asked = [top[: generation.request.top_logprobs] for top in tops or [[]] * len(tokens)]
         pending = list(map(Pending, tokens, [*sources, ""], found or repeat(None), asked))
         emitted = len(tokens)
@@ -223,7 +231,7 @@ class Engine:
         else:
             for number, one in enumerate(pending, start=1):
                 if (reason := self._append(generation, one)) is not None:
-                    self._finish(generation, reason)
+                    self._finish(generation, reason, behind=tokens[number:])
                     emitted = number
                     break
         if generation.error is not None and not generation.finished:
@@ -290,7 +298,8 @@ class Engine:
             generation.stats.prefill_seconds = generation.prefill_clock.settle().get("prefill", 0.0)
             generation.prefill_clock = None
 
-    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+    def _finish(self, generation: Generation, reason: FinishReason, behind: Sequence[int] | None = None) -> None:
+        """End a text, by a step that has these tokens `behind` its end."""
         if reason is FinishReason.LENGTH:  # also of a prompt that was read and not continued
             self._settle_prefill(generation)
         generation.flush()
@@ -298,4 +307,8 @@ class Engine:
         if generation.error is not None:
             reason = FinishReason.ERROR
         generation.finish_reason = reason  # set last: another thread that sees it finds all of the text
-        self.scheduler.leave(generation)
+        goes_on = reason is not FinishReason.ERROR and self._step.works_ahead and generation.may_linger
+        if behind is None or not goes_on:
+            self.scheduler.leave(generation)
+        else:
+            self.scheduler.linger(generation, behind)

@@ -33,6 +33,13 @@ class PipelinedStep(Step):
         self._inflight: Inflight | None = None
         self._batched: tuple[Sequence[DraftTree], TreeBatch] | None = None
         """the trees that were made a batch last"""
+        # Other rules draw from what their drafts are drawn from, and what is learned from a row that nobody sees is
+        # learned from draws that may come again.
+        self._rows_may_linger = verifier.name == "match"
+
+    @property
+    def works_ahead(self) -> bool:
+        return self._rows_may_linger and self._inflight is not None
 
     def batch(
         self, trees: Sequence[DraftTree], sequences: Sequence[SequenceState], budgets: Sequence[Budget]
@@ -95,11 +102,20 @@ class PipelinedStep(Step):
         beyond, context = self.drafter.draw is Draw.FIXED, self.target.info.context
         return [generation.budget(self.most, context, further, beyond=beyond) for generation in generations]
 
+    def _changes(self, generations: Sequence[Generation]) -> bool:
+        """Whether the batch is likely to be another one after the step that is being made: all texts that end leave, or
+        so many that a smaller pass serves the others."""
+        ending = [one for one in generations if one.finished or one.ends_soon]
+        if not all(self._rows_may_linger and one.may_linger for one in ending):
+            return True
+        texts, rows = len(generations) - len(ending), len(generations)
+        return not texts or self.target.bucket(texts, 1) != self.target.bucket(rows, 1)
+
     def _launch(self, generations: Sequence[Generation], depth: int, found: Verdicts) -> Inflight | None:
-        """Enqueue the next pass, if the drafter knows its trees. It is made in vain if a text ends before it, so it is
-        not enqueued where that is likely."""
+        """Enqueue the next pass, if the drafter knows its trees. It is made in vain for another batch, so it is not
+        enqueued where that is likely to come."""
         least = self._budgets(generations, depth + 1)
-        if min(budget.depth for budget in least) < 0 or any(generation.ends_soon for generation in generations):
+        if min(budget.depth for budget in least) < 0 or self._changes(generations):
             return None
         try:
             trees = self.drafter.draft_next(least)

@@ -166,6 +166,11 @@ class Generation:
         """Whether the step that is being made is likely to be the last, if it adds as many tokens as the others did."""
         return self.wanted * self.stats.steps <= self.stats.emitted_tokens if self.stats.steps else self.wanted == 1
 
+    @property
+    def may_linger(self) -> bool:
+        """Whether its row can be written on when it has ended; nothing follows the end of a grammar."""
+        return self.constraint is None
+
     def budget(self, most: Budget, context: int, further: int = 0, *, beyond: bool = False) -> Budget:
         """What a tree may hold so that no node lies past the context, nor past the wanted length unless it may reach
         `beyond` that, `further` tokens on."""

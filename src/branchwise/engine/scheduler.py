@@ -16,12 +16,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from branchwise.backends.base import Chunk, Prefill, Target
 from branchwise.draft.base import Drafter
+from branchwise.engine.lingering import Lingering
 from branchwise.engine.prefixes import Prefixes
 from branchwise.engine.request import FinishReason, Generation
 from branchwise.engine.scores import token_scores
@@ -55,6 +57,7 @@ class Scheduler:
         self.prefilling: list[Generation] = []
         """they have a slot, and their prompts are not wholly in the cache"""
         self.running: list[Generation] = []
+        """in the order of their slots, rows that linger among them"""
         self._waiting: deque[Generation] = deque()
         self._cancelled: deque[Generation] = deque()
         self._inbox = threading.Lock()
@@ -67,7 +70,13 @@ class Scheduler:
     @property
     def joining(self) -> bool:
         """Whether a request will join, or go on with its prefill, before the next step."""
-        return bool(self.prefilling or (self._waiting and self.target.free_slots) or self._cancelled)
+        room = self.target.free_slots or self.lingering
+        return bool(self.prefilling or (self._waiting and room) or self._cancelled)
+
+    @property
+    def lingering(self) -> list[Lingering]:
+        """Rows of texts that have ended."""
+        return [one for one in self.running if isinstance(one, Lingering)]
 
     # From any thread, at any time
 
@@ -95,6 +104,8 @@ class Scheduler:
     def admit(self) -> list[Generation]:
         """Free cancelled slots, fill free ones, write the next chunks; returns those that ran out of memory."""
         self.release()
+        if self._waiting or self.prefilling:
+            self.thin_out()
         failed: list[Generation] = []
         put_off = 0
         while put_off < self.target.free_slots and (generation := self._after(put_off)) is not None:
@@ -116,8 +127,23 @@ class Scheduler:
             generation.stop_clock()
             self.leave(generation)
 
+    def linger(self, generation: Generation, behind: Sequence[int]) -> None:
+        """Let the row of a generation that has ended stay in its place; a pass has these tokens `behind` its text."""
+        self.running[self.running.index(generation)] = Lingering.of(generation, behind)
+
+    def thin_out(self, *, sparing: bool = False) -> None:
+        """Let go of rows that linger, but `sparing` those that cost the others nothing."""
+        lingering = self.lingering
+        texts = len(self.running) - len(lingering)
+        if sparing and texts and self.target.bucket(texts, 1)[0] == self.target.bucket(len(self.running), 1)[0]:
+            return
+        for row in lingering:
+            self.leave(row)
+
     def leave(self, generation: Generation) -> None:
         """Free the slot of a generation that has ended, if it has one."""
+        if isinstance(generation, Lingering):
+            generation.restore()
         for group in (self.running, self.prefilling):
             if generation in group:
                 # The last takes its place, as in the KV cache: a pass over sequences in slot order copies no rows.

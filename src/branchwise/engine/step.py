@@ -45,6 +45,11 @@ class Outcome(NamedTuple):
     seen: TraceRow | None
     """what the target thinks of the tree, if a request asks for it"""
 
+    @property
+    def tokens(self) -> list[int]:
+        """Those that were accepted, and the target's own."""
+        return [*self.verdict.kept_of(self.tree), self.verdict.token]
+
 
 class Reported(NamedTuple):
     """What is reported of the tokens of verdicts, under the unwarped model; on its way to the host."""
@@ -68,6 +73,11 @@ class Step:
         self.clock = Stopwatch(target.info.device)
         self.interrupted = False
         """whether a drafter may have learned from a step that was never committed"""
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the next pass is made already, and counts if the rows of texts that have ended stay in the batch."""
+        return False
 
     def __call__(self, generations: Sequence[Generation], *, joining: bool = False) -> list[Outcome]:
         """Advance every generation; its tokens are emitted by the caller. `joining`: others join before the next."""
