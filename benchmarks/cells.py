@@ -276,7 +276,7 @@ def write(engine: Engine, requests: Sequence[Request], group: Group, turn: int, 
         texts.extend(engine.submit(request) for request in requests)
         while engine.busy:
             # All texts of a step share its times: those of one text, before and after, are the step's.
-            running = engine.scheduler.running[:1]
+            running = [one for one in engine.scheduler.running if not one.finished][:1]
             before = dict(running[0].stats.seconds) if running else {}
             moved = engine.step()
             if moved:
