@@ -56,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("mixtures.jsonl"))
+    parser.add_argument("--folder", type=Path, help="keep the mixture and the best reductions of it here")
     parser.add_argument("--read", type=Path, help="summarise these records; nothing is measured")
     return parser.parse_args()
 
@@ -90,6 +91,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         told=lambda step, loss: progress(f"tuning the mixture: step {step}, loss {loss:.3f}"),
     )
     mixture = mixture.to(world.model.dtype)
+    put_aside(arguments.folder, "mixture", mixture, world)
     target = TransformersTarget(mixture, slots=8, tokenizer=world.tokenizer)
     texts = {task: answered(target, world, task) for task in TASKS}
     measured_on = {task: found[3::4] for task, found in texts.items()}
@@ -135,6 +137,7 @@ def reductions(
                     "run": run,
                 }
                 best = max(best, (found[task], made), key=lambda pair: pair[0])
+            put_aside(arguments.folder, f"{task}-{keep}-{active}", best[1], world)
             drafter = ModelDrafter(Weights("reduced", best[1], world.tokenizer), tree=build_policy(arguments.tree))
             ways: dict[str, Drafter] = {"plain": build_drafter("none"), "reduced": drafter}
             for name, numbers in decoded(
@@ -149,6 +152,13 @@ def reductions(
                     **numbers,
                     "run": run,
                 }
+
+
+def put_aside(folder: Path | None, name: str, model: Any, world: World) -> None:
+    """Keep a model where `--model` and `--draft-model` find it."""
+    if folder is not None:
+        model.save_pretrained(folder / name)
+        world.tokenizer.save_pretrained(folder / name)
 
 
 def answered(target: TransformersTarget, world: World, task: str) -> list[Text]:

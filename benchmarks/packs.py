@@ -16,6 +16,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,6 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--commit", help="the commit that runs, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=Path("packs.jsonl"))
+    parser.add_argument("--folder", type=Path, help="keep students and packs here")
     parser.add_argument("--read", type=Path, help="summarise these records; nothing is measured")
     return parser.parse_args()
 
@@ -97,7 +99,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     students = {task: learn(copy.deepcopy(base), lessons[task], "more") for task in TASKS}
     students["common"] = learn(copy.deepcopy(base), every, "more")
     dtype = world.model.dtype
-    with TemporaryDirectory() as place:
+    with nullcontext(arguments.folder) if arguments.folder else TemporaryDirectory() as place:
         folder = Path(place)
         for name, student in {"base": base, **students}.items():
             student.to(torch.bfloat16).save_pretrained(folder / name)
