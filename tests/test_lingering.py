@@ -127,6 +127,12 @@ def test_the_next_turn_begins_with_the_rows_of_the_text_and_no_others(target: Wa
     (row,) = engine.scheduler.lingering
     unseen = row.sequence.tokens[len(first) + 2]
     turn = (*first, *short.token_ids, 1 if unseen != 1 else 4, 9)
+    engine.submit(Request((3,), max_new_tokens=1))  # somebody else needs the slot
+    engine.step()
+    prefixes = engine.scheduler.prefixes
+    assert prefixes is not None
+    assert row not in engine.scheduler.lingering
+    assert [*first, *short.token_ids] in [text.tokens for text in prefixes._kept]
     after = engine.submit(Request(turn, max_new_tokens=6))
     while engine.busy:
         engine.step()
@@ -137,10 +143,10 @@ def test_the_next_turn_begins_with_the_rows_of_the_text_and_no_others(target: Wa
 
 def test_a_row_leaves_before_its_context_is_full(target: Watched) -> None:
     """The row of a prompt that nearly fills the context has no room for what the others still write."""
-    long = tuple(range(1, 52))
+    long = tuple(range(1, 57))
     expected = alone(target)
     engine = engine_of(target, NoDrafter())
-    short = engine.submit(Request(long, max_new_tokens=12, stop_when=ends_at(3, long)))
+    short = engine.submit(Request(long, max_new_tokens=7, stop_when=ends_at(3, long)))
     others = [engine.submit(Request(prompt, max_new_tokens=LONG)) for prompt in PROMPTS[1:]]
     lingered = False
     while engine.busy:

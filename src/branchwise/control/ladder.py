@@ -36,11 +36,10 @@ OWN_PRIOR = 24.0
 """the weight of what all texts gain in what one does, in doublings of its trees: those of eight steps of small ones"""
 HOPED = 0.6
 """tokens that a draft gains for each doubling of its nodes, before anything was counted"""
-THINNING = 0.15
+THINNING = 0.05
 """by how much a step must be faster than a plain one for each doubling of a batch. Texts that are drafted end at
-different times, and what is left of a batch has fewer texts to share its steps; a pass that was enqueued ahead is made
-again when a text ends; and prompts have to be read. On an H200 16 texts that began together were sped up by 0.6 times
-what their steps were, and 48 texts by half of it"""
+different times, and what is left of a batch has fewer texts to share its steps; and prompts have to be read. On an H200
+48 texts whose steps were sped up by 1.8 were sped up by 1.4"""
 SLOWLY = 1 / 16
 """the share of the last step in how long steps take"""
 CHANCE = 1.05

@@ -35,8 +35,9 @@ TEMPERATURES = (0.7, 1.0)
 """of one text each: where a rule is not a kernel of ours, its verdicts on tempered texts and on those at temperature 1
 are different programs"""
 PROMPT_TOKENS = 24
-LONGER_PROMPTS, LONGER_STEPS = (90, 400, 1500), 2
-"""tokens of prompts that are read together: longer ones are read by other kernels, and shorter ones padded"""
+LONGER_PROMPTS, LONGER_STEPS = ((90, 400, 1500), (60, 90) * 8, (200, 230) * 4, (350, 400) * 8), 2
+"""tokens of prompts that are read together: longer and more of them are read by other kernels, and shorter ones
+padded"""
 TIMES = "warmup.json"
 """in the cache: how long it took the last time"""
 
@@ -67,8 +68,9 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
             for _ in _steps(engine, [PROMPT_TOKENS] * texts, temperature, steps):
                 show(f"compiling and recording passes over {texts} text{'s' * (texts > 1)}{took}", done, whole)
                 done += 1
-        for _ in _steps(engine, LONGER_PROMPTS[: info.slots], 0.0, LONGER_STEPS):
-            show(f"reading longer prompts{took}", done, whole)
+        for lengths in LONGER_PROMPTS:
+            for _ in _steps(engine, lengths[: info.slots], 0.0, LONGER_STEPS):
+                show(f"reading longer prompts{took}", done, whole)
     seconds = time.perf_counter() - start
     _remember(_key(engine), seconds)
     return seconds
