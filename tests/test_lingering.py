@@ -119,15 +119,14 @@ def test_the_next_turn_begins_with_the_rows_of_the_text_and_no_others(target: Wa
     first = [*range(2, 30)]
     engine = engine_of(target, drafter_of(name, target), prefix_cache=True)
     short = engine.submit(Request(tuple(first), max_new_tokens=LONG, stop_when=ends_at(2, first)))
-    for prompt in PROMPTS[1:]:
-        engine.submit(Request(prompt, max_new_tokens=LONG))
+    others = [engine.submit(Request(prompt, max_new_tokens=LONG)) for prompt in PROMPTS[1:]]
     while not short.finished:
         engine.step()
     engine.step()
     (row,) = engine.scheduler.lingering
     unseen = row.sequence.tokens[len(first) + 2]
     turn = (*first, *short.token_ids, 1 if unseen != 1 else 4, 9)
-    engine.submit(Request((3,), max_new_tokens=1))  # somebody else needs the slot
+    engine.cancel(others[0])  # the others fit a smaller pass
     engine.step()
     prefixes = engine.scheduler.prefixes
     assert prefixes is not None
