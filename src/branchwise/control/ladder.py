@@ -39,7 +39,7 @@ HOPED = 0.6
 THINNING = 0.05
 """by how much a step must be faster than a plain one for each doubling of a batch. Texts that are drafted end at
 different times, and what is left of a batch has fewer texts to share its steps; and prompts have to be read. On an H200
-48 texts whose steps were sped up by 1.8 were sped up by 1.4"""
+48 texts at temperature 1, whose drafted steps gained 1.8 and half of whose steps were drafted, gained 1.2"""
 SLOWLY = 1 / 16
 """the share of the last step in how long steps take"""
 CHANCE = 1.05

@@ -306,9 +306,8 @@ class Engine:
         generation.stop_clock()
         if generation.error is not None:
             reason = FinishReason.ERROR
-        generation.finish_reason = reason  # set last: another thread that sees it finds all of the text
         goes_on = reason is not FinishReason.ERROR and self._step.works_ahead and generation.may_linger
-        if behind is None or not goes_on:
-            self.scheduler.leave(generation)
-        else:
+        if behind is not None and goes_on:
             self.scheduler.linger(generation, behind)
+        generation.finish_reason = reason  # set last: another thread that sees it finds all of the text, and no more
+        self.scheduler.leave(generation)  # its slot is the row's, where that lingers

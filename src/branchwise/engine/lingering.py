@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from branchwise.engine.request import Generation
+from branchwise.engine.request import FinishReason, Generation
 
 
 @dataclass(eq=False)
@@ -41,8 +41,7 @@ class Lingering(Generation):
             prompt_logprobs=False,
             trace=False,
         )
-        ended = generation.finish_reason
-        return cls(nothing_reported, row, finish_reason=ended, text_tokens=generation.sequence.tokens)
+        return cls(nothing_reported, row, finish_reason=FinishReason.STOP, text_tokens=generation.sequence.tokens)
 
     def restore(self) -> None:
         """Let the sequence be that of the text again: whoever begins like it may begin with its rows."""
