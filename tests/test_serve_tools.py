@@ -16,9 +16,9 @@ from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine
 from branchwise.llm import LLM
-from branchwise.serve.protocol.calls import PLAIN, TAGGED, Call, CallFormat, Said, format_of
+from branchwise.serve.protocol.calls import PLAIN, TAGGED, CallFormat, format_of
 from branchwise.verify import VERIFIERS
-from tests.serving import TEMPLATE, Served, byte_tokenizer, serving, tiny_llm
+from tests.serving import TEMPLATE, Served, byte_tokenizer, read_events, serving, tiny_llm
 
 START = "<|start|>system\n{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}<|end|>"
 HERMES = (
@@ -106,10 +106,16 @@ def test_the_function_that_is_named_is_called_whole_and_streamed(served: Served)
         assert call.type == "function"
         assert of_look(call.model_dump())
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
-    told = [part for chunk in chunks for part in chunk.delta.tool_calls or []]
-    assert [(part.index, part.function and part.function.name) for part in told] == [(0, "look")]
-    assert told[0].function is not None
-    assert told[0].function.arguments == call.function.arguments
+    begun, *others = [part for chunk in chunks for part in chunk.delta.tool_calls or []]
+    assert begun.function is not None
+    assert (begun.index, begun.type, begun.function.name, begun.function.arguments) == (0, "function", "look", "")
+    assert begun.id
+    assert {(part.index, part.id, part.type, part.function and part.function.name) for part in others} == {
+        (0, None, None, None)
+    }
+    pieces = [part.function.arguments or "" for part in others if part.function]
+    assert "".join(pieces) == call.function.arguments
+    assert len(pieces) > 1, "they did not come as they were written"
     assert not any(chunk.delta.content for chunk in chunks)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
 
@@ -127,6 +133,36 @@ def test_tags_can_be_tokens_of_their_own(special: bool) -> None:
         assert free["choices"][0]["message"]["content"] == "<tool_call>" * 3
 
 
+def test_the_helper_of_the_client_adds_up_several_calls(tagged: Served) -> None:
+    both = f"Wait.\n{CALL}\n{WAITING}"
+    asked: Any = {"model": "tiny", "messages": HI, "tools": TOOLS, "extra_body": {"guided_choice": [both]}}
+    with openai.OpenAI(base_url=f"{tagged.address}/v1", api_key="none", max_retries=0) as client:
+        with client.chat.completions.stream(**asked) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            found: Any = stream.get_final_completion().choices[0]
+        whole: Any = client.chat.completions.create(**asked).choices[0]
+    for choice in (found, whole):
+        assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
+        functions = [call.function for call in choice.message.tool_calls]
+        assert [(one.name, one.arguments) for one in functions] == [("look", '{"up": true}'), ("wait", "{}")]
+    assert [(event.index, event.name) for event in done] == [(0, "look"), (1, "wait")]
+
+
+def test_a_call_that_is_cut_has_the_arguments_that_were_written(tagged: Served) -> None:
+    cut = CALL.index("true") + 2
+    asked = {"guided_choice": [CALL], "max_tokens": cut}
+    whole = chat(tagged, **asked).json()["choices"][0]
+    assert (whole["message"]["content"], whole["finish_reason"]) == (None, "length")
+    assert whole["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"up": tr'}
+    with tagged.stream(
+        "POST", "/v1/chat/completions", json={"messages": HI, "tools": TOOLS, "stream": True, **asked}
+    ) as answer:
+        events = [json.loads(data)["choices"][0] for data in read_events(answer) if data != "[DONE]"]
+    told = [part["function"] for event in events for part in event["delta"].get("tool_calls", [])]
+    assert "".join(part["arguments"] for part in told) == '{"up": tr'
+    assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["length"]
+
+
 def test_several_calls_can_come_if_they_may(tagged: Served) -> None:
     more = {str(byte_tokenizer().eos_token_id): -3}
     found = chat(tagged, tool_choice="required", max_tokens=300, logit_bias=more, seed=4).json()
@@ -135,6 +171,7 @@ def test_several_calls_can_come_if_they_may(tagged: Served) -> None:
     assert len({call["id"] for call in calls}) == len(calls)
 
 
+WAITING = '<tool_call>{"name": "wait"}</tool_call>'
 CALL = '<tool_call>\n{"name": "look", "arguments": {"up": true}}\n</tool_call>'
 
 
@@ -227,49 +264,3 @@ def test_a_template_that_knows_no_tools_refuses_them() -> None:
 )
 def test_the_template_tells_how_calls_are_written(template: str, form: CallFormat | None) -> None:
     assert format_of(template) is form
-
-
-LOOK, WAIT = ("look", '{"up": true}'), ("wait", "{}")
-PLAIN_CALL = '{"name": "look", "parameters": {"up": true}}'
-ANSWERS: list[tuple[CallFormat, str, str, list[tuple[str, str]]]] = [
-    (TAGGED, CALL, "", [LOOK]),
-    (TAGGED, f"So: \n\n{CALL}\n", "So:", [LOOK]),
-    (TAGGED, f'{CALL}\n<tool_call>{{"name": "wait"}}</tool_call>', "", [LOOK, WAIT]),
-    (TAGGED, f"a {CALL} b ", "a b", [LOOK]),
-    (TAGGED, "1 < 2 <tool", "1 < 2 <tool", []),
-    (TAGGED, "x  \n", "x  \n", []),
-    (TAGGED, CALL[:-3], CALL[:-3], []),
-    (TAGGED, CALL[: -len("</tool_call>")], "", [LOOK]),  # as models end that have a token for it
-    (TAGGED, "<tool_call>nothing</tool_call> then", "<tool_call>nothing</tool_call> then", []),
-    (TAGGED, CALL.replace("look", "fly"), CALL.replace("look", "fly"), []),
-    (PLAIN, PLAIN_CALL, "", [LOOK]),
-    (PLAIN, f"\n {PLAIN_CALL}", "", [LOOK]),
-    (PLAIN, '{"name": "look", "arguments": {"up": true}}', "", [LOOK]),
-    (PLAIN, '{"up": true}', '{"up": true}', []),
-    (PLAIN, f"Well, {PLAIN_CALL}", f"Well, {PLAIN_CALL}", []),
-    (PLAIN, "[1]", "[1]", []),
-]
-
-
-@pytest.mark.parametrize(("form", "answer", "text", "calls"), ANSWERS)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_are_found_however_the_text_comes(
-    form: CallFormat, answer: str, text: str, calls: list[tuple[str, str]], size: int
-) -> None:
-    reader = form.reader(form, NAMES, several=True)
-    parts = [answer[start : start + size] for start in range(0, len(answer), size)]
-    said: list[Said] = [reader.push(part) for part in parts]
-    said.append(reader.push("", last=True))
-    assert "".join(one.text for one in said) == text
-    found: list[Call] = [call for one in said for call in one.calls]
-    assert [(call.name, call.arguments) for call in found] == calls
-    assert reader.told == len(calls)
-
-
-def test_text_that_can_be_no_call_does_not_wait() -> None:
-    reader = TAGGED.reader(TAGGED, NAMES, several=True)
-    assert reader.push("abc <").text == "abc"
-    assert reader.push("b> d").text == " <b> d"
-    plain = PLAIN.reader(PLAIN, NAMES, several=False)
-    assert plain.push("So").text == "So"
-    assert plain.push(" {").text == " {"

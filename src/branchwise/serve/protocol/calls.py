@@ -1,12 +1,13 @@
 """Calls of functions in what a model writes: how its chat template has them written, and how they are read.
 
-A call is told when it is complete, as one event of a stream. What looks like a call and is none is text.
+A call is one from the letter on with which its name is known and its arguments begin; from there on they are told as
+they are written. What fails to become a call before that letter is text. What fails behind it leaves a call with the
+arguments as far as they were JSON, and goes on as text: what was told stays told, and the answer is the same whether it
+is read at once or piece by piece.
 """
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,114 +15,18 @@ from uuid import uuid4
 
 from jinja2 import Environment, TemplateError, meta
 
-
-@dataclass(frozen=True)
-class Call:
-    name: str
-    arguments: str
-    """as JSON"""
-    id: str = field(default_factory=lambda: f"call_{uuid4().hex}")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True)
-class Said:
-    """What came to be known of an answer: text and calls."""
-
-    text: str = ""
-    calls: tuple[Call, ...] = ()
-
-
-class CallReader(ABC):
-    """Reads one answer, piece by piece."""
-
-    def __init__(self, form: CallFormat, names: Collection[str], *, several: bool) -> None:
-        self.form = form
-        self.names = names
-        """of the functions that may be called"""
-        self.several = several
-        self.told = 0
-        """calls so far"""
-        self._held = ""
-
-    def push(self, text: str, *, last: bool = False) -> Said:
-        """What is known with this much more of the text, and with `last` all the rest."""
-        said = self._read(text, last)
-        calls = said.calls if self.several else said.calls[: max(1 - self.told, 0)]
-        self.told += len(calls)
-        return Said(said.text, calls)
-
-    @abstractmethod
-    def _read(self, text: str, last: bool) -> Said: ...
-
-    def _call(self, written: str) -> Call | None:
-        """The call that a JSON object describes, if it does."""
-        try:
-            found = json.loads(written)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(found, dict) or found.get("name") not in self.names:
-            return None
-        arguments = found.get(self.form.arguments, found.get("arguments", {}))
-        if not isinstance(arguments, dict):
-            return None
-        return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
-
-
-class TaggedReader(CallReader):
-    """Calls in tags; what stands before and between them is text."""
-
-    def _read(self, text: str, last: bool) -> Said:
-        self._held += text
-        before, calls = "", list[Call]()
-        opening, closing = self.form.opening, self.form.closing
-        while (start := self._held.find(opening)) >= 0:
-            end = self._held.find(closing, start)
-            if end < 0 and not last:
-                break
-            end = len(self._held) if end < 0 else end + len(closing)
-            written = self._held[start:end]
-            call = self._call(written.removeprefix(opening).removesuffix(closing))
-            # White space before calls and behind the last is part of their form.
-            before += self._held[:start].rstrip() if call else self._held[:end]
-            self._held = self._held[end:]
-            calls += [call] if call else []
-        if start < 0:  # nothing is open: what could become a tag, or stand in front of one, waits
-            if last and (self.told or calls):
-                self._held = self._held.rstrip()
-            kept = 0 if last else _waiting(self._held, opening)
-            before += self._held[: len(self._held) - kept]
-            self._held = self._held[len(self._held) - kept :]
-        return Said(before, tuple(calls))
-
-
-class PlainReader(CallReader):
-    """An answer that is a call as a whole, or none."""
-
-    _may_be_call = True
-
-    def _read(self, text: str, last: bool) -> Said:
-        self._held += text
-        self._may_be_call &= self._held.lstrip()[:1] in ("", "{")
-        if self._may_be_call and not last:
-            return Said()
-        held, self._held = self._held, ""
-        call = self._call(held) if self._may_be_call else None
-        return Said(held) if call is None else Said(calls=(call,))
+from branchwise.serve.protocol.letters import SPACE, At, Letters
 
 
 @dataclass(frozen=True)
 class CallFormat:
     """How a model writes calls."""
 
-    reader: type[CallReader]
     arguments: str
     """the name of the field with the arguments"""
     opening: str = ""
     closing: str = ""
-    """tags around a call"""
+    """tags around a call; without them an answer is a call from its first letter on, or none"""
     inside: str = ""
     """between a tag and its call"""
     between: str = ""
@@ -130,9 +35,9 @@ class CallFormat:
     """whether an answer can have more than one"""
 
 
-TAGGED = CallFormat(TaggedReader, "arguments", "<tool_call>", "</tool_call>", "\n", "\n", several=True)
+TAGGED = CallFormat("arguments", "<tool_call>", "</tool_call>", "\n", "\n", several=True)
 """<tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen"""
-PLAIN = CallFormat(PlainReader, "parameters")
+PLAIN = CallFormat("parameters")
 """{"name": …, "parameters": …}, as Llama 3"""
 
 
@@ -150,6 +55,195 @@ def format_of(template: str) -> CallFormat | None:
 
 
 EXTENSIONS = ["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """More of the text of an answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that begins."""
+
+    index: int
+    name: str
+    id: str = field(default_factory=lambda: f"call_{uuid4().hex}")
+
+    def as_dict(self, arguments: str = "") -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """More of the arguments of the call that began last, as they are written."""
+
+    index: int
+    text: str
+
+
+Said = Text | Call | Arguments
+
+
+class CallReader:
+    """Reads one answer, piece by piece."""
+
+    def __init__(self, form: CallFormat, names: Collection[str], *, several: bool) -> None:
+        """`names` are those of the functions that may be called. Without `several` the first call is the only one."""
+        self.form = form
+        self.names = names
+        self.several = several
+        self.told = 0
+        """calls so far"""
+        self._held = ""
+        self._said: list[Said] = []
+        self._reads = self._text if form.opening else self._call
+        self._written = Written(names, form)
+        self._before = ""  # the tag of what is being read, and the white space in front of it
+
+    def push(self, text: str, *, last: bool = False) -> list[Said]:
+        """What is known with this much more of the text, in its order, and with `last` all the rest."""
+        self._held += text
+        self._said = []
+        while self._reads(last):
+            pass
+        return self._said
+
+    # Each of these reads what is held; True if something else begins behind it, False if more of it must come.
+
+    def _text(self, last: bool) -> bool:
+        """White space before calls and behind the last is part of their form: it waits as a beginning of tags does."""
+        opening = self.form.opening
+        start = self._held.find(opening) if opening else -1
+        if start >= 0:
+            self._tell(self._take(len(self._held[:start].rstrip())))
+            self._before = self._take(self._held.index(opening) + len(opening))
+            self._written, self._reads = Written(self.names, self.form), self._call
+            return True
+        if last and self.told:
+            self._held = self._held.rstrip()
+        self._tell(self._take(len(self._held) - (0 if last else _waiting(self._held, opening))))
+        return False
+
+    def _call(self, last: bool) -> bool:
+        written = self._written
+        self._take(written.push(self._held))
+        if written.is_call:
+            self._tell_call(written)
+        if not (last or written.failed or written.complete):
+            return False
+        if not written.is_call:
+            self._tell(self._before)
+        if written.failed or not written.is_call:
+            self._held = written.rest + self._held
+        self._reads = self._closing if written.is_call else self._text
+        return True
+
+    def _closing(self, last: bool) -> bool:
+        """The tag behind a call; nothing is missed where there is none."""
+        closing, found = self.form.closing, self._held.lstrip()
+        if closing.startswith(found) and not last:
+            return False
+        if closing.startswith(found) or (closing and found.startswith(closing)):
+            self._held = found[len(closing) :]
+        self._reads = self._text
+        return True
+
+    def _take(self, count: int) -> str:
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
+
+    def _tell(self, text: str) -> None:
+        match self._said:
+            case [*others, Text(before)]:
+                self._said = [*others, Text(before + text)]
+            case others if text:
+                self._said = [*others, Text(text)]
+
+    def _tell_call(self, written: Written) -> None:
+        if written.index is None and (self.several or not self.told):
+            written.index = self.told
+            self.told += 1
+            self._said.append(Call(written.index, written.name or ""))
+        if (arguments := written.further()) and written.index is not None:
+            self._said.append(Arguments(written.index, arguments))
+
+
+class Written:
+    """The object that describes a call, as far as it is written."""
+
+    def __init__(self, names: Collection[str], form: CallFormat) -> None:
+        self.name: str | None = None
+        self.index: int | None = None
+        """which call of the answer it is, once it is told"""
+        self.failed = False
+        self._names = names
+        self._fields = (form.arguments, "arguments")
+        self._letters = Letters()
+        self._key = ""
+        self._arguments: list[str] | None = None  # those that were not asked for yet
+        self._inside = False  # the arguments
+        self._rest: list[str] = []
+
+    @property
+    def is_call(self) -> bool:
+        return self.name is not None and self._arguments is not None
+
+    @property
+    def complete(self) -> bool:
+        return self._letters.at is At.END
+
+    @property
+    def rest(self) -> str:
+        """All that is written; of a call what came since it is one, without its arguments."""
+        return "".join(self._rest)
+
+    def further(self) -> str:
+        """The arguments that came since this was asked last."""
+        found, self._arguments = "".join(self._arguments or ()), []
+        return found
+
+    def push(self, text: str) -> int:
+        """Read on; how many letters are part of it: those before one with which it fails, or until it is complete."""
+        for place, letter in enumerate(text):
+            if self.complete:
+                return place
+            was_call = self.is_call
+            if not self._fits(letter):
+                self.failed = True
+                return place
+            if self.is_call and not was_call:
+                self._rest.clear()
+            elif not (self.is_call and self._inside):
+                self._rest.append(letter)
+            if self._inside and self._arguments is not None:
+                self._arguments.append(letter)
+                self._inside = self._letters.depth > 1
+        return len(text)
+
+    def _fits(self, letter: str) -> bool:
+        """Whether it still describes a call; it takes notice of what the letter ends or begins."""
+        letters, at, outermost = self._letters, self._letters.at, self._letters.depth == 1
+        if not letters.push(letter):
+            return False
+        if outermost and at is At.VALUE and letter not in SPACE:
+            if self._key == "name" and self.name is None:
+                return letter == '"'
+            if self._key in self._fields and self._arguments is None:
+                if letter != "{":
+                    return False
+                self._arguments, self._inside = [], True
+        elif outermost and at is At.STRING and letters.at is At.COLON:
+            self._key = letters.string
+        elif outermost and at is At.STRING and letters.at is At.NEXT and self._key == "name" and self.name is None:
+            if letters.string not in self._names:
+                return False
+            self.name = letters.string
+        elif self.complete and self.name is not None and self._arguments is None:
+            self._arguments = ["{}"]
+        return True
 
 
 def _waiting(text: str, tag: str) -> int:

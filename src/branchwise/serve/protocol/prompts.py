@@ -72,7 +72,7 @@ class Prompts:
             prompts, usual = [self.conversation(asked.messages, asked.offered)], self.context
             if asked.offered:
                 names = [tool.function.name for tool in asked.offered]
-                reading = partial(self.calls.reader, self.calls, names, several=asked.several)
+                reading = partial(CallReader, self.calls, names, several=asked.several)
             if asked.must_call:
                 tokens = self.llm.tokenizer.get_added_vocab()
                 wanted = grammar_of(asked.must_call, self.calls, tokens, several=asked.several)

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from branchwise.engine import FinishReason, Piece
-from branchwise.serve.protocol.calls import CallReader, Said
+from branchwise.serve.protocol.calls import Arguments, Call, CallReader, Said, Text
 from branchwise.serve.protocol.spelling import Spelling
 
 FINISH = {
@@ -69,7 +69,8 @@ class Shape(ABC):
     def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts: ...
 
     @abstractmethod
-    def delta(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts: ...
+    def deltas(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> list[Parts]:
+        """What a stream says of a choice for more of its text: one event each, and at least one."""
 
 
 class CompletionShape(Shape):
@@ -80,12 +81,13 @@ class CompletionShape(Shape):
         self._offsets: dict[int, int] = {}  # letters of every choice so far
 
     def opening(self, index: int, echo: str, pieces: Sequence[Piece] = ()) -> Parts | None:
-        return self.delta(index, echo, pieces, None) if echo else None
+        return self.choice(index, echo, pieces, None) if echo else None
 
     def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
         return {"index": index, "text": text, "logprobs": self._logprobs(index, pieces), "finish_reason": finish}
 
-    delta = choice
+    def deltas(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> list[Parts]:
+        return [self.choice(index, text, pieces, finish)]
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Parts | None:
         if self.spelling is None:
@@ -126,24 +128,27 @@ class ChatShape(Shape):
 
     def choice(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
         said, finish = self._said(index, text, finish)
-        content = said.text or None if said.calls else said.text
-        message: Parts = {"role": "assistant", "content": content, "refusal": None}
-        if said.calls:
-            message["tool_calls"] = [call.as_dict() for call in said.calls]
+        content = "".join(one.text for one in said if isinstance(one, Text))
+        calls = [one.as_dict(_arguments(said, one)) for one in said if isinstance(one, Call)]
+        message: Parts = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": self._logprobs(pieces), "finish_reason": finish}
 
-    def delta(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Parts:
+    def deltas(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> list[Parts]:
+        """A call and its arguments have events of their own: clients add up what has the index of a call, event by
+        event. The logprobs stand in the first, the end in the last."""
         said, finish = self._said(index, text, finish)
-        delta: Parts = {"content": said.text} if said.text else {}
-        if said.calls:
-            first = self._readers[index].told - len(said.calls)
-            delta["tool_calls"] = [{"index": place, **call.as_dict()} for place, call in enumerate(said.calls, first)]
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(pieces), "finish_reason": finish}
+        silent: Parts = {"index": index, "logprobs": None, "finish_reason": None}
+        found = [{**silent, "delta": delta} for delta in [_delta(one) for one in said] or [{}]]
+        found[0]["logprobs"] = self._logprobs(pieces)
+        found[-1]["finish_reason"] = finish
+        return found
 
-    def _said(self, index: int, text: str, finish: str | None) -> tuple[Said, str | None]:
+    def _said(self, index: int, text: str, finish: str | None) -> tuple[list[Said], str | None]:
         """Text and calls of a choice, and how it ends where it does."""
         if self.reading is None:
-            return Said(text), finish
+            return [Text(text)] if text else [], finish
         reader = self._readers.setdefault(index, self.reading())
         said = reader.push(text, last=finish is not None)
         return said, "tool_calls" if finish == "stop" and reader.told else finish
@@ -161,3 +166,17 @@ class ChatShape(Shape):
 
 def _entry(spelling: Spelling, token: int, logprob: float | None) -> Parts:
     return {"token": spelling.text(token), "logprob": logprob, "bytes": spelling.utf8(token)}
+
+
+def _arguments(said: Sequence[Said], call: Call) -> str:
+    return "".join(one.text for one in said if isinstance(one, Arguments) and one.index == call.index)
+
+
+def _delta(said: Said) -> Parts:
+    match said:
+        case Text(text):
+            return {"content": text}
+        case Call(place):
+            return {"tool_calls": [{"index": place, **said.as_dict()}]}
+        case Arguments(place, text):
+            return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}

@@ -109,8 +109,10 @@ class Answering:
                     yield event(self.shape.part([opening] if opening else [], **counting))
                 if update.text or update.finish or update.traces or self.shape.spelling is not None:
                     finish = None if update.finish is None else FINISH[update.finish]
-                    delta = self.shape.delta(update.index, update.text, update.pieces, finish)
-                    yield event(self.shape.part([delta], **counting, **self._traced(update)))
+                    first, *others = self.shape.deltas(update.index, update.text, update.pieces, finish)
+                    yield event(self.shape.part([first], **counting, **self._traced(update)))
+                    for delta in others:
+                        yield event(self.shape.part([delta], **counting))
             closing = {"usage": self._usage()} if self.asked.include_usage else {}
             if closing := closing | self._asked_metrics():
                 yield event(self.shape.part([], **closing))
