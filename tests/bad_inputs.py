@@ -110,6 +110,8 @@ BAD = (
     Bad("alternatives without `logprobs`", {"top_logprobs": 3}, param="top_logprobs", path=CHAT),
     Bad("the alternatives of a chat in a completion", {"top_logprobs": 2}, param="top_logprobs", code=UNSUPPORTED),
     Bad("`stream_options` without a stream", {"stream_options": {"include_usage": True}}, param="stream_options"),
+    Bad("a task where no pack of specialists drafts", {"task": "code"}, param="task"),
+    Bad("a task that is no text", {"task": 1}, param="task", code=WRONG),
     # Forms
     Bad("a form of an unknown kind", {"response_format": {"type": "xml"}}, param="response_format", code=WRONG),
     Bad("a form without its schema", {"response_format": {"type": "json_schema"}}, param="response_format"),

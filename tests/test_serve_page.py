@@ -195,6 +195,7 @@ def test_the_keyboard_goes_through_steps_and_nodes(page: Browser) -> None:
 
 
 def test_another_drafter_is_a_choice_away(page: Browser, server: Served) -> None:
+    assert page.run("document.getElementById('task').parentElement.hidden") is True  # nothing here has specialists
     page.choose("#draft", "recycle")
     assert page.run("document.getElementById('method').value") == "-"
     trees = page.run("[...document.getElementById('tree').options].map(o => o.value)")

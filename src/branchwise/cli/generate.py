@@ -45,6 +45,9 @@ def generate(
     seed: Seed = None,
     stop: Annotated[list[str] | None, Option(help="Text that ends the answer; may be repeated.")] = None,
     constraining: Constraining,
+    task: Annotated[
+        str | None, Option(help="What the text is about, for a draft model that is a pack of specialists.")
+    ] = None,
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and stats.")] = False,
     show_draft: ShowDraft = False,
@@ -55,8 +58,8 @@ def generate(
     branchwise generate "Write a haiku about rivers." --show-draft
     """
     text = read_prompt(prompt, file, raw)
-    follows = constraining.read()
-    options = checked_options(sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop, raw=raw, **follows)
+    given = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop, "raw": raw, "task": task}
+    options = checked_options(sampling, **given, **constraining.read())
     llm = loading.load(method=drafting.choose(), state=state, max_batch=1, guard=guard)
     with _saving_state(llm):
         if as_json:

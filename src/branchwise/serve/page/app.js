@@ -110,7 +110,7 @@ async function send(prompt) {
   at("story").setAttribute("aria-live", "off"); // it changes with every step
   for (const answer of turn.answers) answer.writing(true);
   const changed = () => soon(turn, asked.max_tokens), began = performance.now();
-  const { method, draft, tree, verify, ...rest } = asked;
+  const { method, draft, tree, verify, task, ...rest } = asked;
   await Promise.all(runs.map((run, place) =>
     write(run, place ? { ...rest, method: "plain" } : asked, began, changed, writing.signal).then(() => turn.answers[place].writing(false))));
   writing = null;

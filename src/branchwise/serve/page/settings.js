@@ -23,6 +23,7 @@ export class Settings {
     fill("method", [[OWN, own ? `${own.name} (served)` : "the server's own"], ...names.map((name) => [name, name]), ...(offered.lanes ? [[PARTS, "parts of your choice"]] : [])], OWN);
     for (const id of ["method", "draft", "tree", "verify"]) at(id).disabled = !offered.lanes;
     at("race").disabled = !offered.lanes;
+    fill("task", [["", "found as it goes"], ...offered.tasks.map((name) => [name, name])], "");
     this.named();
   }
 
@@ -50,6 +51,7 @@ export class Settings {
 
   parts(draft, tree, verify) {
     const named = at("method").value !== PARTS;
+    at("task").parentElement.hidden = at("method").value !== OWN || !this.offered.tasks.length; // the specialists are the server's own
     const drafter = this.offered.drafters.find(({ name }) => name === draft) ?? (named ? null : this.offered.drafters[0]);
     const fits = drafter?.fits ?? { [tree]: [verify] };
     if (!named && !(tree in fits)) tree = "";
@@ -97,6 +99,7 @@ export class Settings {
     let said = {};
     if (name === PARTS) said = { draft: at("draft").value, verify, ...(tree ? { tree } : {}) };
     else if (name !== OWN) said = { method: name };
+    else if (at("task").value) said = { task: at("task").value };
     const sampling = this.sampling;
     return { body: { ...sampling, ...said }, label: this.label, same: verify === "match" || sampling.temperature === 0 };
   }

@@ -1,4 +1,5 @@
-"""The fields by which a request chooses its method and asks to see its steps, and what may be chosen.
+"""The fields by which a request chooses its method or a specialist of it and asks to see its steps, and what may be
+chosen.
 
 A client names presets, or a drafter, a tree and a verifier with small numbers as their options. It never names a file,
 a folder or a model: what those are is for whoever starts the server.
@@ -7,6 +8,7 @@ a folder or a model: what those are is for whoever starts the server.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 from typing import Annotated, Any
@@ -64,6 +66,8 @@ class Chosen(BaseModel):
     draft: Spec | None = None
     tree: Spec | None = None
     verify: Spec | None = None
+    task: Spec | None = None
+    """what the text is about, where the draft model is a pack of specialists: this one of them drafts"""
     trace: bool | None = None
     """tell with every event of the stream what its steps looked like"""
 
@@ -83,6 +87,18 @@ def chosen(asked: Chosen, own: Method | None, head: str | None) -> Method | None
         return None if own is not None and asked.method == own.name else _chosen(asked, head)
     except BranchwiseError as error:
         raise refusal_of(error, "method" if asked.method is not None else "draft") from None
+
+
+def check_task(task: str | None, known: Sequence[str]) -> None:
+    """Refuse a task that what drafts has no specialist for; it has one for each that is `known`."""
+    if task is None:
+        return
+    try:
+        if not known:
+            raise UsageError("What drafts this text has no specialists; leave out task.")
+        check_known("task", task, known)
+    except BranchwiseError as error:
+        raise refusal_of(error, "task") from None
 
 
 def _chosen(asked: Chosen, head: str | None) -> Method:
@@ -129,12 +145,13 @@ def _check(draft: str, tree: str | None, verify: str | None) -> None:
         raise UsageError(f"A tree has at most {MOST_NODES} nodes here.")
 
 
-def offered(own: Method | None, head: str | None, lanes: int) -> dict[str, Any]:
+def offered(own: Method | None, head: str | None, lanes: int, tasks: Sequence[str] = ()) -> dict[str, Any]:
     """What requests may choose, for people and for the page: which trees and verifiers fit which drafter too."""
     names = [name for name in DRAFTERS if name != HEAD or head is not None]
     presets = [one for one in PRESETS.values() if one.lossless and all(b == HEAD and head for b in one.blanks)]
     return {
         "serving": _described(own) if own is not None else None,
+        "tasks": list(tasks),
         "lanes": lanes,
         "methods": [_described(one) for one in presets] if lanes else [],
         "drafters": [{"name": name, "about": DRAFTERS[name], "fits": fits(name)} for name in names] if lanes else [],

@@ -104,6 +104,7 @@ class Prompts:
                     prompt_logprobs=scored,
                     scope=who,
                     trace=bool(asked.trace),
+                    task=asked.task,
                 )
                 for prompt in map(self._checked, prompts)
                 for choice in range(choices)

@@ -20,7 +20,7 @@ from branchwise.errors import BranchwiseError
 from branchwise.serve.lanes import Lane
 from branchwise.serve.metrics import Metrics
 from branchwise.serve.protocol import failures
-from branchwise.serve.protocol.choosing import chosen, offered, refuse_choice
+from branchwise.serve.protocol.choosing import check_task, chosen, offered, refuse_choice
 from branchwise.serve.protocol.failures import Refusal, refusal_of
 from branchwise.serve.protocol.prompts import Prompts
 from branchwise.serve.protocol.schema import (
@@ -94,12 +94,12 @@ class Service:
         return await answering.respond(request)
 
     async def lane(self, asked: Asked) -> Lane | None:
-        """Where a request that names a method is written."""
-        if not asked.chooses:
-            return None
-        method, lanes = chosen(asked, self.settings.method, self.head), self.runner.lanes
+        """Where a request that names a method is written. Only the server's own method may draft with a pack."""
+        method = chosen(asked, self.settings.method, self.head) if asked.chooses else None
+        check_task(asked.task, self.runner.engine.drafter.tasks if method is None else ())
         if method is None:
             return None
+        lanes = self.runner.lanes
         if not self.settings.lanes or lanes is None:
             raise refuse_choice()
         try:
@@ -186,7 +186,8 @@ def _status(app: FastAPI, service: Service) -> None:
             raise Refusal(503, NOT_READY[runner.state])
         settings = service.settings
         # The first to ask has every drafter tried with every tree, which takes a while.
-        return JSONResponse(await service.tokenizing(offered, settings.method, service.head, settings.lanes))
+        known = settings.method, service.head, settings.lanes, runner.engine.drafter.tasks
+        return JSONResponse(await service.tokenizing(offered, *known))
 
     @app.get("/health")
     async def health() -> Response:

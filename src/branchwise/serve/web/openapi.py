@@ -187,6 +187,7 @@ ANSWERS: dict[str, Schema] = {
     "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
     "MethodList": _object(
         serving=_maybe({"type": "object"}),
+        tasks=_list(TEXT),
         lanes=WHOLE,
         methods=_list({"type": "object"}),
         drafters=_list({"type": "object"}),
