@@ -87,6 +87,7 @@ BAD = (
     # Values
     Bad("a temperature that is text", {"temperature": "hot"}, param="temperature", code=WRONG),
     Bad("a negative temperature", {"temperature": -1}, param="temperature", code=WRONG),
+    Bad("a temperature above 100", {"temperature": 100.5}, param="temperature", code=WRONG),
     Bad("an infinite temperature", {"temperature": float("inf")}, param="temperature", code=WRONG),
     Bad("`top_p` of zero", {"top_p": 0}, param="top_p", code=WRONG),
     Bad("a huge `top_k`", {"top_k": 10**30}, param="top_k", code=WRONG),

@@ -115,6 +115,14 @@ def test_a_seed_writes_the_same_again_and_is_that_of_the_library(served: Served,
     assert served.complete("seeded", **asked | {"seed": 8})["choices"][0]["text"] != first
 
 
+def test_a_text_may_be_hotter_than_with_openai(client: openai.OpenAI, plain: LLM) -> None:
+    asked: Any = {"model": "tiny", "prompt": "to be or not", "seed": 5, "max_tokens": 24, "logit_bias": {"70": 12}}
+    found = client.completions.create(**asked, temperature=9).choices[0].text
+    same: Any = {"raw": True, "seed": 5, "max_new_tokens": 24, "logit_bias": {70: 12.0}}
+    hot, warm = (plain.generate("to be or not", temperature=heat, **same).text for heat in (9, 2))
+    assert found == hot != warm
+
+
 def test_a_request_that_says_nothing_samples(served: Served) -> None:
     texts = {served.complete("anything", max_tokens=12)["choices"][0]["text"] for _ in range(4)}
     assert len(texts) > 1
