@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,35 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(found, "_patch_lang_tensor", patch_index_too)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _language_is_patched_once_in_a_launch() -> Iterator[None]:
+    """Triton's interpreter patches its whole language anew for every function that a kernel calls, which takes longer
+    than most of these functions; what a launch has patched stays patched until it ends."""
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter as found
+
+    patch_lang, patched = found._patch_lang, set[int]()
+
+    class Scope:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def restore(self) -> None:
+            patched.clear()
+            self.inner.restore()
+
+    def patch_once(function: Any) -> Any:
+        seen = {id(value) for value in function.__globals__.values() if value is found.tl or value is found.tl.core}
+        if seen and seen <= patched:
+            return None  # a function of a kernel; only the launch restores
+        scope = Scope(patch_lang(function))
+        patched.update(seen)
+        return scope
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, "_patch_lang", patch_once)
+        yield

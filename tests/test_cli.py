@@ -133,24 +133,35 @@ def test_models_lists_aliases_and_the_cache() -> None:
     assert found["aliases"][0]["name"] == "smollm2"
 
 
-def loaded_by(*arguments: str) -> set[str]:
-    """The modules that a process has loaded after `branchwise` ran with these arguments."""
-    code = (
-        "import sys, branchwise.cli\n"
-        "try: branchwise.cli.app(sys.argv[1:])\n"
-        "finally: print(*sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "Usage:" in done.stdout
-    return set(done.stderr.split())
-
-
+LOADED_BY = """
+import json, sys, branchwise.cli
+loaded = {}
+for name in json.loads(sys.argv[1]):
+    before = set(sys.modules) if loaded else set()
+    try:
+        branchwise.cli.app([name, "--help"] if name else ["--help"])
+    except SystemExit as ended:
+        assert not ended.code, name
+    loaded[name] = [*set(sys.modules) - before]
+json.dump(loaded, sys.stderr)
+"""
 HEAVY = {"torch", "transformers", "numpy", "scipy", "matplotlib", "rich"}
 
 
-def test_help_lists_the_commands_without_importing_any() -> None:
-    loaded = loaded_by("--help")
+@pytest.fixture(scope="module")
+def loaded_by() -> dict[str, set[str]]:
+    """The modules that the help of each command has loaded, one after the other in one process; that of the list of
+    commands is the first."""
+    names = ["", *COMMANDS]
+    command = [sys.executable, "-c", LOADED_BY, json.dumps(names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage:") == len(names)
+    return {name: set(loaded) for name, loaded in json.loads(done.stderr).items()}
+
+
+def test_help_lists_the_commands_without_importing_any(loaded_by: dict[str, set[str]]) -> None:
+    loaded = loaded_by[""]
     assert not loaded & HEAVY
     assert {name for name in loaded if name.startswith("branchwise")} == {
         "branchwise",
@@ -161,8 +172,8 @@ def test_help_lists_the_commands_without_importing_any() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
-    assert not loaded_by(name, "--help") & HEAVY
+def test_help_of_a_command_imports_nothing_heavy(name: str, loaded_by: dict[str, set[str]]) -> None:
+    assert not loaded_by[name] & HEAVY
 
 
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, (_, line) in COMMANDS.items()])

@@ -19,6 +19,7 @@ EMPTY = "x = 1\n"
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     monkeypatch.setattr(run_all, "KNOWN", tmp_path / "cache" / "seconds.json")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take longer to import than these tests to run
     (tmp_path / "tests").mkdir()
     return tmp_path / "tests"
 
