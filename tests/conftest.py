@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.tiers import is_slow
+from tests.tiers import CASES, quick_cases
 
 TESTS = Path(__file__).parent
 
@@ -22,8 +23,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same cases every time, and no time limit for one: a busy machine is no bug. `--hypothesis-profile=search` looks
-# for new ones.
+# for new ones, and the quick tier is content with a quarter.
 settings.register_profile("branchwise", derandomize=True, deadline=None)
+settings.register_profile("quick", max_examples=25, derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("branchwise")
 
@@ -34,16 +36,25 @@ torch.set_num_threads(1)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: left to `make test-all`; `make test` runs a smaller case of its kind")
+    if config.option.markexpr == "not slow" and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("quick")
     # Said once in a process by CPUs that cannot multiply bfloat16, and true: products are made by other means.
     config.addinivalue_line("filterwarnings", "ignore:mkldnn_matmul failed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         assert isinstance(item, pytest.Function)
-        file = item.path.relative_to(TESTS).as_posix()
-        if is_slow(file, item.originalname, item.callspec.id if "callspec" in vars(item) else ""):
-            item.add_marker(pytest.mark.slow)
+        test = f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"
+        tests[test][item.callspec.id if "callspec" in vars(item) else ""] = item
+    found = config.stash.setdefault(CASES, {})
+    for test, cases in tests.items():
+        quick = quick_cases(test, list(cases))
+        found[test] = {parameters: parameters in quick for parameters in cases}
+        for parameters, item in cases.items():
+            if parameters not in quick:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -309,8 +309,9 @@ def dying_at(kill: int, torn: bool) -> Any:
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between lines", "inside a line"])
+@pytest.mark.parametrize("every", [1, 5])
 def test_a_run_killed_at_any_write_goes_on_without_loss_or_doubling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, torn: bool
 ) -> None:
     def fresh(path: Path) -> list[Record]:
         llm = ToyLLM()
@@ -319,7 +320,7 @@ def test_a_run_killed_at_any_write_goes_on_without_loss_or_doubling(
     whole = {record.key: (record.ids, record.equal) for record in fresh(tmp_path / "whole")}
     writes = len((tmp_path / "whole").read_text().splitlines())
     assert len(whole) == 24
-    for kill in range(writes):
+    for kill in range(0, writes, every):
         path = tmp_path / f"killed-{kill}"
         with monkeypatch.context() as patch:
             patch.setattr(Ledger, "_write", dying_at(kill, torn))

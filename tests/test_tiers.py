@@ -13,7 +13,7 @@ import pytest
 from branchwise.draft import DRAFTERS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import served
-from tests.tiers import NONE, SLOW
+from tests.tiers import CASES, NONE, SLOW, quick_cases
 
 TESTS = Path(__file__).parent
 PROMISED = ("test_smollm2_default.py",)
@@ -35,12 +35,20 @@ Cases = dict[str, set[str]]
 
 
 @pytest.fixture(scope="module")
-def tiers() -> dict[str, Cases]:
-    """The cases of both tiers, of all files that the table or a promise names."""
-    files = sorted({key.split("::")[0] for key in SLOW} | set(PROMISED))
-    command = [sys.executable, "-c", LISTING, *(f"tests/{file}" for file in files)]
-    ran = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
+def tiers(request: pytest.FixtureRequest) -> dict[str, Cases]:
+    """The cases of both tiers, of all files that the table or a promise names; asked of another process where this one
+    has not collected them all."""
+    files = {key.split("::")[0] for key in SLOW} | set(PROMISED)
     found: dict[str, Cases] = {"slow": defaultdict(set), "quick": defaultdict(set)}
+    collected = request.config.stash[CASES]
+    if files <= {test.split("::")[0] for test in collected}:
+        for test, cases in collected.items():
+            for parameters, quick in cases.items():
+                if test.split("::")[0] in files:
+                    found["quick" if quick else "slow"][test].add(parameters)
+        return found
+    command = [sys.executable, "-c", LISTING, *(f"tests/{file}" for file in sorted(files))]
+    ran = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
     for tier, test, parameters in re.findall(r"^CASE (slow|quick) tests/(.+?::\w+)(?:\[(.*)\])?$", ran.stdout, re.M):
         found[tier][test].add(parameters)
     return found
@@ -59,6 +67,17 @@ def test_every_entry_names_a_test_and_parts_its_cases(tiers: dict[str, Cases]) -
 
 def test_what_the_table_does_not_name_is_quick(tiers: dict[str, Cases]) -> None:
     assert tiers["slow"].keys() == SLOW.keys()
+
+
+def test_a_number_of_cases_is_scattered_over_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SLOW, "test_it.py::test_all", 6)
+    cases = [f"{world}-{rule}-{place}" for world in "abcd" for rule in "xyz" for place in ("host", "device")]
+    kept = quick_cases("test_it.py::test_all", cases)
+    assert len(set(kept)) == 6
+    for values in zip(*(case.split("-") for case in kept), strict=True):
+        assert len(set(values)) > 1
+    assert quick_cases("test_it.py::test_all", cases[:4]) == cases[:4]
+    assert quick_cases("test_it.py::test_other", cases) == cases
 
 
 def test_every_lossless_verifier_is_enumerated(tiers: dict[str, Cases]) -> None:
