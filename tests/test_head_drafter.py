@@ -438,7 +438,10 @@ def test_the_best_trees_are_laid_on_the_device_as_on_the_host(
     few = shape == FEW
     length = 2 if few else 4 if kernels else 24
     prompts = [(1, 2, 3), (5,), tuple(range(20)), (8, 9)][: 2 if few else 4]
-    texts = [engine.submit(Request(prompt, max_new_tokens=length + 3 * n)) for n, prompt in enumerate(prompts)]
+    texts = [
+        engine.submit(Request(prompt, max_new_tokens=length + (1 if few else 3) * n))
+        for n, prompt in enumerate(prompts)
+    ]
     while engine.busy:
         engine.step()
     assert compared > (1 if few else 10)

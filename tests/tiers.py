@@ -17,7 +17,7 @@ NONE = ""
 SLOW: dict[str, str | int] = {
     # Exact enumeration: all worlds and shapes, 106 s
     "conformance/test_verifiers.py::test_the_emitted_law_is_the_target_s_and_no_verifier_passes_the_optimum": (
-        ".*-(one path|certain draft|tiny masses in the target|ties 1|zeros 0|end 1)"
+        ".*-(certain draft|tiny masses in the target|ties 1|zeros 0|end 1)"
     ),
     "conformance/test_verifiers.py::test_every_verdict_has_the_probability_that_the_slow_truth_gives_it": (
         ".*-(one level|zeros 0)"
@@ -41,7 +41,9 @@ SLOW: dict[str, str | int] = {
     "test_verify_precision.py::test_awkward_laws_in_float32_give_odds_that_are_odds_and_laws_that_are_laws": (
         ".*-7-device"
     ),
-    "test_verify_precision.py::test_odds_and_residuals_in_float32_are_those_in_float64": ".*-device",
+    "test_verify_precision.py::test_odds_and_residuals_in_float32_are_those_in_float64": (
+        "(token|gbv|cascade|mss|k-seq) on paths-device|(rrs|traversal) on rsd-c-device"
+    ),
     "test_slow_truth.py::test_every_verifier_is_lossless_and_below_the_optimum_on_awkward_laws": r".*-\(2, 2, 3\)",
     "test_policies.py::test_policy_and_verifier_together_keep_the_law_of_the_target": ".*-zeros, V=3, L=2",
     "test_verify_order.py::test_verifiers_stay_exact_where_only_some_tokens_are_ranked": "cascade-2",
@@ -50,7 +52,7 @@ SLOW: dict[str, str | int] = {
     "test_fusion.py::test_a_tree_drawn_from_a_model_and_what_was_retrieved_keeps_the_targets_law": "rsd-s.*",
     "test_claims.py::test_the_command_measures_judges_and_reads_again": NONE,
     "test_model_drafter_probs.py::test_the_first_tokens_have_the_targets_law": "plain-chain-block",
-    "test_builder.py::test_short_texts_have_the_law_of_the_target": "auto on rsd-c:2,1|block on paths:2x2",
+    "test_builder.py::test_short_texts_have_the_law_of_the_target": "auto on rsd-c:2,1",
     "test_guarded.py::test_short_texts_have_the_law_of_the_target_whatever_steps_rest": "block on paths:2x2-at random",
     "test_guarded.py::test_a_head_predicts_as_in_training_after_any_rests": "carry-topk.*",
     "test_builder.py::test_a_text_does_not_depend_on_the_texts_beside_it": (
@@ -60,12 +62,12 @@ SLOW: dict[str, str | int] = {
     "test_match.py::test_with_the_same_seed_the_output_equals_plain_decoding": 5,
     "test_verify_cascade.py::test_the_cascade_is_exact_with_any_mixture": "(3,2,3 ties|3,3,2 far)-.*",
     "test_verify_cascade.py::test_the_cascade_leads_the_other_verifiers_of_the_same_paths": "medium",
-    "test_with_replacement.py::test_every_rule_that_accepts_them_keeps_the_law": ".*-(wide|deep|flat)",
+    "test_with_replacement.py::test_every_rule_that_accepts_them_keeps_the_law": ".*-wide",
     "test_fork.py::test_with_one_branch_short_texts_have_the_law_of_the_target": NONE,
     "test_recycle.py::test_the_text_is_that_of_plain_decoding": NONE,
     "test_model_drafter.py::test_the_text_is_that_of_plain_decoding": "another model-wild",
     "test_model_ahead.py::test_trees_are_those_of_level_by_level": "paths:3x3-cascade-drawn|rsd-c.*-greedy",
-    "test_model_ahead.py::test_trees_are_right_whatever_verdicts_keep": "chain:3",
+    "test_model_ahead.py::test_trees_are_right_whatever_verdicts_keep": NONE,
     "test_model_ahead.py::test_an_interrupted_step_is_drafted_for_again": "1-chain:3",
     "test_model_ahead.py::test_distributions_are_those_of_the_drafter": "fewer tokens",
     "test_inflight.py::test_trees_of_a_draft_model_are_passed_over_before_the_host_knows_where_they_stand": (
@@ -75,6 +77,7 @@ SLOW: dict[str, str | int] = {
     "test_verify_identities.py::test_with_one_path_all_block_verifiers_agree_on_any_laws": NONE,
     "test_stand.py::test_memory_is_bounded_over_200_000_tokens": NONE,
     # Audits of a tiny model with many samples
+    "test_audit_server.py::test_the_command_prints_the_word_and_exits_with_its_code": "argmax_draft-.*",
     "test_audit_planted.py::test_the_audit_of_a_server_finds_it": NONE,
     "test_audit_planted.py::test_the_audit_of_a_model_finds_it": NONE,
     "test_audit_server.py::test_servers_of_many_kinds_are_audited": "n is refused",
@@ -116,10 +119,10 @@ SLOW: dict[str, str | int] = {
     ),
     "test_head_kernels.py::test_wide_heads_draft_as_without_kernels": NONE,
     "test_head_kernels.py::test_the_kernels_compile_for_a_hopper_gpu": NONE,
-    "test_prefixes.py::test_a_head_predicts_behind_inherited_rows_as_in_training": "carry|longspec with states",
+    "test_prefixes.py::test_a_head_predicts_behind_inherited_rows_as_in_training": "longspec with states",
     "test_head_drafter.py::test_rows_that_a_device_has_committed_are_read_as_in_training": NONE,
     "test_inflight.py::test_trees_of_a_head_are_passed_over_before_the_host_knows_where_they_stand": "1",
-    "test_inflight.py::test_a_head_that_rests_reads_later_what_a_pass_ahead_has_overwritten": "1",
+    "test_inflight.py::test_a_head_that_rests_reads_later_what_a_pass_ahead_has_overwritten": NONE,
     "test_inflight.py::test_sources_take_turns_and_passes_still_begin_ahead": NONE,
     "test_sources.py::test_texts_are_those_of_plain_decoding_whoever_drafts": "0-.*",
     "test_head_drafter.py::test_the_best_trees_are_laid_on_the_device_as_on_the_host": (
@@ -129,7 +132,7 @@ SLOW: dict[str, str | int] = {
     "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "cross|window",
     "test_head_drafter.py::test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host": "fork-eagle",
     "test_head_replay.py::test_a_replay_counts_the_passes_that_the_engine_makes": (
-        "chain:3-shape0-cross|topk:7,.*-parallel with bias|topk:24,.*-fspad"
+        "chain:3-shape0-cross|topk:24,.*-fspad"
     ),
     "test_head_learning.py::test_a_run_that_was_ended_goes_on": NONE,
     "test_head_learning.py::test_answers_are_those_of_the_model": NONE,
@@ -148,7 +151,7 @@ SLOW: dict[str, str | int] = {
     "test_device_paths.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
     "test_draw.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
     "test_head_ladder.py::test_texts_are_those_of_plain_decoding_whatever_size_is_drafted": "99",
-    "test_controller.py::test_a_batch_that_grows_and_shrinks_has_the_size_that_pays_for_it": "poor",
+    "test_controller.py::test_a_batch_that_grows_and_shrinks_has_the_size_that_pays_for_it": NONE,
     "test_device_paths.py::test_the_kernel_draws_the_same": "1-1-0|5-4-2",
     "test_device_paths.py::test_the_first_tokens_have_the_targets_law": "paths:2x2-cascade",
     "test_graphs.py::test_a_pass_by_kernels_scores_trees_as_the_model_does": NONE,
@@ -182,6 +185,12 @@ SLOW: dict[str, str | int] = {
     "test_constrain.py::test_every_drafter_writes_what_plain_constrained_decoding_writes": ".*-True",
     "test_constrain.py::test_the_first_tokens_have_the_law_of_plain_constrained_decoding": "disturbed-chain:3-block",
     # The real model; `test_smollm2_default.py` stands in
+    "test_smollm2.py::test_conversations_and_texts_give_the_same_prompt": NONE,
+    "test_smollm2.py::test_options_that_do_not_exist_or_do_not_fit_get_one_sentence": NONE,
+    "test_smollm2.py::test_what_is_no_prompt_gets_one_sentence": NONE,
+    "test_smollm2.py::test_leaving_a_stream_early_frees_its_slot": NONE,
+    "test_smollm2.py::test_an_answer_carries_the_seed_that_writes_it_again": NONE,
+    "test_smollm2.py::test_a_streamed_character_is_never_split": NONE,
     "test_golden.py::test_texts_are_the_recorded_ones": NONE,
     "test_demo.py::test_the_demo_shows_a_copy_and_free_writing": NONE,
     "test_methods.py::test_a_method_by_name_writes_what_the_model_would_have_written": NONE,
@@ -241,22 +250,28 @@ SLOW: dict[str, str | int] = {
     "test_serve_process.py::test_a_model_that_is_not_there_is_one_sentence": NONE,
     # Many requests to a server
     "test_serve_steady.py::test_a_server_is_as_it_was_after_many_requests": "120",
-    "test_serve_openapi.py::test_generated_requests_are_answered_as_the_document_says": "200",
+    "test_serve_openapi.py::test_generated_requests_are_answered_as_the_document_says": "80",
     # Students that learn, and a nested model that is audited, 40 s
+    "test_students.py::test_all_exits_learn_together": NONE,
     "test_students.py::test_a_student_rises_above_what_it_began_with_in_texts_that_it_never_saw": "fkl",
     "test_students.py::test_a_run_that_was_ended_goes_on_to_the_last_bit": "0.4",
     "test_nested.py::test_the_audit_finds_nothing_in_sampled_drafts_of_mixed_exits": NONE,
     "test_nested.py::test_a_node_leaves_at_the_first_exit_that_is_sure_and_has_its_distribution": "thresholds0",
     # Exact laws again: worlds, sizes and devices of which a few are enough
+    "test_rounding.py::test_a_planted_fault_is_found": 20,
+    "test_audit_methods.py::test_what_was_enumerated_is_the_policy_of_the_method": NONE,
+    "test_audit_methods.py::test_a_lossless_preset_is_lossless": (
+        "plain|speculative|block|specinfer|spectr|cascade|mcsd|mcsd-iid|gbv|rsd-c|traversal|improved-mcsd|vocabtrim|eagle"
+    ),
     "test_head_audit.py::test_the_emitted_law_is_the_target_s": (
         ".*-paths:2x2-a token of the prompt|eagle-.*-the table alone"
     ),
     "test_head_audit.py::test_what_is_said_after_a_branch_does_not_depend_on_what_else_was_drawn": (
         "carry|parallelspec|longspec-states"
     ),
-    "test_head_audit.py::test_the_audit_of_a_model_takes_a_head": "paths:2x2-cascade",
+    "test_head_audit.py::test_the_audit_of_a_model_takes_a_head": NONE,
     "test_stop.py::test_a_tree_that_stops_early_keeps_the_law": (
-        "chain:2-.*|paths:1x3-.*-(cascade|gbv)|iid.*-mss|rsd-c:2,2-3-2-rrs|rsd-s.*|template.*-rrs"
+        "chain:2-3-2-block|paths:1x3-2-3-gbv|iid.*-mss|rsd-c:2,2-3-2-rrs|rsd-s.*-traversal"
     ),
     "test_stop.py::test_a_fork_of_one_branch_that_stops_early_keeps_the_law": 3,
     "test_verify_batches.py::test_host_and_device_give_the_same_verdicts": (
@@ -266,9 +281,7 @@ SLOW: dict[str, str | int] = {
     "test_verify_batches.py::test_a_greedy_row_among_sampled_ones_is_decided_by_no_coin": 5,
     "test_verify_gbv.py::test_the_rows_that_a_path_is_verified_against_are_the_law_it_was_taken_from": 6,
     "test_verify_gbv.py::test_of_several_paths_the_one_that_ranks_highest_is_taken": 12,
-    "test_verify_spectr.py::test_as_much_is_accepted_as_at_the_root_that_bisection_finds": (
-        "(3|50|5000)-float(64-host|32-device)"
-    ),
+    "test_verify_spectr.py::test_as_much_is_accepted_as_at_the_root_that_bisection_finds": 3,
     "test_verify_spectr.py::test_a_rho_above_the_root_accepts_less_and_stays_exact": 8,
     "test_verify_identities.py::test_with_one_path_a_verifier_is_block_or_token": 16,
     "test_verify_identities.py::test_a_perfect_drafter_is_accepted_whole": 8,
@@ -280,17 +293,19 @@ SLOW: dict[str, str | int] = {
     "test_with_replacement.py::test_every_verdict_of_mss_has_the_probability_that_the_paper_gives_it": 3,
     "test_policies.py::test_a_policy_that_peeks_at_the_token_it_admits_is_caught": 4,
     "test_mixing.py::test_short_texts_have_the_law_of_the_target": "block-chain:2",
-    "test_vllm_hooks.py::test_sampled_tokens_have_the_law_of_the_model_beside_greedy_ones": "0.6-best|1.4-drawn",
+    "test_vllm_hooks.py::test_sampled_tokens_have_the_law_of_the_model_beside_greedy_ones": "1.4-drawn",
     "test_int8.py::test_the_audit_of_an_int8_target_is_lossless": NONE,
     # Texts that are those of plain decoding, and drafts that are those of the slow way
     "test_guarded.py::test_both_steps_write_like_plain_decoding": (
-        "exact sizes-(no skill-Step|known ahead-PipelinedStep)|buckets-(learning-Step|drawn-PipelinedStep)"
+        "exact sizes-known ahead-PipelinedStep|buckets-(learning-Step|drawn-PipelinedStep)"
     ),
-    "test_guarded.py::test_the_text_of_every_drafter_is_that_of_plain_decoding": r".*-0\.9",
+    "test_guarded.py::test_the_text_of_every_drafter_is_that_of_plain_decoding": (
+        "(disturbed|head|memories|model|ngram|recycle)-0.9"
+    ),
     "test_guarded.py::test_the_distributions_of_a_draft_model_are_right_after_any_rests": "chain:4-block",
     "test_guarded.py::test_after_a_rest_a_drafter_drafts_what_it_would_have_drafted_without": 4,
     "test_engine.py::test_speculation_writes_what_plain_decoding_writes": (
-        r"(ngram|truth|adversarial)-0\.8|(no skill|truth among decoys)-0\.0"
+        r"ngram-0\.8|adversarial-2\.0|truth among decoys-0\.0"
     ),
     "test_engine.py::test_penalties_follow_each_nodes_own_path": r"0\.0-penalty1|0\.9-penalty[02]",
     "conformance/test_steps.py::test_texts_are_those_of_plain_decoding": (
@@ -301,7 +316,7 @@ SLOW: dict[str, str | int] = {
     ),
     "test_builder.py::test_with_match_sampled_texts_are_those_of_plain_decoding_seed_for_seed": 3,
     "test_builder.py::test_every_budget_is_kept": 5,
-    "test_methods.py::test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget": r"0\.9-.*",
+    "test_methods.py::test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget": 14,
     "test_methods.py::test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same": r"0\.9-.*",
     "test_template.py::test_texts_are_those_of_plain_decoding": 2,
     "test_topk.py::test_texts_are_those_of_plain_decoding": "topk:12,.*-0|topk:8,.*-2",
@@ -313,7 +328,7 @@ SLOW: dict[str, str | int] = {
     "test_serve_prefixes.py::test_conversations_are_the_same_with_and_without_it": (
         "ngram-sampling0|memories-sampling1|head-sampling2"
     ),
-    "test_prefixes.py::test_a_model_writes_what_it_writes_from_whole_prompts": "none|memories|head",
+    "test_prefixes.py::test_a_model_writes_what_it_writes_from_whole_prompts": "memories|head",
     "test_prefixes.py::test_conversations_are_written_as_if_every_prompt_were_prefilled_whole": (
         "none|memories|head with a window"
     ),
@@ -321,7 +336,7 @@ SLOW: dict[str, str | int] = {
         "greedy-8|t1-3|bias-1"
     ),
     "test_int8.py::test_drafted_texts_are_those_of_plain_decoding": "ngram|disturbed/paths.*",
-    "test_int8.py::test_a_tree_scores_bit_for_bit_as_plain_decoding_does": "(llama|opt)-int8|(gemma2|mistral)-int4",
+    "test_int8.py::test_a_tree_scores_bit_for_bit_as_plain_decoding_does": "llama-int8|gemma2-int4",
     "test_long_prefix.py::test_trees_behind_long_prefixes_score_as_the_model_does": (
         "gpt2|qwen2-window|gemma2|deepseek-v3"
     ),
@@ -370,6 +385,7 @@ SLOW: dict[str, str | int] = {
     "test_cli.py::test_generate_follows_a_schema_and_says_what_is_wrong_with_one": NONE,
     "test_cli.py::test_a_folder_without_a_model_is_one_sentence": NONE,
     "test_cli.py::test_a_truncated_gguf_is_one_sentence": NONE,
+    "test_cli.py::test_a_corrupt_gguf_is_one_sentence_and_leaves_the_cache_clean": NONE,
     "test_cli.py::test_no_network_is_one_sentence": NONE,
     "test_cli.py::test_an_unreachable_hub_id_is_one_sentence": NONE,
     "test_state.py::test_the_command_line_says_one_sentence": NONE,
