@@ -61,7 +61,7 @@ SLOW: dict[str, str | int] = {
     "test_policies.py::test_beams_have_the_law_of_the_first_prefixes_of_a_permutation": "2-.*",
     "test_match.py::test_with_the_same_seed_the_output_equals_plain_decoding": 5,
     "test_verify_cascade.py::test_the_cascade_is_exact_with_any_mixture": "(3,2,3 ties|3,3,2 far)-.*",
-    "test_verify_cascade.py::test_the_cascade_leads_the_other_verifiers_of_the_same_paths": "medium",
+    "test_verify_cascade.py::test_the_cascade_leads_the_other_verifiers_of_the_same_paths": NONE,
     "test_with_replacement.py::test_every_rule_that_accepts_them_keeps_the_law": ".*-wide",
     "test_fork.py::test_with_one_branch_short_texts_have_the_law_of_the_target": NONE,
     "test_recycle.py::test_the_text_is_that_of_plain_decoding": NONE,
@@ -69,7 +69,7 @@ SLOW: dict[str, str | int] = {
     "test_model_ahead.py::test_trees_are_those_of_level_by_level": "paths:3x3-cascade-drawn|rsd-c.*-greedy",
     "test_model_ahead.py::test_trees_are_right_whatever_verdicts_keep": NONE,
     "test_model_ahead.py::test_an_interrupted_step_is_drafted_for_again": "1-chain:3",
-    "test_model_ahead.py::test_distributions_are_those_of_the_drafter": "fewer tokens",
+    "test_model_ahead.py::test_distributions_are_those_of_the_drafter": NONE,
     "test_inflight.py::test_trees_of_a_draft_model_are_passed_over_before_the_host_knows_where_they_stand": (
         "chain:2-block"
     ),
@@ -112,7 +112,7 @@ SLOW: dict[str, str | int] = {
     "test_head_learning.py::test_a_head_learns_a_rule": "options0",
     "test_head_cli.py::test_what_a_head_has_learned_is_shown_while_it_learns_and_drawn": NONE,
     "test_head_cli.py::test_a_head_is_trained_and_drafts": "chat",
-    "test_head_cli.py::test_whoever_would_wait_for_hours_is_told": "base",
+    "test_head_cli.py::test_whoever_would_wait_for_hours_is_told": NONE,
     # Triton's interpreter
     "test_head_kernels.py::test_trees_are_laid_as_without_kernels": (
         "0-topk:3.*|2-topk:9,depth=3,width=3-3-{}|9-topk:40,depth=4,width=4-1-{'carry': True}"
@@ -126,7 +126,7 @@ SLOW: dict[str, str | int] = {
     "test_inflight.py::test_sources_take_turns_and_passes_still_begin_ahead": NONE,
     "test_sources.py::test_texts_are_those_of_plain_decoding_whoever_drafts": "0-.*",
     "test_head_drafter.py::test_the_best_trees_are_laid_on_the_device_as_on_the_host": (
-        "(fspad-topk:30|two layers-topk:2|low gate-topk:7),.*-False|eagle-topk:2,depth=2,width=2-True"
+        "(fspad-topk:30|two layers-topk:2),.*-False|eagle-topk:2,depth=2,width=2-True"
     ),
     "test_head_drafter.py::test_forks_and_texts_that_come_and_go_are_predicted_as_in_training": "parallel longspec",
     "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "cross|window",
@@ -257,14 +257,17 @@ SLOW: dict[str, str | int] = {
     "test_students.py::test_a_run_that_was_ended_goes_on_to_the_last_bit": "0.4",
     "test_nested.py::test_the_audit_finds_nothing_in_sampled_drafts_of_mixed_exits": NONE,
     "test_nested.py::test_a_node_leaves_at_the_first_exit_that_is_sure_and_has_its_distribution": "thresholds0",
-    # Exact laws again: worlds, sizes and devices of which a few are enough
+    # Exact laws again: worlds, sizes and devices, of which a few are enough
+    "test_audit_blocks.py::test_p_values_of_a_correct_decoder_are_as_rare_as_they_say": 1,
+    "test_merge.py::test_a_pack_is_lossless_by_the_audit": NONE,
     "test_rounding.py::test_a_planted_fault_is_found": 20,
     "test_audit_methods.py::test_what_was_enumerated_is_the_policy_of_the_method": NONE,
     "test_audit_methods.py::test_a_lossless_preset_is_lossless": (
         "plain|speculative|block|specinfer|spectr|cascade|mcsd|mcsd-iid|gbv|rsd-c|traversal|improved-mcsd|vocabtrim|eagle"
     ),
     "test_head_audit.py::test_the_emitted_law_is_the_target_s": (
-        ".*-paths:2x2-a token of the prompt|eagle-.*-the table alone"
+        "(carry|two-layers|parallelspec|longspec-states)-paths:2x2-a token of the prompt|"
+        "eagle-(chain:2|rsd-c:2,1|dynamic:3|topk.*)-the table alone"
     ),
     "test_head_audit.py::test_what_is_said_after_a_branch_does_not_depend_on_what_else_was_drawn": (
         "carry|parallelspec|longspec-states"
@@ -296,6 +299,13 @@ SLOW: dict[str, str | int] = {
     "test_vllm_hooks.py::test_sampled_tokens_have_the_law_of_the_model_beside_greedy_ones": "1.4-drawn",
     "test_int8.py::test_the_audit_of_an_int8_target_is_lossless": NONE,
     # Texts that are those of plain decoding, and drafts that are those of the slow way
+    "test_recycle.py::test_memory_is_bounded_over_200_000_tokens": NONE,
+    "test_model_ahead.py::test_where_a_distribution_has_too_few_tokens_the_host_grows_the_tree": NONE,
+    "test_device_paths.py::test_the_text_is_that_of_plain_decoding": "chain:4",
+    "test_cells.py::test_a_memory_knows_nothing_of_the_turns_before_unless_it_may": "False",
+    "test_builder.py::test_greedy_texts_are_those_of_plain_decoding": (
+        "(match|token|gbv|lambda-gbv) on paths:2x2|rrs on dynamic:3|traversal on (rsd-s|threshold).*"
+    ),
     "test_guarded.py::test_both_steps_write_like_plain_decoding": (
         "exact sizes-known ahead-PipelinedStep|buckets-(learning-Step|drawn-PipelinedStep)"
     ),
@@ -373,6 +383,7 @@ SLOW: dict[str, str | int] = {
     "test_head_cli.py::test_texts_may_be_programs": "chat",
     "test_students.py::test_a_student_learns_nothing_of_texts_from_what_the_target_says_elsewhere": NONE,
     # Controllers against worlds of which everything is known
+    "test_guard_race.py::test_it_recovers_where_another_source_becomes_the_best": 1,
     "test_controller.py::test_a_source_that_promises_too_much_never_makes_a_text_slower": (
         r"\(0\.0, 0\.0\)-flat|\(0\.3, 0\.1\)-cliff"
     ),
@@ -381,6 +392,8 @@ SLOW: dict[str, str | int] = {
     "test_guard.py::test_a_method_that_pays_keeps_its_speed": 2,
     "test_guard_race.py::test_the_fastest_source_drafts_within_a_few_percent": 3,
     # More processes, and more that load the real model
+    "test_bench_peers.py::test_greedy_ids_are_those_of_our_plain_decoding": "lookup|static",
+    "test_bench_peers.py::test_the_static_peer_compiles_its_passes_where_asked_and_writes_the_same": NONE,
     "test_architecture.py::test_the_python_snippets_of_the_documentation_run": "code[0-6]",
     "test_cli.py::test_generate_follows_a_schema_and_says_what_is_wrong_with_one": NONE,
     "test_cli.py::test_a_folder_without_a_model_is_one_sentence": NONE,
