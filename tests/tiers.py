@@ -17,7 +17,7 @@ NONE = ""
 SLOW: dict[str, str | int] = {
     # Exact enumeration: all worlds and shapes, 106 s
     "conformance/test_verifiers.py::test_the_emitted_law_is_the_target_s_and_no_verifier_passes_the_optimum": (
-        ".*-(certain draft|tiny masses in the target|ties 1|zeros 0|end 1)"
+        ".*-(ties 1|zeros 0|end 1)"
     ),
     "conformance/test_verifiers.py::test_every_verdict_has_the_probability_that_the_slow_truth_gives_it": (
         ".*-(one level|zeros 0)"
@@ -27,13 +27,12 @@ SLOW: dict[str, str | int] = {
     ),
     "conformance/test_verifiers.py::test_no_verifier_passes_the_optimum_on_any_laws": NONE,
     "conformance/test_verifiers.py::test_verdicts_are_exact_whatever_the_shape_of_the_tree": (
-        "(rrs|traversal) on wide trees|(token|block|gbv|cascade|mss|k-seq) on paths, nodes by token|"
-        "traversal on ragged trees"
+        "traversal on (wide|ragged) trees|(gbv|cascade|k-seq) on paths, nodes by token"
     ),
     "conformance/test_verifiers.py::test_a_frozen_case_has_its_optimum_and_its_block_efficiencies": (
         "(paths|rsd-c)-(3,2,2 medium|4,1,3 far|3,2,3 ties)"
     ),
-    "test_enumeration.py::test_the_weights_of_every_draft_sum_to_one": "(gbv|cascade|mss|rrs|traversal)-True",
+    "test_enumeration.py::test_the_weights_of_every_draft_sum_to_one": "(cascade|mss|traversal)-True",
     "test_slow_truth.py::test_a_frozen_case_has_its_block_efficiency_and_the_law_of_the_target": ".*3,2,2 medium.*",
     "test_slow_truth.py::test_a_frozen_case_has_its_optimum": ".*(3,2,2 medium|4,1,3 far).*",
     "test_verify_precision.py::test_in_float32_the_emitted_law_is_the_target_s_to_six_digits": ".*medium.*",
@@ -45,9 +44,9 @@ SLOW: dict[str, str | int] = {
         "(token|gbv|cascade|mss|k-seq) on paths-device|(rrs|traversal) on rsd-c-device"
     ),
     "test_slow_truth.py::test_every_verifier_is_lossless_and_below_the_optimum_on_awkward_laws": r".*-\(2, 2, 3\)",
-    "test_policies.py::test_policy_and_verifier_together_keep_the_law_of_the_target": ".*-zeros, V=3, L=2",
+    "test_policies.py::test_policy_and_verifier_together_keep_the_law_of_the_target": 8,
     "test_verify_order.py::test_verifiers_stay_exact_where_only_some_tokens_are_ranked": "cascade-2",
-    "test_policies.py::test_beams_that_are_drawn_have_the_law_of_the_brute_force": ".*V=3, L=2.*",
+    "test_policies.py::test_beams_that_are_drawn_have_the_law_of_the_brute_force": NONE,
     "test_lookup.py::test_the_first_tokens_have_the_targets_law": ("stand-paths:2x2-cascade"),
     "test_fusion.py::test_a_tree_drawn_from_a_model_and_what_was_retrieved_keeps_the_targets_law": "rsd-s.*",
     "test_claims.py::test_the_command_measures_judges_and_reads_again": NONE,
@@ -109,7 +108,7 @@ SLOW: dict[str, str | int] = {
     "test_bench_execution.py::test_memory_is_bounded": "the kernel alone",
     "test_bench_execution.py::test_every_published_solution_of_humaneval_passes_and_an_empty_one_does_not": "0",
     # Heads that learn, 60 s
-    "test_head_learning.py::test_a_head_learns_a_rule": "options0",
+    "test_head_learning.py::test_a_head_learns_a_rule": NONE,
     "test_head_cli.py::test_what_a_head_has_learned_is_shown_while_it_learns_and_drawn": NONE,
     "test_head_cli.py::test_a_head_is_trained_and_drafts": "chat",
     "test_head_cli.py::test_whoever_would_wait_for_hours_is_told": NONE,
@@ -129,14 +128,12 @@ SLOW: dict[str, str | int] = {
         "(fspad-topk:30|two layers-topk:2),.*-False|eagle-topk:2,depth=2,width=2-True"
     ),
     "test_head_drafter.py::test_forks_and_texts_that_come_and_go_are_predicted_as_in_training": "parallel longspec",
-    "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "cross|window",
+    "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "window",
     "test_head_drafter.py::test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host": "fork-eagle",
-    "test_head_replay.py::test_a_replay_counts_the_passes_that_the_engine_makes": (
-        "chain:3-shape0-cross|topk:24,.*-fspad"
-    ),
+    "test_head_replay.py::test_a_replay_counts_the_passes_that_the_engine_makes": "topk:24,.*-fspad",
     "test_head_learning.py::test_a_run_that_was_ended_goes_on": NONE,
     "test_head_learning.py::test_answers_are_those_of_the_model": NONE,
-    "test_controller.py::test_an_honest_source_is_used_about_as_well_as_in_hindsight": "torn-second row|poor-steep",
+    "test_controller.py::test_an_honest_source_is_used_about_as_well_as_in_hindsight": "poor-steep",
     "test_merge.py::test_texts_of_different_tasks_run_together_and_are_those_of_plain_decoding": "cascade",
     "test_attention.py::test_tree_attention_equals_the_plain_one": (
         "(a tree behind nothing|texts of different lengths|nine heads over three|head width 80|values wider|"
@@ -249,15 +246,26 @@ SLOW: dict[str, str | int] = {
     "test_serve_process.py::test_the_openai_client_talks_to_the_process_and_sigterm_ends_a_stream_cleanly": NONE,
     "test_serve_process.py::test_a_model_that_is_not_there_is_one_sentence": NONE,
     # Many requests to a server
-    "test_serve_steady.py::test_a_server_is_as_it_was_after_many_requests": "120",
+    "test_serve_steady.py::test_a_server_is_as_it_was_after_many_requests": NONE,
     "test_serve_openapi.py::test_generated_requests_are_answered_as_the_document_says": "80",
     # Students that learn, and a nested model that is audited, 40 s
     "test_students.py::test_all_exits_learn_together": NONE,
     "test_students.py::test_a_student_rises_above_what_it_began_with_in_texts_that_it_never_saw": "fkl",
-    "test_students.py::test_a_run_that_was_ended_goes_on_to_the_last_bit": "0.4",
+    "test_students.py::test_a_run_that_was_ended_goes_on_to_the_last_bit": NONE,
     "test_nested.py::test_the_audit_finds_nothing_in_sampled_drafts_of_mixed_exits": NONE,
     "test_nested.py::test_a_node_leaves_at_the_first_exit_that_is_sure_and_has_its_distribution": "thresholds0",
     # Exact laws again: worlds, sizes and devices, of which a few are enough
+    "test_builder.py::test_siblings_come_in_the_order_of_draws_without_replacement": NONE,
+    "test_template.py::test_with_a_stop_it_may_end_early": NONE,
+    "test_longest.py::test_one_branch_is_speculative_sampling_and_lossless": 20,
+    "test_longest.py::test_the_distance_is_there_and_grows_with_the_branches_and_with_a_worse_draft": NONE,
+    "test_sampler.py::test_a_policy_grows_the_same_tree_from_few_tokens_as_from_rows": 10,
+    "test_rng.py::test_noise_is_uniform": 2,
+    "test_rng.py::test_neighbours_are_independent": 2,
+    "test_verify_order.py::test_the_order_is_strict_so_that_masses_add_up_to_one": 30,
+    "test_verify_block.py::test_block_is_never_below_token": 10,
+    "test_probe.py::test_a_calm_model_is_held_to_the_strict_bound": 4,
+    "test_rounding.py::test_rounding_alone_is_no_fault_however_large_the_residual_stream": 6,
     "test_audit_blocks.py::test_p_values_of_a_correct_decoder_are_as_rare_as_they_say": 1,
     "test_merge.py::test_a_pack_is_lossless_by_the_audit": NONE,
     "test_rounding.py::test_a_planted_fault_is_found": 20,
@@ -278,7 +286,7 @@ SLOW: dict[str, str | int] = {
     ),
     "test_stop.py::test_a_fork_of_one_branch_that_stops_early_keeps_the_law": 3,
     "test_verify_batches.py::test_host_and_device_give_the_same_verdicts": (
-        "(block|gbv|cascade|k-seq) on paths|(rrs|traversal) on without-replacement"
+        "(block|cascade) on paths|traversal on without-replacement"
     ),
     "test_verify_batches.py::test_bare_roots_beside_trees_are_judged_by_the_same_graph": 5,
     "test_verify_batches.py::test_a_greedy_row_among_sampled_ones_is_decided_by_no_coin": 5,
@@ -299,6 +307,13 @@ SLOW: dict[str, str | int] = {
     "test_vllm_hooks.py::test_sampled_tokens_have_the_law_of_the_model_beside_greedy_ones": "1.4-drawn",
     "test_int8.py::test_the_audit_of_an_int8_target_is_lossless": NONE,
     # Texts that are those of plain decoding, and drafts that are those of the slow way
+    "test_inflight.py::test_logprobs_are_right_although_the_next_pass_overwrites_the_logits": NONE,
+    "test_draw.py::test_texts_with_penalties_are_judged_by_the_graphs_of_all_others": NONE,
+    "test_model_ahead.py::test_near_the_end_of_the_draft_models_context_the_host_drafts": NONE,
+    "test_model_drafter.py::test_a_draft_model_that_sees_a_window_counts_the_rows_of_a_tree_in_it": NONE,
+    "test_puct.py::test_texts_are_those_of_plain_decoding": 1,
+    "test_constrain.py::test_greedy_texts_are_the_same_with_every_rule": 8,
+    "test_guarded.py::test_a_bare_root_is_a_step_of_plain_decoding_for_every_rule": 4,
     "test_recycle.py::test_memory_is_bounded_over_200_000_tokens": NONE,
     "test_model_ahead.py::test_where_a_distribution_has_too_few_tokens_the_host_grows_the_tree": NONE,
     "test_device_paths.py::test_the_text_is_that_of_plain_decoding": "chain:4",
@@ -307,7 +322,7 @@ SLOW: dict[str, str | int] = {
         "(match|token|gbv|lambda-gbv) on paths:2x2|rrs on dynamic:3|traversal on (rsd-s|threshold).*"
     ),
     "test_guarded.py::test_both_steps_write_like_plain_decoding": (
-        "exact sizes-known ahead-PipelinedStep|buckets-(learning-Step|drawn-PipelinedStep)"
+        "exact sizes-known ahead-PipelinedStep|buckets-learning-Step"
     ),
     "test_guarded.py::test_the_text_of_every_drafter_is_that_of_plain_decoding": (
         "(disturbed|head|memories|model|ngram|recycle)-0.9"
@@ -329,8 +344,8 @@ SLOW: dict[str, str | int] = {
     "test_methods.py::test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget": 14,
     "test_methods.py::test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same": r"0\.9-.*",
     "test_template.py::test_texts_are_those_of_plain_decoding": 2,
-    "test_topk.py::test_texts_are_those_of_plain_decoding": "topk:12,.*-0|topk:8,.*-2",
-    "test_graph.py::test_texts_are_those_of_plain_decoding": "graph:12,.*-0|graph:8-2",
+    "test_topk.py::test_texts_are_those_of_plain_decoding": "topk:8,.*-2",
+    "test_graph.py::test_texts_are_those_of_plain_decoding": "graph:8-2",
     "test_trigram.py::test_texts_are_those_of_plain_decoding_cold_and_warm": "None",
     "test_ngram.py::test_the_text_is_that_of_plain_decoding": 2,
     "test_suffix.py::test_the_text_is_that_of_plain_decoding": 2,
@@ -357,7 +372,10 @@ SLOW: dict[str, str | int] = {
     "test_device_paths.py::test_trees_drawn_on_a_device_are_those_of_the_host": 5,
     "test_best_tokens.py::test_best_tokens_are_those_of_logits_in_memory": r"1-8-.*-0\.0|(1-1|3-5)-.*-0\.7",
     "test_recycle_kernels.py::test_learning_in_low_precision": "case0-dtype0|case1-dtype1",
-    # Forms of heads: every form is trained and drafts somewhere
+    # Forms of heads, of which every part drafts somewhere, and what else is trained
+    "test_train_stop.py::test_a_soft_stop_learns_from_hidden_states_how_much_is_accepted": NONE,
+    "test_train_stop.py::test_the_same_seed_collects_the_same_samples": NONE,
+    "test_students.py::test_the_kernel_says_what_the_plain_divergence_says": 4,
     "test_head_drafter.py::test_a_tree_is_predicted_as_in_training": (
         "chain:4-(two layers|window)|topk:12,.*-(fspad|longspec with states)|paths:2x3-(low gate|parallel longspec)"
     ),
@@ -372,7 +390,7 @@ SLOW: dict[str, str | int] = {
     "test_head_training.py::test_no_row_sees_what_comes_after_its_anchor": (
         "low gate|carry|parallel with bias|longspec with states"
     ),
-    "test_head_exchange.py::test_a_folder_drafts_what_the_layout_says": "residual|taps|two layers|qwen3 with yarn",
+    "test_head_exchange.py::test_a_folder_drafts_what_the_layout_says": "taps|qwen3 with yarn",
     "test_head_kernels.py::test_rows_of_a_verdict_are_written_as_without_kernels": (
         "{'layers': 2, 'carry': True}|{'carry': True, 'gate': 'full'}"
     ),
@@ -380,9 +398,13 @@ SLOW: dict[str, str | int] = {
         "read when asked-two layers|read along-carry"
     ),
     "test_head_learning.py::test_a_head_does_not_learn_noise": NONE,
-    "test_head_cli.py::test_texts_may_be_programs": "chat",
+    "test_head_cli.py::test_texts_may_be_programs": NONE,
     "test_students.py::test_a_student_learns_nothing_of_texts_from_what_the_target_says_elsewhere": NONE,
     # Controllers against worlds of which everything is known
+    "test_guard_race.py::test_a_batch_that_grows_and_shrinks_has_the_source_that_pays_for_it": NONE,
+    "test_guard_race.py::test_where_none_pays_all_of_them_together_cost_next_to_nothing": NONE,
+    "test_tune.py::test_a_planted_cliff_is_found_through_noise": 8,
+    "test_tune.py::test_no_cliff_is_found_on_a_smooth_line_with_noise": 8,
     "test_guard_race.py::test_it_recovers_where_another_source_becomes_the_best": 1,
     "test_controller.py::test_a_source_that_promises_too_much_never_makes_a_text_slower": (
         r"\(0\.0, 0\.0\)-flat|\(0\.3, 0\.1\)-cliff"
@@ -392,9 +414,15 @@ SLOW: dict[str, str | int] = {
     "test_guard.py::test_a_method_that_pays_keeps_its_speed": 2,
     "test_guard_race.py::test_the_fastest_source_drafts_within_a_few_percent": 3,
     # More processes, and more that load the real model
+    "test_cli.py::test_generate_prints_one_json_object_with_everything_in_it": NONE,
+    "test_claims.py::test_a_run_measures_what_it_can_and_goes_on_where_it_was_stopped": NONE,
+    "test_cells.py::test_a_model_is_measured_from_its_folder_to_the_table": NONE,
+    "test_serve_refusals.py::test_what_is_no_good_is_refused": 20,
+    "test_audit_server.py::test_answers_that_were_not_promised_are_one_sentence": 5,
+    "test_methods.py::test_every_command_that_takes_a_method_says_what_is_wrong_with_it": 20,
     "test_bench_peers.py::test_greedy_ids_are_those_of_our_plain_decoding": "lookup|static",
     "test_bench_peers.py::test_the_static_peer_compiles_its_passes_where_asked_and_writes_the_same": NONE,
-    "test_architecture.py::test_the_python_snippets_of_the_documentation_run": "code[0-6]",
+    "test_architecture.py::test_the_python_snippets_of_the_documentation_run": "code[1-6]",
     "test_cli.py::test_generate_follows_a_schema_and_says_what_is_wrong_with_one": NONE,
     "test_cli.py::test_a_folder_without_a_model_is_one_sentence": NONE,
     "test_cli.py::test_a_truncated_gguf_is_one_sentence": NONE,
