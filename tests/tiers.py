@@ -38,7 +38,7 @@ SLOW: dict[str, str | int] = {
     "test_verify_precision.py::test_in_float32_the_emitted_law_is_the_target_s_to_six_digits": ".*medium.*",
     "test_verify_precision.py::test_in_float32_any_laws_are_verified_to_six_digits": NONE,
     "test_verify_precision.py::test_awkward_laws_in_float32_give_odds_that_are_odds_and_laws_that_are_laws": (
-        ".*-7-device"
+        "(block|gbv|cascade|mss|k-seq) on paths-7-device|(rrs|traversal) on rsd-c-7-device"
     ),
     "test_verify_precision.py::test_odds_and_residuals_in_float32_are_those_in_float64": (
         "(token|gbv|cascade|mss|k-seq) on paths-device|(rrs|traversal) on rsd-c-device"
@@ -79,7 +79,7 @@ SLOW: dict[str, str | int] = {
     "test_audit_server.py::test_the_command_prints_the_word_and_exits_with_its_code": "argmax_draft-.*",
     "test_audit_planted.py::test_the_audit_of_a_server_finds_it": NONE,
     "test_audit_planted.py::test_the_audit_of_a_model_finds_it": NONE,
-    "test_audit_server.py::test_servers_of_many_kinds_are_audited": "n is refused",
+    "test_audit_server.py::test_servers_of_many_kinds_are_audited": NONE,
     "test_audit_model.py::test_match_is_lossless": "whole",
     "test_audit_model.py::test_match_is_lossless_whoever_of_several_sources_drafts": NONE,
     "test_audit_model.py::test_a_rule_that_needs_q_is_lossless_for_a_drafter_that_tells_the_truth": "block",
@@ -123,7 +123,7 @@ SLOW: dict[str, str | int] = {
     "test_inflight.py::test_trees_of_a_head_are_passed_over_before_the_host_knows_where_they_stand": "1",
     "test_inflight.py::test_a_head_that_rests_reads_later_what_a_pass_ahead_has_overwritten": NONE,
     "test_inflight.py::test_sources_take_turns_and_passes_still_begin_ahead": NONE,
-    "test_sources.py::test_texts_are_those_of_plain_decoding_whoever_drafts": "0-.*",
+    "test_sources.py::test_texts_are_those_of_plain_decoding_whoever_drafts": "0-0.0",
     "test_head_drafter.py::test_the_best_trees_are_laid_on_the_device_as_on_the_host": (
         "(fspad-topk:30|two layers-topk:2),.*-False|eagle-topk:2,depth=2,width=2-True"
     ),
@@ -147,7 +147,7 @@ SLOW: dict[str, str | int] = {
     "test_recycle_kernels.py::test_any_laws_are_averaged": NONE,
     "test_device_paths.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
     "test_draw.py::test_the_kernel_compiles_for_a_hopper_gpu": NONE,
-    "test_head_ladder.py::test_texts_are_those_of_plain_decoding_whatever_size_is_drafted": "99",
+    "test_head_ladder.py::test_texts_are_those_of_plain_decoding_whatever_size_is_drafted": NONE,
     "test_controller.py::test_a_batch_that_grows_and_shrinks_has_the_size_that_pays_for_it": NONE,
     "test_device_paths.py::test_the_kernel_draws_the_same": "1-1-0|5-4-2",
     "test_device_paths.py::test_the_first_tokens_have_the_targets_law": "paths:2x2-cascade",
@@ -205,7 +205,7 @@ SLOW: dict[str, str | int] = {
     "test_int8.py::test_smollm2_scores_trees_bit_for_bit": NONE,
     "test_smollm2_presets.py::test_greedy_text_is_that_of_plain_decoding": "cascade",
     "test_smollm2_presets.py::test_sampled_text_is_that_of_plain_decoding_seed_for_seed": NONE,
-    "test_smollm2_presets.py::test_who_drafts_from_the_targets_own_law_is_accepted_to_the_end": "block",
+    "test_smollm2_presets.py::test_who_drafts_from_the_targets_own_law_is_accepted_to_the_end": NONE,
     # Processes of their own, each of which imports torch and most of which load the real model
     "test_cli.py::test_a_mistake_is_one_sentence_and_exit_code_2": "arguments10-.*",
     "test_cli.py::test_generate_reads_the_prompt_from_a_file_and_seeds_repeat": NONE,
@@ -247,7 +247,7 @@ SLOW: dict[str, str | int] = {
     "test_serve_process.py::test_a_model_that_is_not_there_is_one_sentence": NONE,
     # Many requests to a server
     "test_serve_steady.py::test_a_server_is_as_it_was_after_many_requests": NONE,
-    "test_serve_openapi.py::test_generated_requests_are_answered_as_the_document_says": "80",
+    "test_serve_openapi.py::test_generated_requests_are_answered_as_the_document_says": NONE,
     # Students that learn, and a nested model that is audited, 40 s
     "test_students.py::test_all_exits_learn_together": NONE,
     "test_students.py::test_a_student_rises_above_what_it_began_with_in_texts_that_it_never_saw": "fkl",
@@ -255,6 +255,8 @@ SLOW: dict[str, str | int] = {
     "test_nested.py::test_the_audit_finds_nothing_in_sampled_drafts_of_mixed_exits": NONE,
     "test_nested.py::test_a_node_leaves_at_the_first_exit_that_is_sure_and_has_its_distribution": "thresholds0",
     # Exact laws again: worlds, sizes and devices, of which a few are enough
+    "test_audit_methods.py::test_verifiers_of_the_same_trees_stand_in_the_known_order": NONE,
+    "test_verify_precision.py::test_sixteen_paths_are_as_exact_as_two": 1,
     "test_builder.py::test_siblings_come_in_the_order_of_draws_without_replacement": NONE,
     "test_template.py::test_with_a_stop_it_may_end_early": NONE,
     "test_longest.py::test_one_branch_is_speculative_sampling_and_lossless": 20,
@@ -270,9 +272,7 @@ SLOW: dict[str, str | int] = {
     "test_merge.py::test_a_pack_is_lossless_by_the_audit": NONE,
     "test_rounding.py::test_a_planted_fault_is_found": 20,
     "test_audit_methods.py::test_what_was_enumerated_is_the_policy_of_the_method": NONE,
-    "test_audit_methods.py::test_a_lossless_preset_is_lossless": (
-        "plain|speculative|block|specinfer|spectr|cascade|mcsd|mcsd-iid|gbv|rsd-c|traversal|improved-mcsd|vocabtrim|eagle"
-    ),
+    "test_audit_methods.py::test_a_lossless_preset_is_lossless": "plain|block|cascade|traversal|mcsd|eagle",
     "test_head_audit.py::test_the_emitted_law_is_the_target_s": (
         "(carry|two-layers|parallelspec|longspec-states)-paths:2x2-a token of the prompt|"
         "eagle-(chain:2|rsd-c:2,1|dynamic:3|topk.*)-the table alone"
@@ -307,6 +307,15 @@ SLOW: dict[str, str | int] = {
     "test_vllm_hooks.py::test_sampled_tokens_have_the_law_of_the_model_beside_greedy_ones": "1.4-drawn",
     "test_int8.py::test_the_audit_of_an_int8_target_is_lossless": NONE,
     # Texts that are those of plain decoding, and drafts that are those of the slow way
+    "test_bench_peers.py::test_peers_between_our_own_runs_change_nothing_on_either_side": 2,
+    "test_bench_peers.py::test_forbidden_ends_give_answers_of_full_length_without_them": 2,
+    "test_bench_peers.py::test_a_batch_is_written_as_its_prompts_alone": 2,
+    "test_bench_peers.py::test_a_seed_writes_the_same_again_and_leaves_torchs_own_draws_alone": 2,
+    "test_sources.py::test_every_source_has_the_rows_that_a_text_begins_with": 1,
+    "test_sources.py::test_a_warm_up_lets_every_source_draft_and_leaves_no_verdict": 1,
+    "test_hf.py::test_greedy_output_equals_generate": 4,
+    "test_models.py::test_smollm2_tokenizes_as_llama_cpp_does_and_back": 2,
+    "test_int8.py::test_a_damaged_copy_is_made_again": 2,
     "test_inflight.py::test_logprobs_are_right_although_the_next_pass_overwrites_the_logits": NONE,
     "test_draw.py::test_texts_with_penalties_are_judged_by_the_graphs_of_all_others": NONE,
     "test_model_ahead.py::test_near_the_end_of_the_draft_models_context_the_host_drafts": NONE,
@@ -341,8 +350,8 @@ SLOW: dict[str, str | int] = {
     ),
     "test_builder.py::test_with_match_sampled_texts_are_those_of_plain_decoding_seed_for_seed": 3,
     "test_builder.py::test_every_budget_is_kept": 5,
-    "test_methods.py::test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget": 14,
-    "test_methods.py::test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same": r"0\.9-.*",
+    "test_methods.py::test_a_preset_drafts_at_most_24_nodes_and_is_cut_to_any_budget": 6,
+    "test_methods.py::test_a_preset_without_a_model_keeps_to_any_budget_and_writes_the_same": 4,
     "test_template.py::test_texts_are_those_of_plain_decoding": 2,
     "test_topk.py::test_texts_are_those_of_plain_decoding": "topk:8,.*-2",
     "test_graph.py::test_texts_are_those_of_plain_decoding": "graph:8-2",
@@ -350,9 +359,7 @@ SLOW: dict[str, str | int] = {
     "test_ngram.py::test_the_text_is_that_of_plain_decoding": 2,
     "test_suffix.py::test_the_text_is_that_of_plain_decoding": 2,
     "test_head_copies.py::test_copies_change_no_text_and_reach_deeper_than_the_head": "0.8",
-    "test_serve_prefixes.py::test_conversations_are_the_same_with_and_without_it": (
-        "ngram-sampling0|memories-sampling1|head-sampling2"
-    ),
+    "test_serve_prefixes.py::test_conversations_are_the_same_with_and_without_it": "head-sampling2",
     "test_prefixes.py::test_a_model_writes_what_it_writes_from_whole_prompts": "memories|head",
     "test_prefixes.py::test_conversations_are_written_as_if_every_prompt_were_prefilled_whole": (
         "none|memories|head with a window"
@@ -362,9 +369,7 @@ SLOW: dict[str, str | int] = {
     ),
     "test_int8.py::test_drafted_texts_are_those_of_plain_decoding": "ngram|disturbed/paths.*",
     "test_int8.py::test_a_tree_scores_bit_for_bit_as_plain_decoding_does": "llama-int8|gemma2-int4",
-    "test_long_prefix.py::test_trees_behind_long_prefixes_score_as_the_model_does": (
-        "gpt2|qwen2-window|gemma2|deepseek-v3"
-    ),
+    "test_long_prefix.py::test_trees_behind_long_prefixes_score_as_the_model_does": "qwen2-window|deepseek-v3",
     "test_experts.py::test_the_folder_is_loaded_by_transformers_and_drafts": 2,
     "test_merge.py::test_drafts_ahead_of_the_host_are_those_of_the_host": "mixed",
     "test_model_drafter_probs.py::test_every_law_that_is_said_or_recorded_is_one": "plain|another tokenizer",
