@@ -110,6 +110,20 @@ def test_every_size_is_tried_before_one_is_chosen_and_plain_steps_last() -> None
     assert set(tried) == set(ladder.rungs(1))
 
 
+def test_a_size_that_was_slow_once_is_timed_again() -> None:
+    """What other sizes take is taken to change along with the one that is made; that may be wrong, either way."""
+    machine = Machine(free=64, row=0.0002, level=0.06, gain=0.6)
+    own = machine.seconds
+    ladder = warmed(machine, 4)
+    best = max(ladder.rungs(4), key=lambda rung: machine.speed(4, ladder.nodes[rung]))
+    machine.seconds = lambda texts, nodes: own(texts, nodes) * (1.3 if nodes == ladder.nodes[best] else 1.0)  # type: ignore[method-assign]
+    speed_of(machine, ladder, 4, 400)
+    assert speed_of(machine, ladder, 4, 200) > 0.97 * max(machine.speed(4, nodes) for nodes in (15, 63))
+    machine.seconds = own  # type: ignore[method-assign]
+    speed_of(machine, ladder, 4, 400)
+    assert speed_of(machine, ladder, 4, 200) > 0.97 * machine.speed(4, ladder.nodes[best])
+
+
 def test_one_long_step_changes_no_choice() -> None:
     machine = Machine(free=64, row=0.002, level=0.06, gain=0.6, noise=0.0)
     ladder = warmed(machine, 1)

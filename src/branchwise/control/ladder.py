@@ -40,6 +40,10 @@ THINNING = 0.05
 """by how much a step must be faster than a plain one for each doubling of a batch. Texts that are drafted end at
 different times, and what is left of a batch has fewer texts to share its steps; and prompts have to be read. On an H200
 48 texts at temperature 1, whose drafted steps gained 1.8 and half of whose steps were drafted, gained 1.2"""
+STALE = 256
+"""steps of a batch after which a size that was not made since is timed again, if it may be the better one"""
+NEAR = 0.8
+"""the share of the best speed from which on it may be"""
 SLOWLY = 1 / 16
 """the share of the last step in how long steps take"""
 CHANCE = 1.05
@@ -54,9 +58,11 @@ class Pace:
     seconds: float = 0.0
     drift: float = 1.0
     """by how much steps of other rungs have become slower since"""
+    age: int = 0
+    """steps of other rungs since"""
 
     def record(self, seconds: float) -> None:
-        self.seconds, self.drift = self.now, 1.0
+        self.seconds, self.drift, self.age = self.now, 1.0, 0
         self.steps += 1
         timed = self.steps - SETTLING
         if timed > FEW:  # a step that took much longer says little: the host was busy elsewhere
@@ -67,6 +73,10 @@ class Pace:
     @property
     def known(self) -> bool:
         return self.steps >= SETTLING + FEW
+
+    def doubt(self) -> None:
+        """Let a few more steps say how long they take; what they did before is forgotten then."""
+        self.steps, self.age = SETTLING, 0
 
     @property
     def now(self) -> float:
@@ -128,7 +138,13 @@ class Ladder:
     def _best(self, size: int, texts: Sequence[Hashable]) -> int:
         speeds = {rung: self.speed(size, rung, texts) for rung in self.rungs(size)}
         best = max(speeds, key=speeds.__getitem__)
-        return best if speeds[best] >= worth(size) * speeds[0] else 0
+        if speeds[best] < worth(size) * speeds[0]:
+            return 0
+        for rung, speed in speeds.items():
+            pace = self._paces[size, rung]
+            if rung not in (0, best) and pace.age > STALE and speed > NEAR * speeds[best]:
+                pace.doubt()
+        return best
 
     def record(
         self, batch: int, rung: int, tokens: float, seconds: float | None, each: Mapping[Any, float] | None = None
@@ -160,6 +176,7 @@ class Ladder:
         for other in self.rungs(size) if known else ():
             if other != rung:
                 self._paces[size, other].drift *= pace.seconds / before
+                self._paces[size, other].age += 1
 
     def _doublings(self, rung: int) -> float:
         return math.log2(1 + self.nodes[rung])
