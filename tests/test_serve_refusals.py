@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from branchwise.engine import Engine
+from branchwise.errors import UnknownName
 from branchwise.serve.settings import Limits
 from tests.bad_inputs import BAD, LIMITS, PAGE, PLACE, Bad, table
 from tests.serving import Brake, Served, eventually, raw_request, serving, tiny_llm
@@ -62,6 +64,16 @@ def test_fields_that_nobody_knows_are_ignored_and_named(served: Served) -> None:
     answer = served.post("/v1/completions", json=asked)
     assert answer.status_code == 200
     assert answer.headers["x-ignored-fields"] == "best_guess"
+
+
+def test_a_name_that_only_the_engine_finds_unknown_is_refused_too(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*given: object, **more: object) -> None:
+        raise UnknownName("Unknown task 'lax'.")
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    assert_refused(served.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}), 400)
 
 
 def test_the_openai_client_raises_its_own_errors(served: Served) -> None:

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from branchwise.engine import FinishReason, Piece
-from branchwise.errors import UsageError
+from branchwise.errors import UnknownName, UsageError
 from branchwise.serve import journal
 from branchwise.serve.lanes import Lane
 from branchwise.serve.metrics import Metrics
@@ -51,7 +51,7 @@ class Answering:
         self.shape = shape
         try:
             self.writing = runner.submit(order, lane)
-        except UsageError as error:
+        except (UsageError, UnknownName) as error:
             raise refusal_of(error) from None
         self._spelling = spelling
         metrics.prompt(order.prompt_tokens)
