@@ -5,11 +5,15 @@ greedily, and the answers are replayed against trees of each head (`branchwise.t
 the cache of a head that has drafted for such a text.
 
     python benchmarks/long_heads.py --heads carry.head longspec.head --prompts spec_bench.jsonl --contexts 512 4096 8000
+    python benchmarks/long_heads.py --blank carry longspec --prompts spec_bench.jsonl --limit 1
+
+`--blank` builds untrained heads of these forms: they show what a cache takes, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,17 @@ from measure import kept, progress, provenance, recorded
 from branchwise.bench.prompts import Item, load_items
 from branchwise.core.sampling import SamplingParams
 from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.head.file import TrainedHead
 from branchwise.engine import Engine, Request
 from branchwise.llm import LLM, load
 from branchwise.train.corpus import Text
 from branchwise.train.head.replay import Shape
+from branchwise.train.head.run import FORMS, Sizes, blank_head
 from branchwise.train.texts import Writer
 from branchwise.verify import VERIFIERS
 from heads import chatted, replay_of
 
+TABLE = 16_384
 SHAPES = {"chain 4": Shape.chain(4), "tree 32": Shape(32, 8, 8)}
 
 
@@ -41,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--heads", nargs="+", help="files that `branchwise train head` wrote")
+    parser.add_argument("--blank", nargs="+", default=[], choices=FORMS, help="forms of untrained heads: memory alone")
     parser.add_argument("--prompts", type=Path, nargs="+", help="files of prompts, as `branchwise bench`")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 4096, 8000], help="tokens of a prompt")
     parser.add_argument("--limit", type=int, default=2, help="prompts of each category")
@@ -51,18 +59,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "long-heads.jsonl")
     parser.add_argument("--read", type=Path, help="summarise these records; nothing is measured")
     arguments = parser.parse_args()
-    if arguments.read is None and not (arguments.heads and arguments.prompts):
-        parser.error("give --heads and --prompts, or --read")
+    if arguments.read is None and not ((arguments.heads or arguments.blank) and arguments.prompts):
+        parser.error("give --prompts and --heads or --blank, or --read")
     return arguments
 
 
 def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     llm = load(arguments.model, draft="none", device=arguments.device, dtype=arguments.dtype, warmup=False)
     run = provenance(llm.engine.target.device, arguments)
-    names = {name: [Path(file).name for file in getattr(arguments, name)] for name in ("heads", "prompts")}
+    names = {name: [Path(file).name for file in getattr(arguments, name) or ()] for name in ("heads", "prompts")}
     run["arguments"] |= names  # whose folders are nobody's business
     items = load_items(arguments.prompts, limit=arguments.limit)
-    for context in arguments.contexts:
+    for context, form in itertools.product(arguments.contexts, arguments.blank):
+        prompt = torch.tensor(behind(llm, items, 0, context), dtype=torch.int32)
+        held = memory(llm, blank(llm, form), Text(prompt, len(prompt)))
+        yield {"model": arguments.model, "head": form, "context": context, "texts": 1, "memory": held, "run": run}
+    for context in arguments.contexts if arguments.heads else ():
         texts = answered(llm, [behind(llm, items, number, context) for number in range(len(items))], arguments.tokens)
         for file in arguments.heads:
             about = {"model": arguments.model, "head": Path(file).name, "context": context, "texts": len(texts)}
@@ -93,7 +105,7 @@ def answered(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Text]:
 
 
 def replayed(llm: LLM, file: str, texts: Sequence[Text]) -> dict[str, Any]:
-    replay = replay_of(llm, file, 16_384)
+    replay = replay_of(llm, file, TABLE)
     passes = dict.fromkeys(SHAPES, 0)
     for number, text in enumerate(texts):
         progress(f"{Path(file).name}: answer {number + 1} of {len(texts)}")
@@ -102,7 +114,13 @@ def replayed(llm: LLM, file: str, texts: Sequence[Text]) -> dict[str, Any]:
     return {"tokens": sum(len(text.tokens) - text.prompt for text in texts), "passes": passes}
 
 
-def memory(llm: LLM, file: str, text: Text) -> int:
+def blank(llm: LLM, form: str) -> TrainedHead:
+    info = llm.engine.target.info
+    head = blank_head(llm.model, info, Sizes(5 * info.hidden_width, **FORMS[form])).eval().requires_grad_(False)
+    return TrainedHead(head, torch.arange(TABLE), info.name, info.weights)
+
+
+def memory(llm: LLM, file: str | TrainedHead, text: Text) -> int:
     """Bytes of a head's cache for one text that it has drafted for."""
     drafter = HeadDrafter(file)
     engine = Engine(llm.engine.target, drafter, VERIFIERS.build("match"))
@@ -117,7 +135,8 @@ def summarise(records: Sequence[dict[str, Any]]) -> None:
     print(f"{'head':14}{'context':>9}{'texts':>7}" + "".join(f"{name:>10}" for name in SHAPES) + f"{'cache':>10}")
     for record in records:
         line = f"{Path(record['head']).stem:14}{record['context']:9}{record['texts']:7}"
-        line += "".join(f"{record['tokens'] / record['passes'][name]:10.2f}" for name in SHAPES)
+        found = record.get("passes")
+        line += "".join(f"{record['tokens'] / found[name]:10.2f}" if found else f"{'–':>10}" for name in SHAPES)
         print(f"{line}{record['memory'] / 1024:7.0f} KB")
 
 
