@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,22 +28,22 @@ CATEGORIES = ("writing", "coding", "reasoning", "translation", "summarization", 
 class Size:
     """How much is measured."""
 
-    limit: int
-    """prompts of each category"""
+    prompts: int
+    """of all categories together; fewer than 8 would decide nothing"""
     tokens: int
     alone: int
     """prompts of races at most"""
 
 
-TITLES = ("claim", "comparison", "measured", "paper", "verdict")
-QUICK, FULL = Size(4, 24, 8), Size(5, 64, 40)
+TITLES = ("claim", "comparison", "ratio", "paper", "verdict")
+QUICK, FULL = Size(8, 24, 8), Size(40, 64, 40)
 
 
 @grouped
 def reproduce(
     *,
     names: Annotated[list[str] | None, Argument(help="Claims or methods by name; all by default.")] = None,
-    quick: Annotated[bool, Option("--quick", help="Few prompts and short texts, for a CPU.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Few and short texts, for a CPU.")] = False,
     loading: Loading,
     draft_model: DraftModel = None,
     head: TrainedHead = None,
@@ -54,7 +55,7 @@ def reproduce(
         Path | None, Option(help="Folder with Spec-Bench; else prompts of Branchwise.", show_default="$BRANCHWISE_DATA")
     ] = None,
     prompts: Annotated[list[Path] | None, Option(help="Prompt files in its place; may be repeated.")] = None,
-    limit: Annotated[int | None, Option(help="Prompts of each category.", show_default="5, quick 4")] = None,
+    limit: Annotated[int | None, Option(help="Prompts of each category.", show_default="40 in all, quick 8")] = None,
     max_new_tokens: Annotated[
         int | None, Option("--max-new-tokens", "-n", help="Tokens of a text at most.", show_default="64, quick 24")
     ] = None,
@@ -91,13 +92,14 @@ def reproduce(
         from branchwise.bench.claims.table import sweeps
 
         size = QUICK if quick else FULL
-        size = Size(limit or size.limit, max_new_tokens or size.tokens, alone or size.alone)
-        items = _items(data, prompts or [], size.limit)
+        size = Size(size.prompts, max_new_tokens or size.tokens, alone or size.alone)
+        items = _items(data, prompts or [], limit, size.prompts)
         begin = time.perf_counter()
         parts = _parts(draft_model, head, index, part)
         measuring = _measuring(loading, parts, items, size, context, seed, quick, commit, out)
         if measuring.file.found.rows:
             print_notice(f"{out} holds {len(measuring.file.found.rows)} rows; going on with what is missing.")
+        measuring.tell = print_notice
         measuring.seconds = None if minutes is None else 60 * minutes
         drawn = sweeps() if figures and not quick and not names else ()
         try:
@@ -120,17 +122,21 @@ def reproduce(
         _write_page(setups, claims)
 
 
-def _items(data: Path | None, files: list[Path], limit: int) -> list[Item]:
-    """The prompts: of files, of Spec-Bench, or our own where there is no such set."""
+def _items(data: Path | None, files: list[Path], limit: int | None, most: int) -> list[Item]:
+    """The prompts: of files, of Spec-Bench, or our own where there is no such set; without a `limit` about as many of
+    each category as make `most`."""
     import os
 
     from branchwise.bench.prompts import FOLDER_VARIABLE, load_items, own_items
 
-    if files:
-        return load_items(files, limit=limit)
-    if data is None and FOLDER_VARIABLE not in os.environ:
-        return own_items(limit)
-    return load_items(suites=["spec-bench"], folder=data, limit=limit, categories=CATEGORIES)
+    def load(limit: int | None) -> list[Item]:
+        if files:
+            return load_items(files, limit=limit)
+        if data is None and FOLDER_VARIABLE not in os.environ:
+            return own_items(limit)
+        return load_items(suites=["spec-bench"], folder=data, limit=limit, categories=CATEGORIES)
+
+    return load(limit or max(1, most // len({(item.suite, item.category) for item in load(None)})))
 
 
 def _parts(draft_model: str | None, head: str | None, index: str | None, part: list[str] | None) -> Parts:
@@ -159,6 +165,7 @@ def _measuring(
     """A loaded model with a file of rows for it."""
     from dataclasses import replace
 
+    from branchwise.bench.claims.judging import FEWEST
     from branchwise.bench.claims.measuring import Measuring
     from branchwise.bench.claims.rows import VERSION, RowFile
     from branchwise.bench.run import digest, fitting
@@ -169,6 +176,8 @@ def _measuring(
     kept = fitting(items, llm, size.tokens)
     if not kept:
         raise UsageError("No prompt fits into the context; raise --context, or take other prompts.")
+    if len(kept) < FEWEST:
+        print_notice(f"{len(kept)} prompts decide nothing; verdicts need at least {FEWEST}.")
     if parts.head is None and (shipped := shipped_head(llm.engine.target.info)) is not None:
         parts = replace(parts, head=str(shipped))
     run = {
@@ -191,23 +200,35 @@ def _measuring(
 
 
 def _show(rows: Rows, names: list[str]) -> None:
-    """The verdicts as a table."""
+    """The verdicts as a table, and below it what was not measured, and why."""
     from branchwise.bench.claims.judging import judge
     from branchwise.bench.claims.table import chosen
     from branchwise.bench.summary import ABSENT, shown_ratio
 
     found = [judge(claim, rows) for claim in chosen(names)]
     table = bare_table(*TITLES, left=("claim", "comparison", "verdict"))
+    missing: dict[str, Counter[str]] = {}
     for judged in found:
-        for number, one in enumerate(judged.found):
-            name = judged.claim.name if number == 0 else ""
-            measured = shown_ratio(one.ratio) if one.ratio else ABSENT
+        name = judged.claim.name
+        for one in judged.found:
+            if one.ratio is None:
+                missing.setdefault(one.missing, Counter())[judged.claim.name] += 1
+                continue
             label = f"({one.point.label})" if one.point.beside else one.point.label
             claimed = ABSENT if one.point.claimed is None else f"{one.point.claimed:g}"
-            table.add_row(name, label, measured, claimed, one.verdict)
+            table.add_row(name, label, shown_ratio(one.ratio), claimed, one.verdict)
+            name = ""
     shown = console()
-    shown.print(rows.title)
-    shown.print(table)
+    shown.print(f"{rows.title}, {rows.run['prompts']}, {rows.run['tokens']} tokens each")
+    if table.row_count:
+        shown.print(table)
+    compared = {judged.claim.name: len(judged.found) for judged in found}
+    for why, claims in missing.items():
+        told = [
+            name if count == compared[name] else f"{name} ({count} of {compared[name]})"
+            for name, count in claims.items()
+        ]
+        shown.print(f"Not measured, {why}: {', '.join(told)}")
     counts: dict[str, int] = {}
     for judged in found:
         counts[judged.verdict] = counts.get(judged.verdict, 0) + 1

@@ -4,7 +4,7 @@
     holds in part       it lies above the bound but below that number; or some comparisons of a claim hold, not all
     does not hold here  the whole interval lies below the bound, in every comparison
     undecided           the interval holds the bound, or fewer than 8 prompts were compared: more of them would tell
-    not measured        a part is missing, or the run did not get there
+    not measured        a part is missing, a quick run leaves it out, or the run did not get there
 
 The bound is 1 where a paper claims a gain; a claim that nothing is lost has one a little below.
 """
@@ -22,6 +22,7 @@ HOLDS, IN_PART, NOT_HERE = "holds", "holds in part", "does not hold here"
 UNDECIDED, NOT_MEASURED = "undecided", "not measured"
 FEWEST = 8
 """prompts; intervals over fewer are too narrow to decide by (tests/test_bench_metrics.py simulates it)"""
+LEFT_OUT = "left out of a quick run"
 VERDICTS = (HOLDS, IN_PART, NOT_HERE, UNDECIDED, NOT_MEASURED)
 
 
@@ -67,7 +68,7 @@ def combined(verdicts: Sequence[str]) -> str:
 
 
 def judge(claim: Claim, rows: Rows) -> Judged:
-    found = tuple(compare(point, rows) for point in claim.points if point.quick or not rows.quick)
+    found = tuple(compare(point, rows) for point in claim.points)
     return Judged(claim, combined([one.verdict for one in found if not one.point.beside]), found)
 
 
@@ -81,7 +82,8 @@ def compare(point: Point, rows: Rows) -> Found:
     )
     items = [item for item in ours if item in baseline]
     if not items:
-        return Found(point, NOT_MEASURED, specs=specs, missing="the run has not come to it yet")
+        missing = LEFT_OUT if rows.quick and not point.quick else "the run has not come to it yet"
+        return Found(point, NOT_MEASURED, specs=specs, missing=missing)
     sides = [[side[item] for item in items] for side in (ours, baseline)]
     factors = [_factor(point.measure, key, rows) for key in keys]
     amounts = [[_amount(point.measure, one) for one in side] for side in sides]

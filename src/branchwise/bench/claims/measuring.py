@@ -2,7 +2,8 @@
 
 Tokens a pass do not depend on how many texts run together, so a method writes all prompts as one batch. What depends on
 the clock, or on what a drafter has learned from the texts before, is written one text at a time: all contestants write
-a prompt before the next one begins, and the first of them changes from prompt to prompt.
+a prompt before the next one begins, and the first of them changes from prompt to prompt. The clock of a text runs from
+the end of its prompt on: texts are short here, and on a CPU a long prompt takes longer to read than its text to write.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from branchwise.bench.claims.rows import Key, Row, RowFile, Sample
@@ -26,6 +27,8 @@ from branchwise.progress import Progress, silent
 
 WARM_UP = 16
 """tokens that a contestant of a race writes before its clock runs; on a device a whole text, which records graphs"""
+TOLD = (0.9, 0.75, 0.5, 0.25)
+"""shares of a run that are left when it says how long they will take"""
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,17 @@ class Measuring:
     seconds: float | None = None
     """no row is begun after so many"""
     progress: Progress = silent
+    tell: Callable[[str], None] = field(default=lambda sentence: None)
+    """for sentences about the run; a bar moves only on a terminal"""
     failed: dict[str, str] = field(default_factory=dict)
     """methods that could not be measured, and why"""
 
     def run(self, claims: Sequence[Claim], sweeps: Sequence[Sweep] = (), *, quick: bool) -> None:
         """What claims need first, then what only figures do."""
-        self._begun = time.perf_counter()
         stand = self.parts.stand
         wanted = list(dict.fromkeys(of_claims(claims, stand, quick=quick)))
         drawn = [key for key in dict.fromkeys(of_sweeps(sweeps, stand)) if key not in wanted]
+        self._begin([*wanted, *drawn])
         temperatures = dict.fromkeys(key.temperature for key in wanted if key.alone)
         done, total = 0, len(wanted) + len(drawn)
         for key in wanted:
@@ -92,10 +97,40 @@ class Measuring:
     def over(self) -> bool:
         return self.seconds is not None and time.perf_counter() - self._begun > self.seconds
 
+    def _begin(self, planned: Sequence[Key]) -> None:
+        self._planned, self._begun = planned, time.perf_counter()
+        missing = [key for key in planned if self._missing(key, self._items(key))]
+        self._whole = self._left = self._work()
+        raced = sum(key.alone for key in missing)
+        if missing:
+            self.tell(
+                f"{len(missing)} rows are to be measured: {len(missing) - raced} on {len(self.items)} texts at once, "
+                f"{raced} in turn on {len(self._items(missing[-1]._replace(alone=True)))} texts. Ctrl-C stops, and the "
+                "same command goes on."
+            )
+
+    def _work(self) -> float:
+        """How many rows are missing; a race fills its rows text by text."""
+        whole = [self._items(key) for key in self._planned]
+        return sum(len(self._missing(key, items)) / len(items) for key, items in zip(self._planned, whole, strict=True))
+
+    def _tell_pace(self) -> None:
+        before, self._left = self._left, self._work()
+        shares = [left / self._whole for left in (self._left, before)]
+        if self._left and any(shares[0] <= mark < shares[1] for mark in TOLD):
+            spent, done = time.perf_counter() - self._begun, self._whole - self._left
+            self.tell(
+                f"{done:.0f} of {self._whole:.0f} rows after {spent / 60:.1f} minutes; "
+                f"about {spent / done * self._left / 60:.0f} more."
+            )
+
+    def _items(self, key: Key) -> Sequence[Item]:
+        return spread(self.items)[: self.alone] if key.alone else self.items
+
     def _together(self, key: Key, done: int, total: int) -> int:
         """All prompts as one batch, in as many batches as the model has slots for; how many rows are done then."""
         self.progress(shown(key), done, total)
-        missing = self._missing(key, self.items)
+        missing = self._missing(key, self._items(key))
         slots = self.llm.engine.target.info.slots
         for start in range(0, len(missing), slots):
             if self.over:
@@ -111,15 +146,19 @@ class Measuring:
 
     def _race(self, temperature: float, keys: Sequence[Key], done: int, total: int) -> None:
         """Contestants in turn on every prompt."""
-        items = spread(self.items)[: self.alone]
+        items = self._items(keys[0])
         entered: dict[Key, Ours] = {}
         for key in keys:
-            if self._missing(key, items) and not self.over:
+            if (missing := self._missing(key, items)) and not self.over:
                 self.progress(f"{shown(key)}: warming up", done, total)
                 with self._kept(key):
                     contestant = self._contestant(key)
                     self._write(contestant, items[:1], temperature, warm_up=True)
                     contestant.forget()
+                    # A run that goes on has lost what its contestants learned from the texts before.
+                    for item in items if contestant.learns else ():
+                        if item not in missing:
+                            self._write(contestant, [item], temperature)
                     entered[key] = contestant
         for number, item in enumerate(items):
             shift = number % max(1, len(entered))
@@ -169,7 +208,7 @@ class Measuring:
                 answer.steps or 0,
                 answer.drafted or 0,
                 answer.accepted or 0,
-                round(answer.seconds, 6) if key.alone else None,
+                round(answer.seconds - answer.phases.get("prefill", 0.0), 6) if key.alone else None,
             )
             for item, answer in zip(items, answers, strict=True)
         )
@@ -177,6 +216,7 @@ class Measuring:
         steps = max((sample.steps for sample in samples), default=0)
         passes = (answers[0].draft_passes or 0) / steps if steps else 0.0
         self.file.add(Row(key, samples, passes, answers[0].draft_cost, wall))
+        self._tell_pace()
 
 
 class _Kept:

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     drafted: int
     accepted: int
     seconds: float | None = None
-    """of a text that was written alone"""
+    """of a text that was written alone, from the end of its prompt on"""
 
 
 class Key(NamedTuple):
