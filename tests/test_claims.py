@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 from branchwise.bench.claims import judging, rows, table
 from branchwise.bench.claims.drawing import figures, write_figures
 from branchwise.bench.claims.judging import HOLDS, IN_PART, NOT_HERE, NOT_MEASURED, UNDECIDED, combined, verdict_of
-from branchwise.bench.claims.measuring import Measuring, Parts, of_claims, of_sweeps, spread
+from branchwise.bench.claims.measuring import Measuring, Parts, of_claims, of_sweeps, sample_of, spread
 from branchwise.bench.claims.page import page
 from branchwise.bench.claims.rows import Key, Row, RowFile, Rows, Sample
 from branchwise.bench.claims.table import MEASURES, Claim, Point, Stand, chosen, claims, sweeps
-from branchwise.bench.prompts import Item
+from branchwise.bench.contest import Answer
+from branchwise.bench.prompts import FOLDER_VARIABLE, Item
 from branchwise.bench.report import write_report
 from branchwise.cli import app
+from branchwise.cli.reproduce import CATEGORIES, QUICK, _items
 from branchwise.draft import build_policy
 from branchwise.errors import UnknownName, UsageError
 from branchwise.llm import LLM
@@ -233,6 +235,12 @@ def test_only_prompts_of_the_category_count_and_only_those_of_both() -> None:
     assert measured(replace(point, category="none"), samples(30, 10), samples(30, 10)).verdict == NOT_MEASURED
 
 
+def test_a_quick_run_says_what_it_leaves_out() -> None:
+    point = Point("block", "speculative", quick=False)
+    missing = [judging.compare(point, Rows(RUN | {"quick": quick})).missing for quick in (True, False)]
+    assert missing == ["left out of a quick run", "the run has not come to it yet"]
+
+
 # ---- records -----------------------------------------------------------------------------------------------------
 
 ROW = Row(Key("plain", 0.0, False), samples(8, 8, 2), 0.0, None, 0.5)
@@ -258,6 +266,15 @@ def test_other_code_may_go_on_and_another_setup_may_not(tmp_path: Path) -> None:
     assert [json.loads(line)["run"]["source"] for line in path.read_text().splitlines()] == ["a", "b"]
     with pytest.raises(UsageError, match=r"another setup: its draft is 'small', now it is 'tiny'"):
         RowFile(path, RUN | {"draft": "tiny"})
+
+
+def test_an_index_and_parts_may_come_later(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    RowFile(path, RUN).close()
+    RowFile(path, RUN | {"index": "texts", "parts": {"trigrams": "table"}}).close()
+    assert rows.read(path).stand == Stand(True, False, True, frozenset({"trigrams"}))
+    with pytest.raises(UsageError, match=r"another setup: its index is 'texts', now it is 'others'"):
+        RowFile(path, RUN | {"index": "others"})
 
 
 @pytest.mark.parametrize("text", ["", "hello\n", '{"method": "plain"}\n', '{"run": {"version": 99}}\n'])
@@ -313,7 +330,8 @@ def test_a_run_measures_what_it_can_and_goes_on_where_it_was_stopped(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     assert not measuring(tiny, draft_model, path, seconds=0.0).file.found.rows
-    first = measuring(tiny, draft_model, path)
+    told: list[str] = []
+    first = measuring(tiny, draft_model, path, tell=told.append)
     keys = [row.key for row in first.file.found.rows]
     assert keys[:2] == [Key(f"model/chain:2/{rule}", 1.0, False) for rule in ("block", "token")]
     assert first.failed.keys() == {"ngram/chain:2/token"}
@@ -323,9 +341,38 @@ def test_a_run_measures_what_it_can_and_goes_on_where_it_was_stopped(
     assert [one.ratio is not None for one in judged.found] == [True, True, False, False, False]
     assert judged.found[0].ours is not None
     assert judged.found[0].ours >= 1
+    assert told[0].startswith("Rows to measure: 6, of which 4 on 3 texts at once and 2 in turn on 3 texts.")
+    assert re.match(r"1 of 6 rows after \d+\.\d minutes; about \d+ more\.", told[1])
+    assert 3 <= len(told) <= 5
     before = path.read_bytes()
-    measuring(tiny, draft_model, path)
+    measuring(tiny, draft_model, path, tell=told.append)
     assert path.read_bytes() == before
+    assert told[-1].startswith("Rows to measure: 1,")  # the pair that does not fit is tried again
+
+
+LEARNING = replace(SMALL, points=(Point("recycle/topk:4,depth=2,width=2/match", "plain", alone=True),))
+ALIKE = [replace(PROMPTS[0], id=f"own/{number}") for number in range(3)]
+
+
+def test_what_a_drafter_learned_is_learned_again_when_a_run_goes_on(tiny: LLM, tmp_path: Path) -> None:
+    path, cut = tmp_path / "rows.jsonl", tmp_path / "cut.jsonl"
+
+    def steps(path: Path) -> list[int]:
+        run = Measuring(tiny, ALIKE, Parts(), RowFile(path, RUN), tokens=6)
+        run.run([LEARNING], quick=False)
+        run.file.close()
+        key = Key("recycle/topk:4,depth=2,width=2/match", 0.0, True)
+        return [one.steps for one in run.file.found.samples(key).values()]
+
+    whole = steps(path)
+    assert whole[0] > whole[2]  # it learns, or this test would show nothing
+    cut.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))  # two texts of both
+    assert steps(cut) == whole
+
+
+def test_the_clock_of_a_text_runs_from_the_end_of_its_prompt_on() -> None:
+    answer = Answer([5, 9], "length", seconds=3.0, steps=2, phases={"prefill": 2.0})
+    assert [sample_of(PROMPTS[0], answer, alone=alone).seconds for alone in (True, False)] == [1.0, None]
 
 
 def test_all_that_is_planned_has_a_method(draft_model: str) -> None:
@@ -352,6 +399,7 @@ def test_the_command_measures_judges_and_reads_again(tiny: LLM, draft_model: str
     again = reproduce("block", "--read", str(out), "--claims", str(shown))
     assert again.exit_code == 0, again.output
     assert "4 tokens" in again.output
+    assert "Not measured, left out of a quick run: block (1 of 3)" in again.output
     assert shown.read_text() == page([found])
 
 
@@ -368,6 +416,25 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(words: list[str], says: st
     done = reproduce(*words)
     assert done.exit_code
     assert says in str(done.exception)
+
+
+def test_a_quick_run_has_enough_prompts_to_decide_by_whatever_set_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    lines, talks = tmp_path / "lines.txt", tmp_path / "spec_bench.jsonl"
+    lines.write_text("".join(f"prompt {number}\n" for number in range(50)))
+    questions = [(number, category) for number, category in enumerate(10 * CATEGORIES)]
+    talks.write_text(
+        "".join(
+            json.dumps({"question_id": number, "category": category, "turns": ["?"]}) + "\n"
+            for number, category in questions
+        )
+    )
+    for data, files in ((None, [lines]), (tmp_path, []), (None, [])):
+        assert len(_items(data, files, None, QUICK.prompts)) == judging.FEWEST
+    assert [len(_items(data, files, None, 40)) for data, files in ((None, [lines]), (tmp_path, []))] == [40, 40]
+    assert len(_items(tmp_path, [], 2, 40)) == 2 * len(CATEGORIES)
 
 
 def reproduce(*words: str) -> Any:

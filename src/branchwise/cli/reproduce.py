@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,6 +86,7 @@ def reproduce(
     from branchwise.bench.claims.table import chosen
 
     wanted = chosen(names or [])
+    failed: dict[str, str] = {}
     at_least(1, limit=limit, max_new_tokens=max_new_tokens, alone=alone)
     if read:
         setups = [records.read(path) for path in read]
@@ -110,14 +112,15 @@ def reproduce(
             raise
         finally:
             measuring.file.close()
-        for spec, why in measuring.failed.items():
+        failed = measuring.failed
+        for spec, why in failed.items():
             print_notice(f"{spec} could not be measured: {why}")
         print_notice(f"Measured in {(time.perf_counter() - begin) / 60:.1f} minutes, loading included.")
         if measuring.over:
             print_notice("The time is over before all was measured; the same command goes on.")
         setups = [measuring.file.found]
     for rows in setups:
-        _show(rows, [claim.name for claim in wanted])
+        _show(rows, [claim.name for claim in wanted], failed)
     if claims is not None:
         _write_page(setups, claims)
 
@@ -199,9 +202,9 @@ def _measuring(
     return Measuring(llm, kept, parts, file, size.tokens, seed, size.alone)
 
 
-def _show(rows: Rows, names: list[str]) -> None:
+def _show(rows: Rows, names: list[str], failed: Collection[str]) -> None:
     """The verdicts as a table, and below it what was not measured, and why."""
-    from branchwise.bench.claims.judging import judge
+    from branchwise.bench.claims.judging import VERDICTS, judge
     from branchwise.bench.claims.table import chosen
     from branchwise.bench.summary import ABSENT, shown_ratio
 
@@ -212,7 +215,8 @@ def _show(rows: Rows, names: list[str]) -> None:
         name = judged.claim.name
         for one in judged.found:
             if one.ratio is None:
-                missing.setdefault(one.missing, Counter())[judged.claim.name] += 1
+                why = "failed, see above" if {*one.specs} & {*failed} else one.missing
+                missing.setdefault(why, Counter())[judged.claim.name] += 1
                 continue
             label = f"({one.point.label})" if one.point.beside else one.point.label
             claimed = ABSENT if one.point.claimed is None else f"{one.point.claimed:g}"
@@ -229,10 +233,9 @@ def _show(rows: Rows, names: list[str]) -> None:
             for name, count in claims.items()
         ]
         shown.print(f"Not measured, {why}: {', '.join(told)}")
-    counts: dict[str, int] = {}
-    for judged in found:
-        counts[judged.verdict] = counts.get(judged.verdict, 0) + 1
-    shown.print(f"{len(found)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    counts = Counter(judged.verdict for judged in found)
+    told = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
+    shown.print(f"{len(found)} {'claim' if len(found) == 1 else 'claims'}: {', '.join(told)}")
 
 
 def _write_page(setups: list[Rows], path: Path) -> None:

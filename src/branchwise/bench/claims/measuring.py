@@ -104,9 +104,8 @@ class Measuring:
         raced = sum(key.alone for key in missing)
         if missing:
             self.tell(
-                f"{len(missing)} rows are to be measured: {len(missing) - raced} on {len(self.items)} texts at once, "
-                f"{raced} in turn on {len(self._items(missing[-1]._replace(alone=True)))} texts. Ctrl-C stops, and the "
-                "same command goes on."
+                f"Rows to measure: {len(missing)}, of which {len(missing) - raced} on {len(self.items)} texts at once "
+                f"and {raced} in turn on {len(self._raced)} texts. Ctrl-C stops, and the same command goes on."
             )
 
     def _work(self) -> float:
@@ -121,11 +120,15 @@ class Measuring:
             spent, done = time.perf_counter() - self._begun, self._whole - self._left
             self.tell(
                 f"{done:.0f} of {self._whole:.0f} rows after {spent / 60:.1f} minutes; "
-                f"about {spent / done * self._left / 60:.0f} more."
+                f"about {max(1, round(spent / done * self._left / 60))} more."
             )
 
     def _items(self, key: Key) -> Sequence[Item]:
-        return spread(self.items)[: self.alone] if key.alone else self.items
+        return self._raced if key.alone else self.items
+
+    @property
+    def _raced(self) -> Sequence[Item]:
+        return spread(self.items)[: self.alone]
 
     def _together(self, key: Key, done: int, total: int) -> int:
         """All prompts as one batch, in as many batches as the model has slots for; how many rows are done then."""
@@ -146,7 +149,7 @@ class Measuring:
 
     def _race(self, temperature: float, keys: Sequence[Key], done: int, total: int) -> None:
         """Contestants in turn on every prompt."""
-        items = self._items(keys[0])
+        items = self._raced
         entered: dict[Key, Ours] = {}
         for key in keys:
             if (missing := self._missing(key, items)) and not self.over:
@@ -200,23 +203,24 @@ class Measuring:
         return contestant.write(prompts, asked)
 
     def _add(self, key: Key, items: Sequence[Item], answers: Sequence[Answer], wall: float) -> None:
-        samples = tuple(
-            Sample(
-                item.id,
-                item.category,
-                len(answer.ids),
-                answer.steps or 0,
-                answer.drafted or 0,
-                answer.accepted or 0,
-                round(answer.seconds - answer.phases.get("prefill", 0.0), 6) if key.alone else None,
-            )
-            for item, answer in zip(items, answers, strict=True)
-        )
+        samples = tuple(sample_of(item, answer, alone=key.alone) for item, answer in zip(items, answers, strict=True))
         # One draft pass serves all texts of a batch, so the text that ran longest has seen them all.
         steps = max((sample.steps for sample in samples), default=0)
         passes = (answers[0].draft_passes or 0) / steps if steps else 0.0
         self.file.add(Row(key, samples, passes, answers[0].draft_cost, wall))
         self._tell_pace()
+
+
+def sample_of(item: Item, answer: Answer, *, alone: bool) -> Sample:
+    return Sample(
+        item.id,
+        item.category,
+        len(answer.ids),
+        answer.steps or 0,
+        answer.drafted or 0,
+        answer.accepted or 0,
+        round(answer.seconds - answer.phases.get("prefill", 0.0), 6) if alone else None,
+    )
 
 
 class _Kept:

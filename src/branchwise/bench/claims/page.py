@@ -14,20 +14,30 @@ IMAGES = "images/claims-{name}.png"
 HEAD = """# Claims
 
 What the papers of the methods claim, and what comes out here. `branchwise reproduce` measures, and writes this page
-from its records; a test compares the two. `branchwise reproduce --quick` asks for few and short texts, and needs only
-the package.
+from its records; a test compares the two.
+
+    branchwise reproduce --quick                           what needs only the package, on 8 short texts
+    branchwise reproduce --draft-model ID --data DIR       with a draft model, on 40 prompts of Spec-Bench
+    branchwise reproduce block cascade --quick             some claims, by the names of the sections below
+    branchwise reproduce --read FILE --claims claims.md    this page, from records; --read may be repeated
+
+A quick run takes about QUICK. It says at the beginning how many rows there are to
+measure, then how long they will take, and at the end what was not measured and why: an index comes from
+`branchwise index build`, a table of tri-grams from `branchwise index trigrams`, heads and draft models from
+`branchwise train`. Rows are kept in `claims.jsonl` one by one; after Ctrl-C, or after `--minutes 10`, the same command
+goes on, and so it does with an `--index` or a `--part` more.
 
 A comparison is between a method and the baseline that the claim names, on the same prompts, at the same length of
 drafts or with as many nodes. The unit is tokens a pass of the target, counted by the engine that users run; speed is
-measured where a claim is about speed, one text at a time, contestants in turn on every prompt. A ratio has a 95 %
-interval over prompts (bootstrap, paired). The verdict follows from the interval, by a rule in code
-(`bench/claims/judging.py`):
+measured where a claim is about speed, one text at a time from the end of its prompt on, contestants in turn on every
+prompt. A ratio has a 95 % interval over prompts (bootstrap, paired). The verdict follows from the interval, by a rule
+in code (`bench/claims/judging.py`):
 
 - **holds**: the whole interval lies above the bound and reaches the number of the paper, if the paper gives one;
 - **holds in part**: it lies above the bound but below that number, or only some comparisons hold;
 - **does not hold here**: it lies below the bound;
 - **undecided**: the bound lies inside the interval, or fewer than 8 prompts were compared;
-- **not measured**: a trained part or an index is missing, or the run has not come to it yet.
+- **not measured**: a trained part or an index is missing, a quick run leaves it out, or the run has not come to it yet.
 
 The bound is 1, or a little less where the claim is that nothing is lost. Comparisons in parentheses are shown beside a
 claim, and do not count for its verdict. The models here are far smaller than those of the papers, so ratios of speed

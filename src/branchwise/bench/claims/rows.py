@@ -2,7 +2,7 @@
 
 A file begins with a line {"run": …} that says where the rows below it come from: code, machine, models, prompts. Rows
 are on the disk before the next one is measured; a run that was killed goes on with the rows that are missing. Code may
-change in between: a new line {"run": …} then says so. Models, prompts and machine may not.
+change in between, and parts may be added: a new line {"run": …} then says so. Models, prompts and machine may not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from branchwise.errors import UsageError
 VERSION = 1
 SETUP = ("model", "draft", "head", "index", "dtype", "device", "quick", "tokens", "seed", "questions")
 """what all rows of a file share"""
+TOLD = ("source", "commit", "versions", "index", "parts")
+"""what may differ, and is then written down again"""
 
 
 class Sample(NamedTuple):
@@ -152,12 +154,13 @@ class RowFile:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"The records {path} cannot be written: {error.strerror}.") from None
-        if last is None or any(last.get(name) != run.get(name) for name in ("source", "commit", "versions")):
+        if last is None or any(last.get(name) != run.get(name) for name in TOLD):
             self._write(json.dumps({"run": run}, ensure_ascii=False))
 
     def _check(self, before: dict[str, Any], run: dict[str, Any]) -> None:
         for name in SETUP:
-            if before.get(name) != run.get(name):
+            added = name == "index" and before.get(name) is None  # no row before has needed one
+            if before.get(name) != run.get(name) and not added:
                 raise UsageError(
                     f"{self.path} holds rows of another setup: its {name} is {before.get(name)!r}, now it is "
                     f"{run.get(name)!r}. Choose another --out, or remove the file."
