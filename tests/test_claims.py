@@ -43,6 +43,7 @@ RUN: dict[str, Any] = {
     "parts": {},
     "dtype": "float32",
     "device": "cpu",
+    "machine": "2 cores",
     "quick": False,
     "tokens": 8,
     "prompts": "4 of own",

@@ -63,8 +63,9 @@ def _setups(setups: Sequence[Rows]) -> str:
     for letter, rows in zip(letters(), setups, strict=False):
         run = rows.run
         drafts = " and ".join(filter(None, [run["draft"], run["head"] and "the head of the target"])) or "no model"
+        device = f"CPU ({run['machine']})" if run["device"] == "cpu" else run["device"]
         lines.append(
-            f"| {letter} | {run['model']}, {run['dtype']} | {drafts} | {run['device']} | {run['prompts']} | "
+            f"| {letter} | {run['model']}, {run['dtype']} | {drafts} | {device} | {run['prompts']} | "
             f"{run['tokens']} | `{run['command']}` |"
         )
     return "\n".join([*lines, ""])
