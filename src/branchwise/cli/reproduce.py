@@ -44,7 +44,9 @@ QUICK, FULL = Size(8, 24, 8), Size(40, 64, 40)
 def reproduce(
     *,
     names: Annotated[list[str] | None, Argument(help="Claims or methods by name; all by default.")] = None,
-    quick: Annotated[bool, Option("--quick", help="Few and short texts, for a CPU.")] = False,
+    quick: Annotated[
+        bool, Option("--quick", help="Eight short texts, for a CPU: half an hour of its time with smollm2.")
+    ] = False,
     loading: Loading,
     draft_model: DraftModel = None,
     head: TrainedHead = None,
@@ -78,7 +80,10 @@ def reproduce(
 
     Every claim is a comparison with the baseline that it names; the verdict follows from the interval. Without a draft
     model the trained head of the target drafts in its place. Rows are kept in --out one by one: after Ctrl-C the same
-    command goes on. With --read nothing is measured; with --claims the page is written from records.
+    command goes on. What was not measured is listed with what it needs. With --read nothing is measured; with --claims
+    the page is written from records.
+
+    branchwise reproduce --quick
 
     branchwise reproduce block cascade --quick
     """

@@ -21,11 +21,11 @@ from its records; a test compares the two.
     branchwise reproduce block cascade --quick             some claims, by the names of the sections below
     branchwise reproduce --read FILE --claims claims.md    this page, from records; --read may be repeated
 
-A quick run takes about QUICK. It says at the beginning how many rows there are to
-measure, then how long they will take, and at the end what was not measured and why: an index comes from
-`branchwise index build`, a table of tri-grams from `branchwise index trigrams`, heads and draft models from
-`branchwise train`. Rows are kept in `claims.jsonl` one by one; after Ctrl-C, or after `--minutes 10`, the same command
-goes on, and so it does with an `--index` or a `--part` more.
+A quick run of SmolLM2 takes half an hour of processor time: 50 minutes on two cores of an Arm server that had other
+work to do as well. It says at the beginning how many rows there are to measure, then how long they take, and at the end
+what was not measured and why: an index comes from `branchwise index build`, a table of tri-grams from `branchwise index
+trigrams`, heads and draft models from `branchwise train`. Rows are kept in `claims.jsonl` one by one; after Ctrl-C, or
+after `--minutes 10`, the same command goes on, and so it does with an `--index` or a `--part` more.
 
 A comparison is between a method and the baseline that the claim names, on the same prompts, at the same length of
 drafts or with as many nodes. The unit is tokens a pass of the target, counted by the engine that users run; speed is
