@@ -205,6 +205,25 @@ def test_few_prompts_decide_nothing() -> None:
     assert [one.verdict for one in found] == [UNDECIDED, HOLDS]
 
 
+def test_a_machine_with_other_work_decides_nothing_about_speed() -> None:
+    point = Point("ngram", "plain", measure="speed", alone=True)
+    fast = samples(60, 10, seconds=0.5)
+    quiet = samples(60, 60, seconds=1.5)
+    busy = (quiet[0]._replace(seconds=3.0), *quiet[1:])
+    found = []
+    for plain in (quiet, busy):
+        held = Rows(RUN)
+        specs = held.stand.specs(point)
+        assert not isinstance(specs, str)
+        sides = zip(specs, (fast, plain), strict=True)
+        held.rows += [Row(Key(spec, 0.0, True), side, 0.0, None) for spec, side in sides]
+        found.append((judging.compare(point, held).verdict, judging.disturbed(held)))
+        assert judging.compare(replace(point, measure="tokens"), held).verdict == HOLDS
+    assert found[0] == (HOLDS, "")
+    assert found[1][0] == UNDECIDED
+    assert "took 25 to 50 ms a token" in found[1][1]
+
+
 def test_races_take_prompts_of_every_category_first() -> None:
     items = [Item(name, "own", name[0], ("?",)) for name in ("a1", "a2", "a3", "b1", "b2")]
     assert [item.id for item in spread(items)] == ["a1", "b1", "a2", "b2", "a3"]

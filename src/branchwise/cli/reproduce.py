@@ -209,7 +209,7 @@ def _measuring(
 
 def _show(rows: Rows, names: list[str], failed: Collection[str]) -> None:
     """The verdicts as a table, and below it what was not measured, and why."""
-    from branchwise.bench.claims.judging import VERDICTS, judge
+    from branchwise.bench.claims.judging import VERDICTS, disturbed, judge
     from branchwise.bench.claims.table import chosen
     from branchwise.bench.summary import ABSENT, shown_ratio
 
@@ -238,6 +238,8 @@ def _show(rows: Rows, names: list[str], failed: Collection[str]) -> None:
             for name, count in claims.items()
         ]
         shown.print(f"Not measured, {why}: {', '.join(told)}")
+    if busy := disturbed(rows):
+        shown.print(f"{busy[0].upper()}{busy[1:]}.")
     counts = Counter(judged.verdict for judged in found)
     told = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
     shown.print(f"{len(found)} {'claim' if len(found) == 1 else 'claims'}: {', '.join(told)}")

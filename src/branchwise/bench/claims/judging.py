@@ -3,7 +3,8 @@
     holds               the whole interval lies above the bound, and reaches the number of the paper, if it gives one
     holds in part       it lies above the bound but below that number; or some comparisons of a claim hold, not all
     does not hold here  the whole interval lies below the bound, in every comparison
-    undecided           the interval holds the bound, or fewer than 8 prompts were compared: more of them would tell
+    undecided           the interval holds the bound, or fewer than 8 prompts were compared: more of them would tell;
+                        or it is about speed, and the machine had other work
     not measured        a part is missing, a quick run leaves it out, or the run did not get there
 
 The bound is 1 where a paper claims a gain; a claim that nothing is lost has one a little below.
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from branchwise.bench.claims.rows import Key, Rows, Sample
 from branchwise.bench.claims.table import ACCEPTANCE, MBSU, SPEED, Claim, Point
 from branchwise.bench.metrics import Ratio, paired_ratio
+from branchwise.methods import PLAIN
 
 HOLDS, IN_PART, NOT_HERE = "holds", "holds in part", "does not hold here"
 UNDECIDED, NOT_MEASURED = "undecided", "not measured"
 FEWEST = 8
 """prompts; intervals over fewer are too narrow to decide by (tests/test_bench_metrics.py simulates it)"""
+STEADY = 1.5
+"""times as long as on another prompt a token of plain decoding takes at most on a machine that has no other work"""
 LEFT_OUT = "left out of a quick run"
 VERDICTS = (HOLDS, IN_PART, NOT_HERE, UNDECIDED, NOT_MEASURED)
 
@@ -94,9 +98,22 @@ def compare(point: Point, rows: Rows) -> Found:
         factor * sum(above for above, _ in side) / sum(below for _, below in side)
         for factor, side in zip(factors, amounts, strict=True)
     ]
-    enough = ratio.units >= FEWEST
+    enough = ratio.units >= FEWEST and not (point.measure == SPEED and disturbed(rows))
     verdict = verdict_of(ratio.low, ratio.high, point.bound, point.claimed) if enough else UNDECIDED
     return Found(point, verdict, ratio, values[0], values[1], specs)
+
+
+def disturbed(rows: Rows) -> str:
+    """What shows that the machine had other work while texts were timed, in words; empty if nothing does.
+
+    A moment of other work slows down the contestant that happens to write, which a few short texts do not average out.
+    """
+    raced = [one for row in rows.rows if row.key.alone and row.key.method == PLAIN.name for one in row.samples]
+    paces = sorted((one.seconds or 0.0) / one.steps for one in raced if one.steps)
+    if not paces or paces[-1] <= STEADY * paces[0]:
+        return ""
+    least, most = (f"{1000 * pace:.0f}" for pace in (paces[0], paces[-1]))
+    return f"plain decoding took {least} to {most} ms a token: the machine had other work, and speeds decide nothing"
 
 
 def _amount(measure: str, sample: Sample) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from branchwise.bench.claims.judging import NOT_MEASURED, VERDICTS, Found, Judged, judge
+from branchwise.bench.claims.judging import NOT_MEASURED, VERDICTS, Found, Judged, disturbed, judge
 from branchwise.bench.claims.rows import Key, Rows
 from branchwise.bench.claims.table import MEASURES, SPEED, Claim, Sweep, claims, drafters_of, surprises, sweeps
 from branchwise.bench.summary import ABSENT, shown, shown_ratio
@@ -36,7 +36,8 @@ in code (`bench/claims/judging.py`):
 - **holds**: the whole interval lies above the bound and reaches the number of the paper, if the paper gives one;
 - **holds in part**: it lies above the bound but below that number, or only some comparisons hold;
 - **does not hold here**: it lies below the bound;
-- **undecided**: the bound lies inside the interval, or fewer than 8 prompts were compared;
+- **undecided**: the bound lies inside the interval, fewer than 8 prompts were compared, or the machine had other work
+  while a speed was measured;
 - **not measured**: a trained part or an index is missing, a quick run leaves it out, or the run has not come to it yet.
 
 The bound is 1, or a little less where the claim is that nothing is lost. Comparisons in parentheses are shown beside a
@@ -68,7 +69,8 @@ def _setups(setups: Sequence[Rows]) -> str:
             f"| {letter} | {run['model']}, {run['dtype']} | {drafts} | {device} | {run['prompts']} | "
             f"{run['tokens']} | `{run['command']}` |"
         )
-    return "\n".join([*lines, ""])
+    busy = [(letter, disturbed(rows)) for letter, rows in zip(letters(), setups, strict=False)]
+    return "\n".join([*lines, "", *(f"{letter}: {why}.\n" for letter, why in busy if why)])
 
 
 def letters() -> list[str]:
