@@ -62,9 +62,12 @@ class PipelinedToy(ToyTarget, PipelinedTarget):
             ahead.append(SequenceState([*cached, token]))
             self._cached[ahead[-1]] = cached
         roots = TreeBatch(batch.trees, pad_shape=batch.pad_shape, roots=after.tokens.tolist())
-        scored = self.score(ahead, roots)
-        for text in ahead:
-            del self._cached[text], self._scored[text]
+        try:
+            scored = self.score(ahead, roots)
+        finally:
+            for text in ahead:
+                del self._cached[text]
+                self._scored.pop(text, None)
         return ToyInflight(self, tuple(sequences), batch, scored, self.passes)
 
     def reuse(self, sequences: Sequence[SequenceState], batch: TreeBatch) -> None:

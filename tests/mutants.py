@@ -779,6 +779,12 @@ MUTANTS = [
         ("if self._waiting or self.prefilling:\n            self.thin_out()", "if False:\n            pass"),
         ("if sparing and texts and ", "if texts and "),
         ("if sparing and texts and ", "if False and "),
+        ("            self.leave(generation)\n        self.thin_out(sparing=True)\n", "            self.leave(generation)\n"),
+    ),
+    *family(
+        "lingering",
+        "engine/request.py",
+        ("return not self.request.sampling.processors", "return True"),
     ),
     *family(
         "lingering",

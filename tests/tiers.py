@@ -242,6 +242,7 @@ SLOW: dict[str, str | int] = {
     "test_lingering.py::test_an_end_that_nobody_foresaw_costs_the_others_no_pass": "none-greedy",
     "test_lingering.py::test_who_comes_has_the_slot_before_the_next_step": "none",
     "test_lingering.py::test_the_next_turn_begins_with_the_rows_of_the_text_and_no_others": "none",
+    "test_lingering.py::test_whoever_comes_and_goes_texts_are_those_they_are_alone": "7-.*",
     # The process of the server, 20 s: its parts are tested within the process of the tests
     "test_serve_process.py::test_the_openai_client_talks_to_the_process_and_sigterm_ends_a_stream_cleanly": NONE,
     "test_serve_process.py::test_a_model_that_is_not_there_is_one_sentence": NONE,

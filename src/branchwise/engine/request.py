@@ -168,8 +168,9 @@ class Generation:
 
     @property
     def may_linger(self) -> bool:
-        """Whether its row can be written on when it has ended; nothing follows the end of a grammar."""
-        return self.constraint is None
+        """Whether its row can be written on when it has ended. Nothing follows the end of a grammar, and processors of
+        others may know of nothing that does either."""
+        return not self.request.sampling.processors
 
     def budget(self, most: Budget, context: int, further: int = 0, *, beyond: bool = False) -> Budget:
         """What a tree may hold so that no node lies past the context, nor past the wanted length unless it may reach

@@ -120,12 +120,13 @@ class Scheduler:
         return failed
 
     def release(self) -> None:
-        """Free the slots of what was cancelled."""
+        """Free the slots of what was cancelled; rows linger for the sake of those that go on."""
         while self._cancelled:
             generation = self._cancelled.popleft()
             generation.flush()
             generation.stop_clock()
             self.leave(generation)
+        self.thin_out(sparing=True)
 
     def linger(self, generation: Generation, behind: Sequence[int]) -> None:
         """Let the row of a generation that has ended stay in its place; a pass has these tokens `behind` its text."""
@@ -133,7 +134,8 @@ class Scheduler:
 
     def thin_out(self, *, sparing: bool = False) -> None:
         """Let go of rows that linger, but `sparing` those that cost the others nothing."""
-        lingering = self.lingering
+        if not (lingering := self.lingering):
+            return
         texts = len(self.running) - len(lingering)
         if sparing and texts and self.target.bucket(texts, 1)[0] == self.target.bucket(len(self.running), 1)[0]:
             return
