@@ -327,6 +327,7 @@ def test_whoever_comes_and_goes_texts_are_those_they_are_alone(seed: int, cached
         rows = engine.scheduler.running
         lingered += len(engine.scheduler.lingering)
         assert not any(isinstance(one, Lingering) for one in moved)
+        assert all(target._cached[one.sequence] == one.sequence.tokens[:-1] for one in rows)
         assert not rows or not all(one.finished for one in rows)
         assert all(one.token_ids == said for one, said in ended.items())
         ended |= {one: one.token_ids for one in asked if one.finished and one not in ended}
@@ -339,7 +340,7 @@ def test_whoever_comes_and_goes_texts_are_those_they_are_alone(seed: int, cached
     target.close(source)
     assert target.free_slots == SLOTS
     assert not drafter.running | drafter.retired
-    texts = [[*one.request.prompt, *one.token_ids] for one in asked if one.stats.steps]
+    texts = [[*one.request.prompt, *one.token_ids] for one in asked if one.began is not None]
     assert sorted(drafter.left) == sorted(texts) if not cached else all(text in drafter.left for text in texts)
     for one in asked:
         assert one.finish_reason is not FinishReason.ERROR
