@@ -768,8 +768,8 @@ MUTANTS = [
     *family(
         "lingering",
         "engine/lingering.py",
-        ("        row.tokens += behind\n", ""),
-        ("        generation.sequence.tokens = list(row.tokens)\n", ""),
+        ("[*row.tokens, *behind]", "list(row.tokens)"),
+        ("row.tokens = [*row.tokens, *behind]", "row.tokens += behind"),
         ("self.sequence.tokens = list(self.text_tokens)", "pass"),
     ),
     *family(
@@ -777,8 +777,9 @@ MUTANTS = [
         "engine/scheduler.py",
         ("self.target.free_slots or self.lingering", "self.target.free_slots"),
         ("if self._waiting or self.prefilling:\n            self.thin_out()", "if False:\n            pass"),
-        ("if sparing and texts and ", "if texts and "),
-        ("if sparing and texts and ", "if False and "),
+        ("if sparing and lingering and ", "if lingering and "),
+        ("if sparing and lingering and ", "if False and "),
+        ("return held <= MOST_HELD * (whole - held)", "return True"),
         ("            self.leave(generation)\n        self.thin_out(sparing=True)\n", "            self.leave(generation)\n"),
     ),
     *family(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from branchwise.control.ladder import FEW, MOST_ROWS, SETTLING, Ladder, worth
+from branchwise.control.ladder import FEW, MOST_ROWS, PATIENCE, SETTLING, Ladder, worth
 
 NODES = (7, 15, 31, 63)
 
@@ -122,6 +122,21 @@ def test_a_size_that_was_slow_once_is_timed_again() -> None:
     machine.seconds = own  # type: ignore[method-assign]
     speed_of(machine, ladder, 4, 400)
     assert speed_of(machine, ladder, 4, 200) > 0.97 * machine.speed(4, ladder.nodes[best])
+
+
+def test_a_size_that_cannot_be_timed_again_is_given_up() -> None:
+    """Texts that come and go leave no two like steps; plain decoding must stay among the choices."""
+    ladder = warmed(Machine(free=64, row=0.0002, level=0.06, gain=0.6, noise=0.0), 4)
+    best, near = ladder.rungs(4)[-1], ladder.rungs(4)[-2]
+    ladder._paces[4, near].doubt()
+    made = []
+    for _ in range(3 * PATIENCE):
+        made.append(ladder.rung(4))
+        ladder.record(4, made[-1], 1.0, None)
+    assert made[0] == near
+    assert made.count(near) < 2 * PATIENCE
+    assert made[-1] == 0, "nothing came true"
+    assert best != near
 
 
 def test_one_long_step_changes_no_choice() -> None:

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 __all__ = ["target"]
 
 PROMPTS = [(5, 6), (60,), (2, 8), (7, 7, 9)]
+LONGER = [tuple(range(start, start + 40)) for start in (3, 11, 24)]
 LONG = 12
 
 
@@ -127,7 +128,7 @@ def test_the_next_turn_begins_with_the_rows_of_the_text_and_no_others(target: Wa
     first = [*range(2, 30)]
     engine = engine_of(target, drafter_of(name, target), prefix_cache=True)
     short = engine.submit(Request(tuple(first), max_new_tokens=LONG, stop_when=ends_at(2, first)))
-    others = [engine.submit(Request(prompt, max_new_tokens=LONG)) for prompt in PROMPTS[1:]]
+    others = [engine.submit(Request(prompt, max_new_tokens=LONG)) for prompt in LONGER]
     while not short.finished:
         engine.step()
     engine.step()
@@ -151,10 +152,11 @@ def test_the_next_turn_begins_with_the_rows_of_the_text_and_no_others(target: Wa
 def test_a_row_leaves_before_its_context_is_full(target: Watched) -> None:
     """The row of a prompt that nearly fills the context has no room for what the others still write."""
     long = tuple(range(1, 57))
-    expected = alone(target)
+    host = TransformersTarget(target.model, slots=1, context=64, max_nodes=32)
+    expected = [written(engine_of(host, NoDrafter()), prompt) for prompt in LONGER]
     engine = engine_of(target, NoDrafter())
     short = engine.submit(Request(long, max_new_tokens=7, stop_when=ends_at(3, long)))
-    others = [engine.submit(Request(prompt, max_new_tokens=LONG)) for prompt in PROMPTS[1:]]
+    others = [engine.submit(Request(prompt, max_new_tokens=LONG)) for prompt in LONGER]
     lingered = False
     while engine.busy:
         engine.step()
@@ -162,7 +164,19 @@ def test_a_row_leaves_before_its_context_is_full(target: Watched) -> None:
         assert all(len(row.sequence.tokens) <= target.info.context for row in engine.scheduler.lingering)
     assert lingered
     assert len(short.token_ids) == 3
-    assert [one.token_ids for one in others] == expected[1:]
+    assert [one.token_ids for one in others] == expected
+
+
+def test_a_row_that_holds_more_than_the_others_leaves_at_once(target: Watched) -> None:
+    """Its keys and values would be read in every pass."""
+    engine = engine_of(target, NoDrafter())
+    short = engine.submit(Request(LONGER[0], max_new_tokens=LONG, stop_when=ends_at(3, LONGER[0])))
+    for prompt in PROMPTS[1:]:
+        engine.submit(Request(prompt, max_new_tokens=6))
+    while engine.busy:
+        engine.step()
+        assert not engine.scheduler.lingering
+    assert len(short.token_ids) == 3
 
 
 def test_other_rules_let_a_text_go_at_once(target: Watched) -> None:

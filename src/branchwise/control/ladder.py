@@ -10,6 +10,7 @@ text has its own share in that number, and what is expected of a batch changes a
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ STALE = 256
 """steps of a batch after which a size that was not made since is timed again, if it may be the better one"""
 NEAR = 0.8
 """the share of the best speed from which on it may be"""
+PATIENCE = 24
+"""steps in which it is tried at most"""
 SLOWLY = 1 / 16
 """the share of the last step in how long steps take"""
 CHANCE = 1.05
@@ -60,6 +63,8 @@ class Pace:
     """by how much steps of other rungs have become slower since"""
     age: int = 0
     """steps of other rungs since"""
+    patience: int = sys.maxsize
+    """further steps in which this size is tried until it is known"""
 
     def record(self, seconds: float) -> None:
         self.seconds, self.drift, self.age = self.now, 1.0, 0
@@ -76,7 +81,13 @@ class Pace:
 
     def doubt(self) -> None:
         """Let a few more steps say how long they take; what they did before is forgotten then."""
-        self.steps, self.age = SETTLING, 0
+        self.steps, self.age, self.patience = SETTLING, 0, PATIENCE
+
+    def wait(self) -> None:
+        """It is tried in one more step. Where texts come and go hardly any is timed; what is known must do then."""
+        self.patience -= 1
+        if not self.patience:
+            self.steps = SETTLING + FEW
 
     @property
     def now(self) -> float:
@@ -129,6 +140,7 @@ class Ladder:
         untried = [rung for rung in reversed(self.rungs(size)) if not self._paces[size, rung].known]
         if untried:
             self._chosen = None
+            self._paces[size, untried[0]].wait()
             return untried[0]
         self._turn += 1
         if self._chosen is None or self._chosen[0] != size or self._turn >= EVERY:
@@ -138,7 +150,7 @@ class Ladder:
     def _best(self, size: int, texts: Sequence[Hashable]) -> int:
         speeds = {rung: self.speed(size, rung, texts) for rung in self.rungs(size)}
         best = max(speeds, key=speeds.__getitem__)
-        if speeds[best] < worth(size) * speeds[0]:
+        if not best or speeds[best] < worth(size) * speeds[0]:
             return 0
         for rung, speed in speeds.items():
             pace = self._paces[size, rung]

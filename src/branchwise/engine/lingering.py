@@ -2,8 +2,9 @@
 
 On a device the next pass is enqueued before the host knows that a text ends with this one. It was made for the whole
 batch, and counts for nothing if a row is missing from it. So the row of a text that ended stays: it is written on,
-nobody sees what, and the others have their pass. In a batch that is padded to a few sizes such a row costs nothing. It
-leaves when somebody comes, when the next pass is not enqueued, or when a smaller size holds the others.
+nobody sees what, and the others have their pass. In a batch that is padded to a few sizes such a row costs little: its
+keys and values are read. It leaves when somebody comes, when the next pass is not enqueued, when a smaller size holds
+the others, or when all such rows hold half as many tokens as these.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ class Lingering(Generation):
         and the row the sequence that drafter and target know it by."""
         row = generation.sequence
         generation.sequence = copy.copy(row)
-        generation.sequence.tokens = list(row.tokens)
-        row.tokens += behind
+        row.tokens = [*row.tokens, *behind]
         nothing_reported = replace(
             generation.request,
             max_new_tokens=sys.maxsize,

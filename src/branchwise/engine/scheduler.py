@@ -35,6 +35,9 @@ MOST_PIECES = 4
 SCORED_TOKENS = 256
 """of a prompt that are written at once where the logits behind all of them are wanted, which take memory"""
 
+MOST_HELD = 0.5
+"""tokens of rows that linger, of those of the texts beside them: a pass reads the keys and values of both"""
+
 
 class Scheduler:
     def __init__(
@@ -133,14 +136,20 @@ class Scheduler:
         self.running[self.running.index(generation)] = Lingering.of(generation, behind)
 
     def thin_out(self, *, sparing: bool = False) -> None:
-        """Let go of rows that linger, but `sparing` those that cost the others nothing."""
-        if not (lingering := self.lingering):
-            return
-        texts = len(self.running) - len(lingering)
-        if sparing and texts and self.target.bucket(texts, 1)[0] == self.target.bucket(len(self.running), 1)[0]:
+        """Let go of rows that linger, but `sparing` those that cost the others little."""
+        lingering = self.lingering
+        if sparing and lingering and self._cost_little(lingering):
             return
         for row in lingering:
             self.leave(row)
+
+    def _cost_little(self, lingering: Sequence[Lingering]) -> bool:
+        """Whether a pass over the other rows alone would hardly be shorter."""
+        rows, texts = len(self.running), len(self.running) - len(lingering)
+        if not texts or self.target.bucket(texts, 1) != self.target.bucket(rows, 1):
+            return False
+        held, whole = (sum(len(one.sequence.tokens) for one in group) for group in (lingering, self.running))
+        return held <= MOST_HELD * (whole - held)
 
     def leave(self, generation: Generation) -> None:
         """Free the slot of a generation that has ended, if it has one."""
