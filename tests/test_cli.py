@@ -343,3 +343,15 @@ def test_a_reader_that_goes_away_ends_the_writing() -> None:
         errors = process.stderr.read()
     assert "Traceback" not in errors
     assert process.returncode not in (0, 2)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [("models",), ("methods", "--json")])
+def test_a_full_disk_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*BRANCHWISE, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("branchwise: The output cannot be written: ")
+    assert done.stderr.count("\n") == 1, done.stderr

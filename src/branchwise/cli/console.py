@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import warnings
 from collections.abc import Collection, Iterator
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     from branchwise.engine import Piece
     from branchwise.llm import LLM, Completion, Options
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk without room for what a command writes
 
 
 @contextlib.contextmanager
@@ -34,6 +38,12 @@ def errors_in_one_sentence() -> Iterator[None]:
         yield
     except BranchwiseError as error:
         print_notice(str(error))
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is still buffered would fail again at exit
+        print_notice(f"The output cannot be written: {error.strerror}. Make room, and run the command again.")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
