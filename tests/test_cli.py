@@ -43,7 +43,7 @@ def test_generate_prints_one_json_object_with_everything_in_it() -> None:
     done = run("generate", "Write a haiku about rivers.", "--temperature", "0", "--json", "-n", "12")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"model", "text", "token_ids", "prompt_tokens", "finish_reason", "error", "stats"}
+    assert set(found) == {"model", "text", "token_ids", "prompt_tokens", "finish_reason", "seed", "error", "stats"}
     assert {
         "steps",
         "drafted_tokens",

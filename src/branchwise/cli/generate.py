@@ -160,6 +160,7 @@ def _as_dict(completion: Completion) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "prompt_tokens": completion.prompt_tokens,
         "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
         "error": completion.error,
         "stats": completion.stats.as_dict(),
     }
