@@ -123,7 +123,8 @@ def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_one_sentence() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match=r"cannot listen .* name another with --port"):
+    advice = r"cannot listen .* name another with --host or --port"
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match=advice):
         listen("127.0.0.1", taken.getsockname()[1])
 
 

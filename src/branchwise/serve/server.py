@@ -89,7 +89,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise UsageError(f"The server cannot listen at {host}:{port}: {reason}; name another with --port.") from None
+        advice = "name another with --host or --port"
+        raise UsageError(f"The server cannot listen at {host}:{port}: {reason}; {advice}.") from None
 
 
 def run(server: Server, listening: socket.socket) -> bool:
