@@ -55,7 +55,7 @@ def demo(
         str | None,
         Option(
             help="Method that drafts without a model; see `branchwise methods`.",
-            show_default="(default where a trained head comes with the model, else ngram)",
+            show_default="default where a trained head comes with the model, else ngram",
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 128,

@@ -80,7 +80,7 @@ def _print_one(method: Method) -> None:
     print(f"{method.name}: {method.about}" if method.about else method.name)
     for title, text in parts.items():
         if text:
-            print(f"  {title:9} {text}")
+            print(f"  {title:12} {text}")
 
 
 def models(as_json: AsJson = False) -> None:
