@@ -216,6 +216,19 @@ def test_there_are_snippets_to_run() -> None:
     assert len(snippets()) >= 3
 
 
+def test_what_stands_behind_a_command_is_a_comment() -> None:
+    """Else who pastes the line gives it as arguments, and an apostrophe leaves the shell waiting for another."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    commands = [
+        line
+        for page in pages
+        for line in page.read_text().splitlines()
+        if re.match(r"(\.venv/bin/)?branchwise [a-z]", line) and "  " in line
+    ]
+    assert commands
+    assert [line for line in commands if not re.search(r"  #", line)] == []
+
+
 def test_the_readme_names_every_file_of_the_package() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in SOURCE.rglob("*.py"):
