@@ -250,11 +250,12 @@ def _advice(found: Explanation, target: TargetInfo) -> list[str]:
     if plain is not None and any(size.nodes for size in found.sizes):
         drafting, scoring = spent["draft"] / steps / plain, spent["score"] / steps / plain
         if drafting > DEAR_DRAFT:
-            line = f"Drafting takes {drafting:.2f} plain steps of every step: a cheaper drafter, or fewer levels."
+            line = f"Drafting takes {drafting:.2f} plain steps of a step: try a cheaper drafter, or shorter drafts."
             worth.append((spent["draft"], line))
         if scoring > DEAR_PASS:
             line = (
-                f"A pass over these trees costs {scoring:.2f} plain steps: fewer nodes; branchwise tune shows how many."
+                f"A pass over these trees costs {scoring:.2f} plain steps: try smaller trees (--tree). "
+                "branchwise tune shows what a pass over n nodes costs."
             )
             worth.append((spent["score"] - steps * plain, line))
         if found.tokens < FEW_KEPT * steps and (found.speedup or 0) < 1:
