@@ -81,7 +81,7 @@ def demo(
     place = f"{torch.get_num_threads()} CPU threads" if llm.model.device.type == "cpu" else str(llm.model.device)
     shown.print(f"{llm.name} in {precision} on {place}, greedy, method {chosen.name}", style="bold")
     started = time.monotonic()
-    for warm in (llm, llm.with_method(chosen)):
+    for warm in (llm, llm.with_method(chosen, guard=True)):
         warm.generate(COPY, max_new_tokens=8)  # the first passes are slower: libraries choose their kernels
     prompts = {"copy": COPY, "free writing": FREE[0]}
     trials = [_show(shown, llm, chosen, name, prompt, max_new_tokens) for name, prompt in prompts.items()]
@@ -91,7 +91,8 @@ def demo(
             for trial in trials:
                 progress(f"measuring again: {trial.name}", rounds - 1, ROUNDS - 1)
                 trial.plain.append(llm.generate(trial.prompt, max_new_tokens=max_new_tokens))
-                trial.drafted.append(llm.with_method(chosen).generate(trial.prompt, max_new_tokens=max_new_tokens))
+                guarded = llm.with_method(chosen, guard=True)  # as in `generate`
+                trial.drafted.append(guarded.generate(trial.prompt, max_new_tokens=max_new_tokens))
             rounds += 1
     _print_table(shown, trials, f"{precision}, median of {rounds} rounds" if rounds > 1 else f"{precision}, one round")
     for trial in trials:
@@ -107,7 +108,7 @@ def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_
     """Print both answers to a prompt as they are written, and whether they are equal."""
     shown.print(f"\n{prompt}", style="dim")
     answers = []
-    writers = {"plain decoding": llm, "speculative (green: drafted and accepted)": llm.with_method(method)}
+    writers = {"plain decoding": llm, "speculative (green: drafted and accepted)": llm.with_method(method, guard=True)}
     for title, writer in writers.items():
         shown.print(f"\n{name}, {title}", style="bold")
         answers.append(write_answer(shown, writer, prompt, {"max_new_tokens": max_new_tokens}, writer is not llm))
