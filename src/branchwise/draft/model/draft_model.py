@@ -26,6 +26,7 @@ from branchwise.backends.transformers.kv_cache import PartialTree
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.builder import TreeBuilder
 from branchwise.draft.model.pack import load_specialist
+from branchwise.draft.nested.parts import first_layers
 from branchwise.errors import ModelError
 from branchwise.models import load_model
 
@@ -52,6 +53,7 @@ class Weights:
         self._idle: list[tuple[Any, TransformersTarget]] = []
         self._kinds: WeakKeyDictionary[TransformersTarget, Any] = WeakKeyDictionary()
         self._heads: dict[bytes | None, Head] = {}
+        self._shallower: dict[int, Weights] = {}
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, device: torch.device, task: str | None = None) -> Weights:
@@ -97,6 +99,13 @@ class Weights:
             if slots.free_slots == slots.slots:
                 self._idle.append((self._kinds[slots], slots))
                 del self._idle[:-MOST_IDLE]
+
+    def first_layers(self, count: int) -> Weights:
+        """The model of so many of its layers; the same object for as many."""
+        if count not in self._shallower:
+            model = first_layers(self.model, count)
+            self._shallower[count] = Weights(f"{self.name} to layer {count}", model, self.tokenizer)
+        return self._shallower[count]
 
     def own_head(self, rows: Tensor | None = None) -> Head:
         """The head of the model, or some rows of it; the same object for the same rows."""

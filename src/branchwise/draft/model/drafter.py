@@ -87,10 +87,7 @@ class ModelDrafter(TreeDrafter):
         from branchwise.backends.transformers.probe import context_limit  # transformers takes seconds to import
 
         super().bind(target)
-        given = self.model
-        self.weights = (
-            given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device, self.task)
-        )
+        self.weights = self._weights(target)
         self.tree.bind(target, lambda: self.weights.fingerprint)
         self.vocabulary = self._common(target)
         if self.trim is not None:
@@ -110,6 +107,10 @@ class ModelDrafter(TreeDrafter):
         self._following = self._cache(acquire)
         self._ahead = self._on_device(target)
         self.cost = None if target.weight_bytes is None else self._share(target)
+
+    def _weights(self, target: TargetInfo) -> Weights:
+        given = self.model
+        return given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device, self.task)
 
     def let_foresee(self, allowed: bool) -> None:
         """Trees of ranks are laid ahead of the host where that can be, without looking at draws; so nowhere else."""

@@ -2,7 +2,8 @@
 
 A threshold of 0.5 is the paper's. Better ones are found from two measurements: what a pass to each exit takes on this
 machine, and for places of held-out texts how sure each exit was and how likely its draft would have been accepted
-(`exits.json`, written by `branchwise train nested`). They are chosen before anything is drafted.
+(`exits.json`, written by `branchwise train nested`). They are chosen before anything is drafted. Where a host must not
+look between two levels, one exit is chosen for all drafts by the same measurements.
 """
 
 from __future__ import annotations
@@ -67,10 +68,23 @@ def best_ladder(samples: NDArray[np.float64], segments: Sequence[float], head: f
         ladder = expected(samples, segments, head, thresholds)
         assert ladder.acceptance is not None
         assert ladder.cost is not None
-        tokens = sum(ladder.acceptance**level for level in range(depth + 1))
-        if (speed := tokens / (1 + depth * ladder.cost)) > worth:
+        if (speed := _speed(ladder.acceptance, ladder.cost, depth)) > worth:
             worth, found = speed, ladder
     return found
+
+
+def best_exit(samples: NDArray[np.float64], costs: Sequence[float], depth: int = DEPTH) -> int:
+    """The number of the exit with the most tokens in the time of a pass of the target, if all drafts leave there.
+
+    `costs` are those of a drafted token by exit, as shares of such a pass.
+    """
+    accepted = samples[:, 1].mean(axis=0)
+    return max(range(len(costs)), key=lambda number: _speed(accepted[number], costs[number], depth))
+
+
+def _speed(acceptance: float, cost: float, depth: int) -> float:
+    """Tokens in the time of a pass of the target, in a chain of this depth."""
+    return sum(acceptance**level for level in range(depth + 1)) / (1 + depth * cost)
 
 
 def expected(

@@ -1,7 +1,9 @@
-"""The parts of a decoder of transformers: its layers, and the norm between the last of them and the head."""
+"""The parts of a decoder of transformers: its layers, the norm between the last of them and the head, and what is left
+of it with some of its layers."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -31,3 +33,37 @@ def norm_of(model: Any) -> tuple[str, nn.Module]:
 def exits_of(config: Any) -> tuple[int, ...]:
     """Numbers of layers after which a draft may leave, as the config of a nested model says; none for others."""
     return tuple(config.get_text_config().to_dict().get("exits") or ())
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """The same model with its first layers alone, its embeddings, norm and head; no weight is copied."""
+    name, _ = layers_of(model)
+    *path, last = name.split(".")
+    found = part = shallow(model)
+    parts = [found]
+    for step in path:
+        part._modules[step] = part = shallow(part._modules[step])
+        parts.append(part)
+    part._modules[last] = nn.ModuleList(part._modules[last][:count])
+    config = config_of_layers(model.config, 0, count)
+    for part in parts:
+        if hasattr(part, "config"):
+            part.config = config
+    return found
+
+
+def shallow(module: Any) -> Any:
+    """A copy that shares its children and may be given others."""
+    found = copy.copy(module)
+    found._modules = dict(module._modules)  # a copy shares what its modules are kept in
+    return found
+
+
+def config_of_layers(config: Any, first: int, last: int) -> Any:
+    """The config of a model with these layers alone."""
+    found = copy.deepcopy(config)
+    text = found.get_text_config()
+    text.num_hidden_layers = last - first
+    if kinds := text.to_dict().get("layer_types"):
+        text.layer_types = kinds[first:last]
+    return found

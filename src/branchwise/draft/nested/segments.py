@@ -6,7 +6,6 @@ around its layers (masks, positions) it does for every segment. An exit is the n
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from branchwise.core.sequence import SequenceState
-from branchwise.draft.nested.parts import layers_of, norm_of
+from branchwise.draft.nested.parts import config_of_layers, layers_of, norm_of, shallow
 from branchwise.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -109,12 +108,8 @@ def _now(device: torch.device) -> float:
 
 def _cut(body: Any, layers: str, norm: str, first: int, last: int) -> Any:
     """The same module with some of its layers, and nothing after them."""
-    part = copy.copy(body)
-    part._modules = dict(body._modules)  # a copy shares what its modules are kept in
-    part.config = copy.deepcopy(body.config)
-    part.config.num_hidden_layers = last - first
-    if kinds := part.config.to_dict().get("layer_types"):
-        part.config.layer_types = kinds[first:last]
+    part = shallow(body)
+    part.config = config_of_layers(body.config, first, last)
     part._modules[layers] = nn.ModuleList(body._modules[layers][first:last])
     part._modules[norm] = nn.Identity()
     return part
