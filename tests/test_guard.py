@@ -51,15 +51,19 @@ class World:
     batch: int = 1
     reading: float = 0.0
     """plain steps that the drafter takes to read what it has missed"""
+    ahead: bool = False
+    """whether the guard is asked about a step before the one in front of it is over, as where passes are enqueued"""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     pace: float = 1.0
     now: float = 0.0
     drafted: int = 0
     _behind: bool = True
+    _decided: int | None = None
 
     def step(self, guard: Guard) -> float:
         """One step; how many tokens a text got."""
-        chosen = guard.choose(self.batch)
+        chosen = guard.choose(self.batch) if self._decided is None else self._decided
+        self._decided = guard.choose(self.batch) if self.ahead else None
         rested = chosen == PLAIN
         tokens, cost = (1.0, 1.0) if rested else (self.tokens(self.rng), self.cost)
         caught_up, self._behind = self._behind and not rested, rested
@@ -177,6 +181,13 @@ def test_what_is_read_after_a_rest_is_not_blamed_on_the_steps_but_must_be_earned
     assert mean(world.speed(Guard(), 600) for world in paying) > 0.95 * paying[0].own
     assert mean(speeds(1.3, NOTHING, reading=8.0)) > 0.965, "each trial begins with it"
     assert mean(speeds(1.02, NOTHING, reading=30.0)) > 0.96
+
+
+@pytest.mark.parametrize(("cost", "reading"), [(2.3, 4.0), (1.4, 0.0), (5.0, 2.0)])
+def test_a_step_that_was_decided_before_the_trial_was_lost_counts_as_lost_too(cost: float, reading: float) -> None:
+    assert mean(speeds(cost, NOTHING, reading=reading, ahead=True)) > 0.965
+    own = World(1.5, geometric(0.7)).own
+    assert mean(speeds(1.5, geometric(0.7), reading=reading, ahead=True)) > 0.97 * own
 
 
 def test_one_accident_is_no_verdict() -> None:

@@ -79,6 +79,9 @@ class Rest:
     def record(self, tokens: float, passes: float) -> bool:
         """A step with it gave so many tokens and took as long as so many plain passes; whether it stands aside now."""
         terms = self._terms
+        if self._left > 0:  # the step was decided before the one was over with which the trial was lost
+            self._left += round(max(0.0, passes - tokens) / terms.share)
+            return False
         due = (1 - FADING) * self._invested
         self._invested -= due
         self._gained = terms.fading * self._gained + tokens
