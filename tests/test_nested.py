@@ -15,6 +15,7 @@ from torch import Tensor
 
 from branchwise.audit.findings import Word
 from branchwise.audit.model import Plan
+from branchwise.backends.transformers.runner import bytes_read
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sequence import SequenceState
 from branchwise.draft import build_drafter, build_policy
@@ -22,12 +23,14 @@ from branchwise.draft.builder import TreeBuilder
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.nested.cache import NestedKVCache
 from branchwise.draft.nested.drafter import NestedDrafter
-from branchwise.draft.nested.exits import NEVER, best_ladder, expected, read_samples
+from branchwise.draft.nested.exits import NEVER, best_exit, best_ladder, expected, read_samples
+from branchwise.draft.nested.parts import first_layers
 from branchwise.draft.nested.segments import Segments
 from branchwise.engine import Engine, Request
 from branchwise.errors import BranchwiseError, ModelError, PairingError, UnsupportedModel, UsageError
 from branchwise.train.student.model import with_layers
 from branchwise.verify import VERIFIERS
+from tests import attention_twins
 from tests.conformance.architectures import build, served
 from tests.test_audit_model import audit, llm, tiny_model, tokenizer
 from tests.test_model_drafter import VOCABULARY, tiny
@@ -216,6 +219,21 @@ def test_a_model_that_its_layers_do_not_make_up_is_refused(dtype: torch.dtype) -
         NestedDrafter(Weights("gemma", model, None)).bind(TransformersTarget(build(served()["gemma2"])).info)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma2"])
+def test_the_model_of_its_first_layers_shares_all_weights_and_is_that_of_these_layers(name: str) -> None:
+    model = nested_model() if name == "llama" else build(served()[name])
+    layers = model.config.num_hidden_layers
+    tokens, known = torch.arange(1, 15)[None], {id(weight) for weight in model.parameters()}
+    before = model(tokens).logits
+    for count in range(1, layers):
+        part = first_layers(model, count)
+        torch.testing.assert_close(part(tokens).logits, with_layers(model, range(count))(tokens).logits)
+        assert {id(weight) for weight in part.parameters()} < known
+        assert part.config.num_hidden_layers == count
+    assert model.config.num_hidden_layers == layers
+    assert torch.equal(model(tokens).logits, before)
+
+
 # The drafter
 
 
@@ -232,6 +250,36 @@ def test_texts_are_those_of_plain_decoding_and_exits_are_mixed() -> None:
     assert texts[0] == texts[1]
     assert len(nested._following.left) >= 2  # type: ignore[attr-defined]
     assert "layers" in nested.reasons(1)[0]
+
+
+def test_a_device_drafts_ahead_with_the_exit_that_is_best_for_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_twins.install(monkeypatch)
+    # The first exit is right half the time, the second hardly more often.
+    monkeypatch.setattr(NestedDrafter, "_measured", lambda self: np.array([[[0.5] * 3, [0.5, 0.52, 0.9]]]))
+    weights, chosen = Weights("nested", nested_model(), None), []
+    for layers in (2, 60):  # beside a large target a deep exit costs little
+        target = TransformersTarget(tiny(8, layers=layers), slots=2, context=64, max_nodes=16, kernels=True)
+        drafter = NestedDrafter(weights, tree=build_policy("chain:3"))
+        texts = []
+        for method in (build_drafter("none"), drafter):
+            engine = Engine(target, method, VERIFIERS.build("match"))
+            made = [engine.submit(Request(prompt, max_new_tokens=20)) for prompt in ((1, 2, 3), (4, 5) * 6)]
+            while engine.busy:
+                engine.step()
+            texts.append([one.token_ids for one in made])
+        assert texts[0] == texts[1]
+        assert drafter.only is not None
+        assert drafter._ahead is not None, "no host between levels"
+        assert target.info.weight_bytes is not None
+        own = bytes_read(first_layers(weights.model, drafter.only))
+        assert drafter.cost == pytest.approx(own / target.info.weight_bytes)
+        assert f"after {drafter.only} of 4 layers" in drafter.reasons(1)[0]
+        chosen.append(drafter.only)
+    assert chosen == [1, 4]
+    named = NestedDrafter(weights, threshold=0.5, tree=build_policy("chain:3"))
+    named.bind(target.info)
+    assert named.only is None, "a threshold asks for a look at every node"
+    assert named._ahead is None
 
 
 @pytest.mark.parametrize("verify", ["token", "block"])
@@ -298,6 +346,12 @@ def test_thresholds_follow_costs_and_what_was_measured() -> None:
     assert found.shares == pytest.approx((share, 1 - share))
     assert found.cost == pytest.approx(0.15 + (1 - share) * 0.25)
     assert found.acceptance == pytest.approx(float(np.where(first >= 0.5, first, last).mean()))
+
+
+def test_one_exit_for_all_follows_costs_and_what_was_measured() -> None:
+    samples = np.array([[[0.9, 0.1], [0.5, 0.8]]])  # how sure it is says nothing of how right
+    assert best_exit(samples, (0.1, 0.2)) == 1
+    assert best_exit(samples, (0.1, 0.9)) == 0
 
 
 def test_a_file_of_measurements_is_read_and_a_wrong_one_refused(tmp_path: Path) -> None:
