@@ -42,7 +42,7 @@ def interval(values: list[float]) -> str:
 
 
 def provenance(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    asked = {name: value for name, value in vars(arguments).items() if name not in ("commit", "out")}
+    asked = {name: value for name, value in vars(arguments).items() if name not in ("commit", "out", "folder")}
     found = about(device, asked, arguments.commit)
     return {**found, "source": source_digest(PACKAGE, Path(__file__).parent)}
 

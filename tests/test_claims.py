@@ -390,6 +390,15 @@ def test_what_a_drafter_learned_is_learned_again_when_a_run_goes_on(tiny: LLM, t
     assert steps(cut) == whole
 
 
+def test_where_no_text_is_to_be_timed_there_are_no_races(tiny: LLM, tmp_path: Path) -> None:
+    claim = replace(SMALL, points=(*SMALL.points, Point("ngram/chain:2/match", "plain", measure="speed", alone=True)))
+    run = Measuring(tiny, PROMPTS[:2], Parts(), RowFile(tmp_path / "rows.jsonl", RUN), tokens=4, alone=0)
+    run.run([claim], quick=False)
+    run.file.close()
+    assert run.file.found.rows
+    assert not any(row.key.alone for row in run.file.found.rows)
+
+
 def test_the_clock_of_a_text_runs_from_the_end_of_its_prompt_on() -> None:
     answer = Answer([5, 9], "length", seconds=3.0, steps=2, phases={"prefill": 2.0})
     assert [sample_of(PROMPTS[0], answer, alone=alone).seconds for alone in (True, False)] == [1.0, None]

@@ -63,7 +63,7 @@ def reproduce(
         int | None, Option("--max-new-tokens", "-n", help="Tokens of a text at most.", show_default="64, quick 24")
     ] = None,
     alone: Annotated[
-        int | None, Option(help="Prompts that are timed one by one, at most.", show_default="40, quick 8")
+        int | None, Option(help="Prompts that are timed one by one, at most; 0: no speeds.", show_default="40, quick 8")
     ] = None,
     minutes: Annotated[
         float | None, Option(help="Begin no further row after so many; the same command goes on.", show_default="none")
@@ -92,14 +92,15 @@ def reproduce(
 
     wanted = chosen(names or [])
     failed: dict[str, str] = {}
-    at_least(1, limit=limit, max_new_tokens=max_new_tokens, alone=alone)
+    at_least(1, limit=limit, max_new_tokens=max_new_tokens)
+    at_least(0, alone=alone)
     if read:
         setups = [records.read(path) for path in read]
     else:
         from branchwise.bench.claims.table import sweeps
 
         size = QUICK if quick else FULL
-        size = Size(size.prompts, max_new_tokens or size.tokens, alone or size.alone)
+        size = Size(size.prompts, max_new_tokens or size.tokens, size.alone if alone is None else alone)
         items = _items(data, prompts or [], limit, size.prompts)
         begin = time.perf_counter()
         parts = _parts(draft_model, head, index, part)

@@ -78,6 +78,7 @@ class Measuring:
         """What claims need first, then what only figures do."""
         stand = self.parts.stand
         wanted = list(dict.fromkeys(of_claims(claims, stand, quick=quick)))
+        wanted = [key for key in wanted if self._items(key)]  # nothing is timed where no text is to be
         drawn = [key for key in dict.fromkeys(of_sweeps(sweeps, stand)) if key not in wanted]
         self._begin([*wanted, *drawn])
         temperatures = dict.fromkeys(key.temperature for key in wanted if key.alone)

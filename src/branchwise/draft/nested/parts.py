@@ -47,8 +47,7 @@ def first_layers(model: Any, count: int) -> Any:
     part._modules[last] = nn.ModuleList(part._modules[last][:count])
     config = config_of_layers(model.config, 0, count)
     for part in parts:
-        if hasattr(part, "config"):
-            part.config = config
+        part.config = config
     return found
 
 
