@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,22 @@ from branchwise.engine.trace import PHASE, trace_of
 from branchwise.errors import CutWarning, UsageError
 from branchwise.registry import check_known
 from branchwise.verify import Verifier, check_pairing
+
+
+class Made(NamedTuple):
+    """What is said of a step to all of its texts."""
+
+    seconds: dict[str, float]
+    """by phase"""
+    batch: int
+    """texts that took part"""
+    prepared: frozenset[str]
+    drafter: str
+    """who drafted nodes of which their tree does not say it"""
+    rested: bool = False
+    """whether a guard let nothing be drafted"""
+    drafting_speed: float | None = None
+    """that of drafted steps, in plain decoding, by which it decides"""
 
 
 class Engine:
@@ -193,11 +210,12 @@ class Engine:
             seconds.pop(PHASE, None)
             prepared = since(before)
             moved = [generation for generation in generations if not isinstance(generation, Lingering)]
+            made = self._made(seconds, len(moved), prepared)
             for generation, outcome in zip(generations, outcomes, strict=True):
                 if isinstance(generation, Lingering):
                     generation.sequence.tokens += outcome.tokens
                 else:
-                    self._emit(generation, outcome, seconds, len(moved), prepared)
+                    self._emit(generation, outcome, made)
             scheduler.thin_out(sparing=self._step.works_ahead)
             for generation in moved:
                 generation.report()
@@ -209,18 +227,23 @@ class Engine:
         if self.verifier.name != "match":
             sequence.rng_seed = self.drafter.derive_seed(sequence)
 
-    def _emit(
-        self, generation: Generation, outcome: Outcome, seconds: dict[str, float], batch: int, prepared: frozenset[str]
-    ) -> None:
+    def _made(self, seconds: dict[str, float], batch: int, prepared: frozenset[str]) -> Made:
+        guarded = self._guarded
+        if guarded is None or self.guard is None:
+            return Made(seconds, batch, prepared, self.drafter.name)
+        speed = None if self.drafter.sources else self.guard.speed
+        return Made(seconds, batch, prepared, guarded.drafting, guarded.rested, speed)
+
+    def _emit(self, generation: Generation, outcome: Outcome, made: Made) -> None:
         """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
         if generation.finished:  # cancelled during the step
             return
         tree, verdict, logprobs, tops, seen = outcome
-        drafter = self.drafter.name if self._guarded is None else self._guarded.drafting
-        sources = [tree.sources[node] if tree.sources else drafter for node in verdict.path[1:]]
-        tokens, found = outcome.tokens, logprobs if generation.request.logprobs else None
-        asked = [top[: generation.request.top_logprobs] for top in tops or [[]] * len(tokens)]
-        pending = list(map(Pending, tokens, [*sources, ""], found or repeat(None), asked))
+        sources = [tree.sources[node] if tree.sources else made.drafter for node in verdict.path[1:]]
+        tokens, request = outcome.tokens, generation.request
+        found = logprobs if request.logprobs and logprobs else repeat(None)
+        asked = repeat([]) if tops is None else (top[: request.top_logprobs] for top in tops)
+        pending = list(map(Pending, tokens, [*sources, ""], found, asked))
         emitted = len(tokens)
         if generation.constraint is not None:
             generation.constraint.settle([*generation.sequence.tokens, *tokens])
@@ -236,15 +259,16 @@ class Engine:
                     break
         if generation.error is not None and not generation.finished:
             self._finish(generation, FinishReason.ERROR)
-        self._settle_prefill(generation)  # the verdict came after it, so it is over
+        if generation.prefill_clock is not None:
+            self._settle_prefill(generation)  # the verdict came after it, so it is over
         if seen is not None and generation.request.trace:
-            generation.traces.append(trace_of(seen, tree, verdict, emitted, drafter, seconds, batch))
+            generation.traces.append(trace_of(seen, tree, verdict, emitted, made.drafter, made.seconds, made.batch))
         if self.counts_probs:
             generation.stats.count_probs(tree, verdict.path)
-        generation.stats.record(tree, emitted, seconds, sources[:emitted], drafter, batch, prepared)
-        if self._guarded is not None and self.guard is not None:
-            generation.stats.rested += self._guarded.rested
-            generation.stats.drafting_speed = None if self.drafter.sources else self.guard.speed
+        stats = generation.stats
+        stats.record(tree, emitted, made.seconds, sources[:emitted], made.drafter, made.batch, made.prepared)
+        stats.rested += made.rested
+        stats.drafting_speed = made.drafting_speed
 
     def reasons(self, batch: int) -> list[str]:
         """What would be drafted for so many texts, and by which numbers, in sentences."""

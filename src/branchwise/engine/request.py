@@ -178,7 +178,8 @@ class Generation:
         room = context - len(self.sequence.tokens)
         if not beyond:
             room = min(room, self.wanted)
-        return Budget(most.nodes, depth=min(room - further, most.depth + 1) - 1)
+        depth = room - further - 1
+        return most if depth >= most.depth else Budget(most.nodes, depth)
 
     # Text
 

@@ -77,26 +77,30 @@ class Stats:
         """Count one step of a batch of texts, which emitted so many tokens of this one; `sources` are who drafted the
         accepted ones among them, `drafter` who drafted nodes of which the tree does not say it, and `prepared` what
         had to be made ready in it."""
-        accepted, depth = len(sources), tree.depth
         self.steps += 1
-        self.drafted_tokens += len(tree) - 1
-        self.accepted_tokens += accepted
         self.emitted_tokens += emitted
-        for counts, reached in ((self.drafted_per_depth, depth), (self.accepted_per_depth, accepted)):
-            counts.extend([0] * (depth - len(counts)))
-            for level in range(reached):
-                counts[level] += 1
         for phase, spent in seconds.items():
             self.seconds[phase] += spent
         for kind in prepared:
             self.prepared[kind] = self.prepared.get(kind, 0) + 1
-        self.each.append(StepTime(len(tree) - 1, emitted, sum(seconds.values()), batch))
+        nodes = len(tree) - 1
+        self.each.append(StepTime(nodes, emitted, sum(seconds.values()), batch))
+        if nodes:
+            self._record_draft(tree, nodes, sources, drafter)
+
+    def _record_draft(self, tree: DraftTree, nodes: int, sources: Sequence[str], drafter: str) -> None:
+        accepted, depth = len(sources), tree.depth
+        self.drafted_tokens += nodes
+        self.accepted_tokens += accepted
+        for counts, reached in ((self.drafted_per_depth, depth), (self.accepted_per_depth, accepted)):
+            counts.extend([0] * (depth - len(counts)))
+            for level in range(reached):
+                counts[level] += 1
         for source in sources:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
-        if len(tree) > 1:
-            drafted = Counter(tree.sources[1:]) if tree.sources else {drafter: len(tree) - 1}
-            for source, nodes in drafted.items():
-                self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + nodes
+        drafted = Counter(tree.sources[1:]) if tree.sources else {drafter: nodes}
+        for source, some in drafted.items():
+            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + some
 
     def count_probs(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Count the first draw below every accepted node by its draft probability: DySpec's premise is that this

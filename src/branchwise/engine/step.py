@@ -24,6 +24,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget, Drafter
+from branchwise.engine.bare import BareBatch, all_bare
 from branchwise.engine.request import Generation, Top
 from branchwise.engine.stats import Stopwatch
 from branchwise.engine.trace import PHASE, Seen, TraceRow, read, see
@@ -108,7 +109,8 @@ class Step:
         """The drafted trees as one batch; what a drafter got wrong must not reach the text."""
         if len(trees) != len(sequences):
             raise UsageError(f"Drafter {self.drafter.name!r} gave {len(trees)} trees for {len(sequences)} sequences.")
-        for tree, budget in zip(trees, budgets, strict=True):
+        shape, bare = self.drafter.needs.pad_shape or PadShape(), all_bare(trees)
+        for tree, budget in () if bare else zip(trees, budgets, strict=True):
             if tree.draw is not self.drafter.draw and len(tree) > 1:
                 raise UsageError(
                     f"Drafter {self.drafter.name!r} says that it draws {self.drafter.draw.value} and gave a tree drawn "
@@ -119,11 +121,12 @@ class Step:
                     f"Drafter {self.drafter.name!r} gave a tree beyond its budget: {len(tree)} nodes, "
                     f"{tree.depth} deep, where {budget.nodes} and {budget.depth} are allowed."
                 )
-        shape = self.drafter.needs.pad_shape or PadShape()
-        size, nodes = self.target.bucket(len(trees), max(min(shape.nodes, self.most.nodes), *map(len, trees)))
+        largest = 1 if bare else max(map(len, trees))
+        size, nodes = self.target.bucket(len(trees), max(min(shape.nodes, self.most.nodes), largest))
         roots = [sequence.root for sequence in sequences] + [0] * (size - len(trees))
         padded = [*trees, *[DraftTree.root(0)] * (size - len(trees))]
-        return TreeBatch(padded, self.target.info.device, replace(shape, nodes=nodes), roots)
+        kind = BareBatch if bare else TreeBatch
+        return kind(padded, self.target.info.device, replace(shape, nodes=nodes), roots)
 
     def check(self, scored: Scored, batch: TreeBatch) -> None:
         """A target must return what the protocol says; later errors would not name it."""
