@@ -35,9 +35,9 @@ TEMPERATURES = (0.7, 1.0)
 """of one text each: where a rule is not a kernel of ours, its verdicts on tempered texts and on those at temperature 1
 are different programs"""
 PROMPT_TOKENS = 24
-LONGER_PROMPTS, LONGER_STEPS = ((90, 400, 1500), (60, 90) * 8, (200, 230) * 4, (350, 400) * 8), 2
-"""tokens of prompts that are read together: longer and more of them are read by other kernels, and shorter ones
-padded"""
+LONGER_PROMPTS, LONGER_STEPS = ((90, 400, 1500), (60, 90) * 8, (200, 230) * 4, (350, 400) * 8, (350, 400) * 64), 2
+"""tokens of prompts that are read together, at most as many as there are slots: longer and more of them are read by
+other kernels, shorter ones padded, and all that fit want memory that a process asks for once"""
 TIMES = "warmup.json"
 """in the cache: how long it took the last time"""
 
