@@ -99,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=5, help="the first prompts of each category")
     parser.add_argument("--trees", nargs="*", default=TREES, help="what the draft model drafts")
     parser.add_argument("--levels", action="store_true", help="the same trees level by level too")
+    parser.add_argument("--trim", type=int, help="the same trees with a head cut to so many tokens (calibrate vocab)")
     parser.add_argument("--temperatures", type=float, nargs="*", default=TEMPERATURES)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a text")
     parser.add_argument("--batch", type=int, default=1, help="texts that are written together")
@@ -126,7 +127,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     target = TransformersTarget(
         model, slots=arguments.batch, context=arguments.context, tokenizer=tokenizer, compile=arguments.compile
     )
-    engines = dict(one for tree in trees for one in made(target, weights, tree, levels=arguments.levels))
+    engines = dict(one for tree in trees for one in made(target, weights, tree, arguments))
     groups = [prompts[place : place + arguments.batch] for place in range(0, len(prompts), arguments.batch)]
     for temperature in arguments.temperatures:
         for turn, group in enumerate([groups[0], *groups]):
@@ -189,14 +190,20 @@ def told(value: Any) -> Any:
     return Path(value).name if isinstance(value, str | Path) else value
 
 
-def made(target: TransformersTarget, weights: Weights, tree: str, *, levels: bool) -> Iterator[tuple[str, Engine]]:
+def made(
+    target: TransformersTarget, weights: Weights, tree: str, arguments: argparse.Namespace
+) -> Iterator[tuple[str, Engine]]:
     """The engines of a tree by name."""
     if tree == "none":
         yield "none", Engine(target, build_drafter("none"), VERIFIERS.build("match"))
         return
-    for kind in (ModelDrafter, LevelByLevel) if levels else (ModelDrafter,):
-        engine = Engine(target, kind(weights, tree=build_policy(tree)), VERIFIERS.build("auto"))
-        yield told(tree) if kind is ModelDrafter else f"{told(tree)} by level", engine
+    ways: dict[str, ModelDrafter] = {"": ModelDrafter(weights, tree=build_policy(tree))}
+    if arguments.levels:
+        ways[" by level"] = LevelByLevel(weights, tree=build_policy(tree))
+    if arguments.trim:
+        ways[f", {arguments.trim} tokens"] = ModelDrafter(weights, trim=arguments.trim, tree=build_policy(tree))
+    for way, drafter in ways.items():
+        yield f"{told(tree)}{way}", Engine(target, drafter, VERIFIERS.build("auto"))
 
 
 def written(engine: Engine, prompts: Sequence[tuple[int, ...]], temperature: float, tokens: int) -> dict[str, Any]:
