@@ -611,6 +611,8 @@ MUTANTS = [
         (" or lost <= 0:", ":"),
         (" and lost < self._most)", ")"),
         ("(at_stake + self._invested) / terms.share", "at_stake / terms.share"),
+        ("if self._left > 0:", "if False:"),
+        ("self._left += round(max(0.0, passes - tokens) / terms.share)", "pass"),
     ),
     *family(
         "controller",
@@ -890,6 +892,20 @@ MUTANTS = [
         "draft/nested/exits.py",
         ("cost += segments[number] * float(left.mean())", "cost += segments[number]"),
         ("left = left & ~leaves", "pass"),
+        ("_speed(accepted[number], costs[number], depth)", "_speed(accepted[number], 0.0, depth)"),
+        ("accepted = samples[:, 1].mean(axis=0)", "accepted = samples[:, 0].mean(axis=0)"),
+    ),
+    *family(
+        "nested",
+        "draft/nested/parts.py",
+        ("nn.ModuleList(part._modules[last][:count])", "part._modules[last]"),
+        ("found._modules = dict(module._modules)", "pass"),
+    ),
+    *family(
+        "nested",
+        "draft/nested/drafter.py",
+        ("if target.execution.kernels and self.threshold is None:", "if target.execution.kernels:"),
+        ("return None if self.only is None else super()._on_device(target)", "return None"),
     ),
     *family(
         "nested",

@@ -183,9 +183,9 @@ def test_what_is_read_after_a_rest_is_not_blamed_on_the_steps_but_must_be_earned
     assert mean(speeds(1.02, NOTHING, reading=30.0)) > 0.96
 
 
-@pytest.mark.parametrize(("cost", "reading"), [(2.3, 4.0), (1.4, 0.0), (5.0, 2.0)])
+@pytest.mark.parametrize(("cost", "reading"), [(2.3, 4.0), (1.4, 0.0), (5.0, 0.0)])
 def test_a_step_that_was_decided_before_the_trial_was_lost_counts_as_lost_too(cost: float, reading: float) -> None:
-    assert mean(speeds(cost, NOTHING, reading=reading, ahead=True)) > 0.965
+    assert mean(speeds(cost, NOTHING, reading=reading, ahead=True)) > 0.978
     own = World(1.5, geometric(0.7)).own
     assert mean(speeds(1.5, geometric(0.7), reading=reading, ahead=True)) > 0.97 * own
 
