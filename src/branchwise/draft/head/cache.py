@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.foresight import dice_of, temperature_of
-from branchwise.draft.head.network import Attend, HeadConfig
+from branchwise.draft.head.network import Attend, HeadConfig, Look
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """without cuDNN, which plans anew for every length"""
@@ -172,3 +172,16 @@ class HeadCache:
     @property
     def bytes(self) -> int:
         return int(self.store.nbytes)
+
+
+def look_at(keys: Tensor, values: Tensor, anchors: Tensor) -> Look:
+    """Attention to the keys and values (batch, heads, tokens, width) of the tokens up to `anchors` (batch, rows), or
+    (batch, 1) for all rows of a text. Padding, whose anchor is -1, sees the first token, so that it stays finite."""
+    seen = torch.arange(keys.shape[2]) <= anchors[..., None].clamp_min(0)
+    mask = None if bool(seen.all()) else seen[:, None].to(keys.device)
+
+    def look(query: Tensor) -> Tensor:
+        with sdpa_kernel(KERNELS):
+            return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+    return look

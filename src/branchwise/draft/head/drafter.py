@@ -27,10 +27,10 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import NOTHING, Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
-from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
+from branchwise.draft.head.cache import MOST_EXTRA, HeadCache, look_at
 from branchwise.draft.head.file import TrainedHead, own_or_shared
 from branchwise.draft.head.following import Following, Unread, along, draft_params, packed, stacked
-from branchwise.draft.head.network import Look, look_at
+from branchwise.draft.head.network import Look
 from branchwise.draft.head.prompt import MOST, read_prompts, reads_at_once, together
 from branchwise.draft.head.sharing import SharingDrafter
 from branchwise.draft.head.speculators import read_head

@@ -311,11 +311,3 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions, the two halves of a head as the parts of complex numbers."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def look_at(keys: Tensor, values: Tensor, anchors: Tensor) -> Look:
-    """Attention to the keys and values (batch, heads, tokens, width) of the tokens up to `anchors` (batch, rows), or
-    (batch, 1) for all rows of a text. Padding, whose anchor is -1, sees the first token, so that it stays finite."""
-    seen = torch.arange(keys.shape[2]) <= anchors[..., None].clamp_min(0)
-    mask = None if bool(seen.all()) else seen[:, None].to(keys.device)
-    return lambda query: functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
