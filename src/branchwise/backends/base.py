@@ -124,6 +124,11 @@ class TargetInfo:
     """keys and values of a layer for the committed tokens of sequences, which are all but the last between steps; views
     of the cache where it can be, good until the next pass, commit or change of slots. Without sequences it shows the
     shapes alone"""
+    cached_layer: Callable[[str], CachedRows] | None = None
+    """keys and values of a layer in all slots, (slots, heads, rows, width), where they lie as long as the target is
+    there: what is recorded reads them in the slots and up to the lengths that tensors say"""
+    places: Callable[[Sequence[SequenceState]], list[int]] | None = None
+    """the slots of sequences; they may change when a sequence is opened or closed"""
     quantised: str = ""
     """"int8" or "int4" where linear layers have weights of so many bits; `dtype` is that of everything else"""
 

@@ -124,6 +124,8 @@ class TransformersTarget(SlottedTarget):
             embedding_rows(model),
             weights_fingerprint(model) if converted is None else converted.weights,
             weakly(self.cached),
+            weakly(self.cached_layer),
+            weakly(self.places),
             "" if converted is None else converted.scheme,
         )
         rows = length + max_nodes
@@ -173,11 +175,21 @@ class TransformersTarget(SlottedTarget):
 
     def cached(self, layer: str, sequences: Sequence[SequenceState]) -> CachedRows:
         """Keys and values of a decoder layer for the committed tokens of these sequences (`TargetInfo.cached`)."""
-        known = list(self.info.layers[: len(self.store.layers_keys)])
-        if layer not in known:
-            raise UsageError(f"{self.info.name} has no layer {layer!r} with keys and values.{nearest(layer, known)}")
-        found = self.store.committed(known.index(layer), sequences)
+        found = self.store.committed(self._layer(layer), sequences)
         return CachedRows(*(part.to(self.info.dtype) for part in found))
+
+    def cached_layer(self, layer: str) -> CachedRows:
+        number = self._layer(layer)
+        return CachedRows(self.store.layers_keys[number], self.store.layers_values[number])
+
+    def places(self, sequences: Sequence[SequenceState]) -> list[int]:
+        return self.store.places(sequences)
+
+    def _layer(self, name: str) -> int:
+        known = list(self.info.layers[: len(self.store.layers_keys)])
+        if name not in known:
+            raise UsageError(f"{self.info.name} has no layer {name!r} with keys and values.{nearest(name, known)}")
+        return known.index(name)
 
     # Prompts
 
