@@ -371,11 +371,14 @@ def test_a_tree_that_is_cut_at_the_end_of_a_text_names_no_more_ancestors_than_it
 @pytest.mark.parametrize(
     ("form", "shape", "kernels"),
     [
-        *((form, shape, False) for form in AUTOREGRESSIVE for shape in BEST),
+        *((form, shape, False) for form in FORMS for shape in BEST),
         ("low gate", "topk:5,depth=3,width=2", True),
         ("fspad", "topk:5,depth=3,width=2", True),
         ("carry", "topk:5,depth=3,width=2", True),
         ("eagle", FEW, True),
+        ("parallel with bias", FEW, True),
+        ("longspec", "topk:5,depth=3,width=2", True),
+        ("parallel longspec", FEW, True),
     ],
 )
 @torch.no_grad()
@@ -395,7 +398,8 @@ def test_the_best_trees_are_laid_on_the_device_as_on_the_host(
     engine = Engine(target, drafter, VERIFIERS.build("match"))
     other.bind(target.info)
     assert drafter._ahead is not None
-    assert ("Fused" in type(drafter._ahead._draft).__name__) == (kernels and form != "low gate")
+    fused = kernels and form in AUTOREGRESSIVE and form != "low gate"
+    assert ("Fused" in type(drafter._ahead._draft).__name__) == fused
     other._ahead = None
     compared = 0
 

@@ -51,7 +51,9 @@ class HeadCache:
         """open text -> rows up to here, those that were let go included"""
         self.first: dict[SequenceState, int] = {}
         """open text -> the row in its first cell"""
-        self._window = config.window
+        self.window = config.window
+        self.spare = max(1, config.window // 4)
+        """in a window: rows that may have left it before they are let go, and that one pass over a text writes"""
         self.slot: dict[SequenceState, int] = {}
         self.padding = slots
         """the slot that no text has"""
@@ -64,6 +66,14 @@ class HeadCache:
         self.columns = torch.arange(FIRST - 1, device=device)
         self.predicted, self.carried = torch.zeros(slots + 1, width, **kind), torch.zeros(slots + 1, width, **kind)
         """of the last row of every text"""
+        self.foreseen = torch.zeros(slots + 1, config.masks, width, **kind)
+        """(slots, depths, width): what a parallel head predicted in the same pass for the levels below the root"""
+        self.firsts = torch.zeros(slots + 1, dtype=torch.long, device=device)
+        """(slots,): `first` where the device reads it"""
+        self.seats = torch.zeros(slots + 1, dtype=torch.long, device=device)
+        """(slots,): the slots of the target's cache that the texts have"""
+        self._seated: dict[int, int] = {}
+        """what they hold"""
         self.extra_tokens = torch.full((slots + 1, MOST_EXTRA), -1, device=device)
         self.extra_rows = torch.zeros(slots + 1, MOST_EXTRA, width, **kind)
         """tokens that a text may also propose, -1 for none, and their output rows times the weights of the norm"""
@@ -79,9 +89,34 @@ class HeadCache:
     def open(self, sequence: SequenceState, first: int = 0) -> None:
         """Rows before the `first` one are never written."""
         slot = self.slot[sequence] = self._free.pop()
-        self.lengths[sequence] = self.first[sequence] = first
+        self.lengths[sequence] = first
+        self._begin_at(sequence, first)
         if len(sequence.tokens) == 1:  # there is no row before its first verdict
-            self.predicted[slot], self.carried[slot] = 0, 0
+            self.predicted[slot], self.carried[slot], self.foreseen[slot] = 0, 0, 0
+
+    def _begin_at(self, sequence: SequenceState, row: int) -> None:
+        """Let this row be in the first cell."""
+        self.first[sequence] = row
+        if self.window:
+            self.firsts[self.slot[sequence]] = row
+
+    def ends(self, slots: Tensor, lengths: Tensor, room: int) -> Tensor:
+        """(batch,): the cells behind texts of so many rows. Where rows of a text are missing for good it may have none
+        in its window; then so much room is left all the same."""
+        return (lengths - self.firsts[slots]).clamp(0, self.scratch - room) if self.window else lengths
+
+    def seat(self, sequences: Sequence[SequenceState], places: Sequence[int]) -> None:
+        """Keep in which slots of the target's cache these texts are."""
+        slots = [self.slot[sequence] for sequence in sequences]
+        moved = {slot: place for slot, place in zip(slots, places, strict=True) if self._seated.get(slot) != place}
+        if moved:
+            uploaded = torch.tensor([*moved.items()]).to(self.seats.device, non_blocking=True)
+            self.seats[uploaded[:, 0]] = uploaded[:, 1]
+            self._seated |= moved
+
+    def held(self, sequence: SequenceState) -> int:
+        """Cells that a text takes, or without a window may take before its next verdict."""
+        return self.lengths[sequence] - self.first[sequence] if self.window else len(sequence.tokens)
 
     def inherit(self, source: SequenceState, sequence: SequenceState, rows: int, *, moved: bool) -> None:
         """Open a text with the first rows of another; if they are `moved`, that one is closed."""
@@ -94,7 +129,8 @@ class HeadCache:
             origin, slot, cells = self.slot[source], self.slot[sequence], rows - first
             self.store[:, :, slot, :, :cells] = self.store[:, :, origin, :, :cells]
             self.tokens[slot, :cells] = self.tokens[origin, :cells]
-        self.lengths[sequence], self.first[sequence] = rows, first
+        self.lengths[sequence] = rows
+        self._begin_at(sequence, first)
 
     def propose(
         self, extra: Mapping[SequenceState, Sequence[int]], output: Tensor, weight: Tensor, *, foresees: bool
@@ -123,15 +159,15 @@ class HeadCache:
         after = torch.tensor(sequence.tokens[start + 1 : start + count + 1])
         self.tokens[self.slot[sequence], start : start + count] = after.to(self.tokens.device, non_blocking=True)
 
-    def let_go(self, sequences: Sequence[SequenceState], most: int) -> None:
-        """Let go of rows of these texts that no further row sees, where there are more than `most` of them."""
-        for sequence in sequences if self._window else ():
-            seen = self._window - 1
-            gone = self.lengths[sequence] - self.first[sequence] - seen
-            if gone > most:
+    def let_go(self, sequences: Sequence[SequenceState]) -> None:
+        """Let go of rows of these texts that no further row sees, where they are many."""
+        for sequence in sequences if self.window else ():
+            seen = self.window - 1
+            gone = self.held(sequence) - seen
+            if gone > self.spare:
                 cells = self.store[:, :, self.slot[sequence]]
                 cells[..., :seen, :] = cells[..., gone : gone + seen, :].clone()
-                self.first[sequence] += gone
+                self._begin_at(sequence, self.first[sequence] + gone)
 
     def hold(self, cells: int) -> None:
         """Let every slot have so many cells, and one more for padding."""

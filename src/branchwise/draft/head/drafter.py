@@ -50,8 +50,6 @@ CHUNK = 512
 """rows of a prompt that one pass writes"""
 MOST_UNREAD = 128
 """rows of a text that are left for later while others draft"""
-READY = 4096
-"""cells of a text for which there is room from the first text on"""
 NONE = -torch.inf
 
 
@@ -128,29 +126,30 @@ class HeadDrafter(SharingDrafter):
             self._output, self._listed = self._rows, np.ones_like(self._listed)
         self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
         self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
-        if target.device.type != "cpu" and not self.head.config.window:  # what is recorded reads it where it lies
-            self._cache.hold(min(target.context, READY))
         self._texts.clear()
         self._readings = Readings(self._reading)
         self._ahead, self.paces = None, False
         config = self.head.config
-        self._chunk = max(1, config.window // 4) if config.window else CHUNK
+        self._chunk = self._cache.spare if config.window else CHUNK
         self._window, self._reach = config.window, config.layers * (config.window - 1) + 1
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
             self.cost = weights / target.weight_bytes
-        if reads_at_once(config):
-            parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows
-            if isinstance(self.tree, Ranks):
-                self._ahead = Ahead(target, RankedDraft(self.tree, *parts))
-            elif type(self.tree) is TopK and not self.tree.gain:
-                self.paces = not self._tree_given
-                paced = self.paces and target.device.type == "cpu"
-                make = partial(PacedDraft, target, self.cost or 0.0) if paced else best_first
-                whole = make(self.tree, *parts, copies=copies or 0)
-                smaller = () if self._tree_given else usual.smaller
-                sizes = [whole.shaped(tree, min(copies or 0, tree.nodes // 2)) for tree in smaller]
-                self._ahead = Ahead(target, *sizes, whole)
+        if config.cross and target.cached_layer is None:
+            return  # the target does not show where its cache lies
+        cached = partial(target.cached_layer, config.cross) if target.cached_layer and config.cross else None
+        parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows, cached
+        if isinstance(self.tree, Ranks):
+            self._ahead = Ahead(target, RankedDraft(self.tree, *parts))
+        elif type(self.tree) is TopK and not self.tree.gain:
+            on_host = target.device.type == "cpu"
+            self.paces = not self._tree_given and (reads_at_once(config) or not on_host)
+            make = partial(PacedDraft, target, self.cost or 0.0) if self.paces and on_host else best_first
+            copies = 0 if config.window else copies or 0  # of a text in a window tokens are not kept
+            whole = make(self.tree, *parts, copies=copies)
+            smaller = () if self._tree_given else usual.smaller
+            sizes = [whole.shaped(tree, min(copies, tree.nodes // 2)) for tree in smaller]
+            self._ahead = Ahead(target, *sizes, whole)
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
@@ -281,8 +280,9 @@ class HeadDrafter(SharingDrafter):
         if roots[0]:
             predicted = self._roots([request.sequence for request in requests])
         elif self.head.config.masks:
+            foreseen = [self._cache.foreseen[self._cache.slot[request.sequence]] for request in requests]
             depths = [[request.tree.depths[node] for node in request.nodes] for request in requests]
-            predicted = [self._texts[r.sequence].foreseen(at) for r, at in zip(requests, depths, strict=True)]
+            predicted = [rows[[min(n, len(rows)) - 1 for n in at]] for rows, at in zip(foreseen, depths, strict=True)]
         else:
             predicted = self._level(requests)
         return [NodeProbs(self._probs(request, rows)) for request, rows in zip(requests, predicted, strict=True)]
@@ -308,7 +308,7 @@ class HeadDrafter(SharingDrafter):
 
     def _catch_up(self, sequences: Sequence[SequenceState]) -> None:
         """One pass over the next unread rows of these texts."""
-        self._cache.let_go(sequences, self._chunk)
+        self._cache.let_go(sequences)
         texts, lengths = [self._texts[sequence] for sequence in sequences], self._cache.lengths
         counts = [min(self._chunk, len(text.unread)) for text in texts]
         taken = [self._features(text.unread.by_tap(n), n) for text, n in zip(texts, counts, strict=True)]
@@ -336,12 +336,13 @@ class HeadDrafter(SharingDrafter):
         attend, look = self._cache.attend(sequences, cells, seen), self._look(sequences, anchors)
         predict, carry = self.head(features, embeddings, places.clamp_min(0).to(features.device), attend, look)
         for row, (sequence, text, count) in enumerate(zip(sequences, texts, counts, strict=True)):
-            if reads_at_once(self.head.config):
+            if not self._window:
                 self._cache.note(sequence, count)
             lengths[sequence] += count
             text.unread.drop(count)
-            text.ahead = predict[row, count : count + masks] if masks else None
             slot = self._cache.slot[sequence]
+            if masks:
+                self._cache.foreseen[slot] = predict[row, count : count + masks]
             self._cache.predicted[slot], self._cache.carried[slot] = predict[row, count - 1], carry[row, count - 1]
 
     def _level(self, requests: Sequence[ExpandRequest]) -> list[Tensor]:

@@ -114,8 +114,6 @@ class Following:
     """node of the growing tree -> what its row carried on, (width,)"""
     cells: dict[int, int] = field(default_factory=dict)
     """node -> its cell in the cache"""
-    ahead: Tensor | None = None
-    """(depths, width): what a parallel head predicted for the levels below the root"""
 
     def propose(self) -> Sequence[int]:
         """The tokens that are not in the table, to be put into the cache."""
@@ -131,11 +129,6 @@ class Following:
         self.unread.cut(before - lengths[sequence])
         self.whole &= lengths[sequence] + len(self.unread) == before
         return self.whole
-
-    def foreseen(self, depths: Sequence[int]) -> Tensor:
-        """(nodes, width): what a parallel head predicted for nodes at these depths."""
-        assert self.ahead is not None
-        return self.ahead[[min(depth, len(self.ahead)) - 1 for depth in depths]]
 
 
 def draft_params(sampling: SamplingParams, temperature: float | None) -> SamplingParams:

@@ -196,12 +196,17 @@ class Head(nn.Module):
         return Rows(state, self.output_norm(state) if self.config.carry_normed else state)
 
     def output(self, predict: Tensor, previous: Tensor | None = None) -> Tensor:
-        """(…, width): what the target's output rows read. A parallel head with a bias corrects what it predicts by the
-        embedding (…, width) of the token before."""
-        if self.config.bias and previous is not None:
-            predict = predict + self.bias_up(self.bias_down(self.embedding_norm(previous)))
-        normed: Tensor = self.output_norm(predict)
+        """(…, width): what the target's output rows read."""
+        normed: Tensor = self.output_norm(predict if previous is None else self.corrected(predict, previous))
         return normed
+
+    def corrected(self, predict: Tensor, previous: Tensor) -> Tensor:
+        """(…, width): what a parallel head with a bias predicts, corrected by the embedding (…, width) of the token
+        before."""
+        if not self.config.bias:
+            return predict
+        correction: Tensor = self.bias_up(self.bias_down(self.embedding_norm(previous)))
+        return predict + correction
 
     def logits(self, predict: Tensor, rows: Tensor, previous: Tensor | None = None) -> Tensor:
         """(…, tokens) over the output rows (tokens, width) of the target."""

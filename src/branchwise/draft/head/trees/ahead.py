@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.draft.policies.topk import TopK
 from branchwise.verify import Verdict, Verdicts
 
+READY = 4096
+"""cells of a text for which there is room from the first text on; in a window a text never takes more than at first"""
 PATIENCE = 16
 """steps in a row in which nothing is drafted and the head still reads along; beyond them it lets its texts go"""
 
@@ -47,6 +49,14 @@ class Ahead:
         self._drafts, self._draft = drafts, drafts[-1]
         self._ladder = Ladder([draft.nodes - 1 for draft in drafts]) if len(drafts) > 1 else None
         self._cache, self._target = drafts[0].cache, target
+        deepest, cells = (max(getattr(draft, name) for draft in drafts) for name in ("depth", "cells"))
+        config = drafts[0].head.config
+        self._room = 1 + deepest + config.masks + 2 * cells
+        """cells behind a text that this step and the one after it take"""
+        self._crosses = bool(config.cross)
+        if target.device.type != "cpu":  # what is recorded reads it where it lies
+            most = config.window + 2 * self._cache.spare + self._room
+            self._cache.hold(most if config.window else min(target.context, READY))
         self._buffers: dict[int, PinnedBuffer] = {}  # by the number of texts: slots, rows and roots
         self._uploaded: dict[int, list[int]] = {}
         """what they hold"""
@@ -158,9 +168,7 @@ class Ahead:
             found, self._found = self._found if expected else None, None
             trees = self._draft.trees(self._grown(sequences) if found is None else found, budgets)
         self._sequences = tuple(sequences)
-        longest = max(len(sequence.tokens) for sequence in sequences)
-        deepest, cells = (max(getattr(draft, name) for draft in self._drafts) for name in ("depth", "cells"))
-        self._hold(longest + 1 + deepest + 2 * cells)  # of this step and of the one after it
+        self._hold(max(map(self._cache.held, sequences)) + self._room)
         self._draft.drafted(trees)
         self._depth, self._scored_rung, self._rested = self._draft.depth, self._rung, 0
         return trees
@@ -180,6 +188,7 @@ class Ahead:
         nodes = scored.nodes
         if nodes is None or self._rested > PATIENCE:
             return  # a pass that was not recorded: its rows are read by the host's way; or nobody will read them
+        self._seat(self._sequences)
         slots = self._upload(len(nodes.slots), [[self._cache.slot[sequence]] for sequence in self._sequences])[:, 0]
         paths = verdicts.paths[:, : self._depth + 1]  # a recorded verdict has columns for longer ones
         ends = self._catch_up(slots, nodes.lengths, nodes.tokens, paths, verdicts.tokens, *hidden)
@@ -197,6 +206,7 @@ class Ahead:
         if self._caught:
             for sequence, verdict in zip(sequences, verdicts, strict=True):
                 self._cache.lengths[sequence] += len(verdict.path)
+            self._cache.let_go(sequences)
             self._expected = [(sequence, verdict.token) for sequence, verdict in zip(sequences, verdicts, strict=True)]
         return self._caught or self._rested > PATIENCE
 
@@ -223,11 +233,18 @@ class Ahead:
         cache = self._cache
         size = fitting(len(sequences), BATCHES)
         rows = [[cache.slot[sequence], cache.lengths[sequence], sequence.root] for sequence in sequences]
-        self._hold(max(row[1] for row in rows) + self._draft.cells + 1)
+        self._hold(max(map(cache.held, sequences)) + self._draft.cells + 1)
+        self._seat(sequences)
         slots, lengths, roots = self._upload(size, rows).unbind(1)
         if self._target.device.type == "cpu" and isinstance(self._draft, BestFirstDraft):
             self._draft.grammars = GrammarLevels.of(sequences, size)
         return self._grow[self._drafts.index(self._draft)](slots, *self._at_their_place(size, lengths, roots))
+
+    def _seat(self, sequences: Sequence[SequenceState]) -> None:
+        """Let a head that attends to the target's cache find these texts there."""
+        if self._crosses:
+            assert self._target.places is not None
+            self._cache.seat(sequences, self._target.places(sequences))
 
     def _upload(self, size: int, rows: list[list[int]]) -> Tensor:
         """(size, 3): slots, rows and roots of so many texts, padded."""
@@ -250,7 +267,7 @@ class Ahead:
             self._record()  # the cache lies elsewhere now
 
 
-def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Tensor, copies: int) -> BestFirstDraft:
+def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Any, copies: int) -> BestFirstDraft:
     """How the best trees are laid on the device of a cache."""
     if have_kernels(cache.store.device):
         from branchwise.draft.head.trees.fused import FusedDraft

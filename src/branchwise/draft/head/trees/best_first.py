@@ -46,6 +46,7 @@ class BestFirstDraft(DeviceDraft):
         self.nodes = 1 + min(tree.nodes, sum(sizes))
         self.cells = width * (tree.depth - 1)
         device = self._table.device
+        self._cell_depths = torch.arange(max(1, self.cells), device=device) // width
         self._levels = torch.arange(1, tree.depth + 1, device=device).repeat_interleave(
             torch.tensor(sizes, device=device)
         )
@@ -58,7 +59,7 @@ class BestFirstDraft(DeviceDraft):
         slots, lengths, roots = slots.long(), lengths.long(), roots.long()
         batch, width = len(slots), self._width
         every = torch.arange(batch, device=roots.device)[:, None]
-        predict, carry = self.cache.predicted[slots][:, None], self.cache.carried[slots][:, None]
+        predict, carry = self._at_roots(slots, roots)
         values = torch.zeros(batch, 1, device=roots.device)
         expanded = torch.full_like(roots, -1)[:, None]  # (batch, rows): which of the proposed nodes they are
         own = torch.zeros(batch, 1, max(1, self.cells), dtype=torch.bool, device=roots.device)

@@ -2,28 +2,29 @@
 
 Two functions of tensors follow each other: `catch_up` writes the rows of the tokens that a verdict kept, `grow` lays
 trees below the roots. Between them stands what the last row of every text predicted and carried on
-(`HeadCache.predicted`, `carried`).
+(`HeadCache.predicted`, `carried`), and in a parallel head what its masks predicted (`foreseen`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from branchwise.backends.base import CachedRows
 from branchwise.backends.packed import matrix
-from branchwise.core.rows import WORD, pack_bits
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.constrained import GrammarLevels
 from branchwise.draft.foresight import foreseen, keys_of
 from branchwise.draft.head.cache import HeadCache
-from branchwise.draft.head.network import Attend, Head, Rows
+from branchwise.draft.head.network import Head, Rows
+from branchwise.draft.head.trees.attention import Behind, attention, cross_attention
 from branchwise.verify import Verdict
 
 
@@ -41,6 +42,8 @@ class DeviceDraft(ABC):
     """levels of a whole tree"""
     nodes: int
     """of a whole tree, at most, the root included"""
+    _cell_depths: Tensor
+    """(cells,): the level of the nodes in each cell of a growing tree, 0 for the first"""
     grammars: GrammarLevels | None = None
     """what grammars allow in trees that grow on a host; what is recorded on a device knows no grammar"""
 
@@ -52,12 +55,14 @@ class DeviceDraft(ABC):
         output: Tensor,
         table: Tensor,
         rows: Tensor | None = None,
+        cached: Callable[[], CachedRows] | None = None,
     ) -> None:
-        """`rows` are the output rows of the table, by default those of `output`."""
+        """`rows` are the output rows of the table, by default those of `output`. A head that attends to a layer of its
+        target is shown where that one's keys and values are `cached`, (slots, heads, rows, width)."""
         self.head, self.cache = head, cache
         # In the order of the vocabulary, in blocks of which draws go.
         self._table, order = table.sort()
-        self._embeddings = embeddings
+        self._embeddings, self._cached = embeddings, cached
         self._rows = (output[table] if rows is None else rows)[order].contiguous()
         self._product = matrix(self._rows)
         self._kernels = have_kernels(table.device)
@@ -105,28 +110,70 @@ class DeviceDraft(ABC):
         last = functional.pad(paths[:, 1:] < 0, (0, 1), value=True)
         after = torch.where(last, following[:, None], functional.pad(tokens.gather(1, nodes[:, 1:]), (0, 1)))
         kept = (paths >= 0).sum(dim=1)
-        steps = paths.shape[1]
-        positions = lengths[:, None] + torch.arange(steps, device=paths.device)
-        # What pads a path is written behind it, where nobody reads it before it is written again.
-        self.cache.tokens[slots[:, None], positions] = after
-        before = torch.ones(steps, steps, dtype=torch.bool, device=paths.device).tril().expand(len(paths), -1, -1)
-        predict, carry = self.head(
-            self.head.features(states), self._embeddings[after], positions, self._attend(slots, lengths, 0, before)
-        )
-        end = (kept - 1).clamp_min(0)
-        rows = torch.arange(len(paths), device=paths.device)
-        self.cache.predicted[slots], self.cache.carried[slots] = predict[rows, end], carry[rows, end]
+        steps, device = paths.shape[1], paths.device
+        depths = torch.arange(steps, device=device).expand(len(paths), -1)
+        if not self.cache.window:  # what pads a path is written behind it, where nobody reads it before it is rewritten
+            self.cache.tokens[slots[:, None], lengths[:, None] + depths] = after
+        features, embeddings = self.head.features(states), self._embeddings[after]
+        if masks := self.head.config.masks:  # each text has its own behind the cells of the longest path
+            features, embeddings = self._with_masks(features, embeddings)
+            depths = torch.cat([depths, kept[:, None] + torch.arange(masks, device=device)], dim=1)
+        rows = torch.arange(steps + masks, device=device)
+        real = (rows < kept[:, None]) | (rows >= steps)
+        own = (rows <= rows[:, None]) & (real[:, None] | (rows < steps)[:, None])
+        behind = Behind(0, own, depths, depths)
+        predict, carry = self._read(slots, lengths, features, embeddings, behind, accepted=steps)
+        end, every = (kept - 1).clamp_min(0), torch.arange(len(paths), device=device)
+        self.cache.predicted[slots], self.cache.carried[slots] = predict[every, end], carry[every, end]
+        if masks:
+            self.cache.foreseen[slots] = predict[:, steps:]
         return lengths + kept
+
+    def _with_masks(self, features: Tensor | None, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows (batch, rows, width) and behind them those of the masks."""
+        assert features is not None, "a head without hidden states has none to mask"
+        shown = self.head.mask_embeddings.expand(len(features), -1, -1)
+        return (
+            torch.cat([features, self.head.mask_feature.expand_as(shown)], dim=1),
+            torch.cat([embeddings, shown], dim=1),
+        )
+
+    def _read(
+        self, slots: Tensor, lengths: Tensor, features: Tensor | None, embeddings: Tensor, behind: Behind, accepted: int
+    ) -> Rows:
+        """One pass over rows behind texts of so many rows. Of the nodes that the target scored behind them it has kept
+        as many as are accepted, at most so many, and rows see those that they see of each other."""
+        look = None
+        if self._cached is not None:
+            own = behind.own[..., :accepted] if accepted else torch.zeros_like(behind.own[..., :1])
+            look = cross_attention(self._cached(), self.cache.seats[slots], lengths, own, kernels=self._kernels)
+        attend = attention(self.cache, slots, lengths, behind, kernels=self._kernels)
+        rows: Rows = self.head(features, embeddings, lengths[:, None] + behind.depths, attend, look)
+        return rows
+
+    # Trees
+
+    def _at_roots(self, slots: Tensor, roots: Tensor) -> Rows:
+        """What is predicted after roots (batch,), and carried on, (batch, 1, width) each."""
+        predict, carry = self.cache.predicted[slots][:, None], self.cache.carried[slots][:, None]
+        return Rows(self._corrected(predict, roots[:, None]), carry)
 
     def _below(
         self, slots: Tensor, lengths: Tensor, carry: Tensor, tokens: Tensor, first: int, own: Tensor, depth: int
     ) -> Rows:
         """The rows of nodes (batch, rows), so many levels below their roots, that read what their parents carried.
-        They are written behind the text from cell `first` on."""
-        positions = (lengths[:, None] - 1 + depth).expand_as(tokens)
-        attend = self._attend(slots, lengths, first, own)
-        rows: Rows = self.head(carry, self._embeddings[tokens], positions, attend)
-        return rows
+        They are written behind the text from cell `first` on, and see their `own` (batch, rows, cells) there. A
+        parallel head has predicted their level already."""
+        if masks := self.head.config.masks:
+            foreseen = self.cache.foreseen[slots, min(depth, masks) - 1][:, None]
+            return Rows(self._corrected(foreseen.expand_as(carry), tokens), carry)
+        depths = torch.full_like(tokens, depth - 1)
+        behind = Behind(first, own, depths, self._cell_depths.expand(len(tokens), -1))
+        return self._read(slots, lengths, carry, self._embeddings[tokens], behind, accepted=0)
+
+    def _corrected(self, predict: Tensor, tokens: Tensor) -> Tensor:
+        """What is predicted after tokens (batch, rows), of a head with a bias by these."""
+        return self.head.corrected(predict, self._embeddings[tokens]) if self.head.config.bias else predict
 
     def _best(self, predict: Tensor, slots: Tensor, lengths: Tensor, depth: int, count: int) -> Likely:
         """The tokens of the table and of each text's prompt that are most likely to come `depth` levels below the
@@ -172,46 +219,6 @@ class DeviceDraft(ABC):
             logprobs[text, row] = -torch.inf
             logprobs[text, row, 0] = 0.0
         return Likely(tokens, logprobs)
-
-    def _attend(self, slots: Tensor, lengths: Tensor, first: int, own: Tensor) -> Attend:
-        """Attention of rows that are written behind their texts from cell `first` on. They see the text, and of the
-        cells behind it their `own` (batch, rows, cells)."""
-        if self._kernels:
-            return self._attend_by_kernels(slots.int(), lengths.int(), first, own)
-        _, rows, count = own.shape
-        cells = lengths[:, None] + first + torch.arange(rows, device=own.device)
-        relative = self.cache.columns - lengths[:, None]  # of every cell, counted from behind the text
-        inside = ((relative >= 0) & (relative < count))[:, None]
-        places = relative.clamp(0, count - 1)[:, None].expand(-1, rows, -1)
-        seen = (relative < 0)[:, None] | (own.gather(2, places) & inside)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.cache.store[0, layer], self.cache.store[1, layer]
-            keys[slots[:, None], :, cells] = key.transpose(1, 2)
-            values[slots[:, None], :, cells] = value.transpose(1, 2)
-            end = seen.shape[-1]
-            return functional.scaled_dot_product_attention(
-                query, keys[slots, :, :end], values[slots, :, :end], seen[:, None], enable_gqa=True
-            )
-
-        return attend
-
-    def _attend_by_kernels(self, slots: Tensor, lengths: Tensor, first: int, own: Tensor) -> Attend:
-        from branchwise.cuda import kernels
-
-        bits = pack_bits(own)
-        depths = torch.zeros(own.shape[:2], dtype=torch.int32, device=own.device)
-        columns = torch.zeros(len(own), WORD * bits.shape[2], dtype=torch.int32, device=own.device)
-        starts = lengths + first
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.cache.store[0, layer], self.cache.store[1, layer]
-            kernels.write_rows(keys, values, key, value, slots, starts)
-            scale = query.shape[-1] ** -0.5
-            found = kernels.tree_attention(query, keys, values, slots, lengths, depths, columns, bits, scale=scale)
-            return found.transpose(1, 2)
-
-        return attend
 
 
 def with_norm(weight: Tensor, *norms: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the best tokens of the table (`cuda.best_tokens`) and the choice of the next nod
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -85,8 +86,9 @@ class FusedDraft(BestFirstDraft):
 
     @staticmethod
     def fits(config: HeadConfig) -> bool:
-        known = {name: vars(config)[name] for name in OPTIONS}
-        return config == HeadConfig(**known) and config.gate != "low" and len(config.taps) <= MOST_TAPS
+        others = [option for option in fields(config) if option.name not in OPTIONS]
+        usual = all(getattr(config, option.name) == option.default for option in others)
+        return usual and config.gate != "low" and len(config.taps) <= MOST_TAPS
 
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor

@@ -46,6 +46,8 @@ class RankedDraft(DeviceDraft):
         self.cells = self.nodes = len(self.shape)
         self.depth = self.shape.depth
         self._levels = self._plan(self.shape, self._table.device)
+        inner = [level.depth - 1 for level in self._levels if level.depth for _ in range(len(level.nodes))]
+        self._cell_depths = torch.tensor(inner + [0] * (self.cells - len(inner)), device=self._table.device)
         self._parts: dict[Topology, Tensor] = {}
 
     @staticmethod
@@ -87,7 +89,7 @@ class RankedDraft(DeviceDraft):
         batch = len(slots)
         found = roots.new_zeros(batch, len(self.shape))
         found[:, 0] = roots
-        predict, carry = self.cache.predicted[slots][:, None], self.cache.carried[slots][:, None]
+        predict, carry = self._at_roots(slots, roots)
         for level in self._levels:
             if level.depth:
                 own, tokens = level.own.expand(batch, -1, -1), found[:, level.nodes]

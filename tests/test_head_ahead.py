@@ -1,0 +1,109 @@
+"""A head of any form drafts behind the verdict, before the host has read it, what it would draft level by level.
+
+The kernels of the target's passes are stood in for by torch (`attention_twins.py`), and those of the head by its own
+plain way; `tests/gpu/test_heads.py` is the same on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from branchwise.backends.base import TargetInfo
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.draft import build_drafter, build_policy
+from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.engine import Engine, Generation, Request
+from branchwise.verify import VERIFIERS
+from tests import attention_twins
+from tests.test_head_drafter import FORMS, model_of, trained
+from tests.test_inflight import Watched
+
+PROMPTS = ((1, 2, 3), tuple(range(20)), (5, 30))
+DEEPEST = 6
+"""levels of the trees"""
+OTHERS = [form for form, options in FORMS.items() if options.keys() & {"masks", "window", "cross"}]
+
+
+@pytest.fixture(autouse=True)
+def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_twins.install(monkeypatch)
+
+
+class Noting(HeadDrafter):
+    """Notes the branches of its trees, each tree with the text that it stands behind."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.noted: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self.begun = 0
+        """batches whose trees had been laid behind the verdict before"""
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
+        ahead = self._ahead
+        self.begun += ahead is not None and (ahead._found or ahead._next) is not None and ahead._foresaw(sequences)
+        trees = super().draft(sequences, budgets)
+        for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):
+            if budget.depth >= DEEPEST and len(sequence.tokens) > 1:
+                nodes = [node for node in range(1, len(tree)) if tree.path(node)[0] == 0]
+                paths = sorted(tuple(tree.tokens[tree.path(node)].tolist()) for node in nodes)
+                assert self.noted.setdefault(tuple(sequence.tokens), paths) == paths
+        return trees
+
+
+class LevelByLevel(Noting):
+    """With the host between two levels."""
+
+    def bind(self, target: TargetInfo) -> None:
+        super().bind(target)
+        self._ahead = None
+
+
+def written(target: Watched, drafter: Drafter, temperature: float = 0.0, **options: Any) -> list[Generation]:
+    engine = Engine(target, drafter, VERIFIERS.build("match"), **options)
+    sampling = SamplingParams(temperature=temperature, seed=4)
+    texts = [engine.submit(Request(prompt, sampling, max_new_tokens=20 + 9 * n)) for n, prompt in enumerate(PROMPTS)]
+    while engine.busy:
+        engine.step()
+    return texts
+
+
+@pytest.mark.parametrize("shape", ["topk:12,depth=4,width=4", "topk:2,depth=6,width=2", "ranks:mcsd"])
+@pytest.mark.parametrize("form", OTHERS)
+@torch.no_grad()
+def test_trees_laid_behind_a_verdict_are_those_of_the_host(form: str, shape: str) -> None:
+    """With prompts in chunks, texts that come and go, and rows that have left a window."""
+    model, noted = model_of(), []
+    for kind in (Noting, LevelByLevel):
+        target = Watched(model, slots=2, context=128, max_nodes=32, kernels=True)
+        drafter = kind(trained(target, form), tree=build_policy(shape))
+        texts = written(target, drafter, prefill_tokens=7)
+        assert (drafter._ahead is None) == (kind is LevelByLevel)
+        assert drafter.begun > 10 or drafter._ahead is None
+        noted.append((drafter.noted, [(text.token_ids, text.stats.accepted_tokens) for text in texts]))
+    assert noted[0] == noted[1]
+    assert len(noted[0][0]) > 40
+    plain = written(Watched(model, slots=2, context=128, kernels=True), build_drafter("none"))
+    assert [text.token_ids for text in plain] == [text.token_ids for text in texts]
+    assert sum(text.stats.accepted_tokens for text in texts) > 2
+
+
+@pytest.mark.parametrize("form", OTHERS)
+@torch.no_grad()
+def test_sampled_texts_are_those_of_plain_decoding(form: str) -> None:
+    """Drafted by the noise of their draws, which is more often right, so that longer paths are kept."""
+    model = model_of()
+    target = Watched(model, slots=3, context=128, max_nodes=32, kernels=True)
+    drafter = Noting(trained(target, form), tree=build_policy("topk:12,depth=4,width=4"))
+    texts = written(target, drafter, 0.8)
+    assert drafter.begun > 10
+    plain = written(Watched(model, slots=3, context=128, kernels=True), build_drafter("none"), 0.8)
+    assert [text.token_ids for text in plain] == [text.token_ids for text in texts]
+    assert max(len(text.stats.accepted_per_depth) for text in texts) > 1
+    assert sum(text.stats.accepted_tokens for text in texts) > 20
