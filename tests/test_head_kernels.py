@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from branchwise.backends.base import CachedRows
 from branchwise.draft import build_policy
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
@@ -45,6 +46,9 @@ class Drafts:
         tree = build_policy(shape)
         self.caches = [HeadCache(head.config, SLOTS, DEVICE, torch.float32) for _ in range(2)]
         store = torch.randn(self.caches[0].store.shape, generator=rng)
+        foreseen = torch.randn(self.caches[0].foreseen.shape, generator=rng)
+        shown = torch.randn(2, SLOTS, sizes["kv_heads"], 90, sizes["head_width"], generator=rng).to(DEVICE)
+        cached = (lambda: CachedRows(*shown)) if head.config.cross else None
         states = torch.randn(2, SLOTS + 1, width, generator=rng)
         history = table[:3].cpu()[torch.randint(3, self.caches[0].tokens.shape, generator=rng)]
         rest = torch.tensor(sorted(set(range(VOCABULARY)) - set(table.tolist()))).to(DEVICE)
@@ -53,17 +57,22 @@ class Drafts:
             cache.tokens.copy_(history)
             cache.predicted.copy_(states[0])
             cache.carried.copy_(states[1] if options.get("carry") else states[0])
+            cache.foreseen.copy_(foreseen)
+            cache.firsts += torch.arange(SLOTS + 1, device=DEVICE) if head.config.window else 0
+            cache.seats.copy_(torch.tensor([3, 0, 4, 1, 2, 0]))
             for slot in range(SLOTS):
                 own = rest[slot : slot + 3 * slot]
                 cache.extra_tokens[slot, : len(own)], cache.extra_rows[slot, : len(own)] = own, output[own]
             assert cache.extra_tokens.shape[1] == MOST_EXTRA
-        parts = embeddings, output, table
-        self.fused: BestFirstDraft = fused.FusedDraft(tree, head, self.caches[0], *parts, copies=copies)
+        parts = embeddings, output, table, None, cached
+        kind = fused.FusedDraft if fused.FusedDraft.fits(head.config) else fused.PickedDraft
+        self.fused: BestFirstDraft = kind(tree, head, self.caches[0], *parts, copies=copies)
+        self.fused._kernels = True
         self.plain = BestFirstDraft(tree, head, self.caches[1], *parts, copies=copies)
         self.plain._kernels = False
 
     def compare_caches(self) -> None:
-        for name in ("store", "predicted", "carried"):
+        for name in ("store", "predicted", "carried", "foreseen"):
             found, wanted = (getattr(cache, name) for cache in self.caches)
             scratch = SLOTS  # the slot of padding, which nobody reads
             if name == "store":
@@ -91,6 +100,8 @@ def apart(numbers: torch.Tensor) -> torch.Tensor:
 WIDE = {"width": 320, "heads": 12, "kv_heads": 2, "head_width": 128, "mlp": 272}
 """heads as wide as Qwen2's, and inputs of more than one piece"""
 OPTIONS: list[dict[str, Any]] = [{}, {"carry": True}, {"layers": 2, "carry": True}, {"carry": True, "gate": "full"}]
+OTHERS: list[dict[str, Any]] = [{"masks": 2, "bias": 3}, {"window": 6, "cross": "a"}, {"window": 3, "masks": 4}]
+"""whose network torch computes"""
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -113,6 +124,17 @@ def test_trees_are_laid_as_without_kernels(options: dict[str, Any], shape: str, 
     drafts.compare_caches()
 
 
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_trees_of_any_form_are_laid_as_without_kernels(options: dict[str, Any]) -> None:
+    rng = torch.Generator().manual_seed(4)
+    drafts = Drafts("topk:14,depth=4,width=3", rng, **options)
+    drawn = [torch.tensor(part, device=DEVICE) for part in ([3, 0], [9, 41], [5, 60])]
+    found, wanted = (draft.grow(drawn[0].int(), drawn[1].int(), drawn[2]) for draft in (drafts.fused, drafts.plain))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.long(), theirs.long())
+    drafts.compare_caches()
+
+
 def test_wide_heads_draft_as_without_kernels() -> None:
     rng = torch.Generator().manual_seed(3)
     drafts = Drafts("topk:9,depth=3,width=3", rng, carry=True, **WIDE)
@@ -123,7 +145,7 @@ def test_wide_heads_draft_as_without_kernels() -> None:
     drafts.compare_caches()
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"carry": True, **WIDE}], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, {"carry": True, **WIDE}, *OTHERS], ids=str)
 def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any]) -> None:
     rng = torch.Generator().manual_seed(1)
     drafts = Drafts("topk:9,depth=3,width=3", rng, **options)
@@ -132,6 +154,7 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
     paths = torch.tensor([[0, 3, 7, -1], [0, -1, -1, -1], [0, 1, 4, 9], [-1, -1, -1, -1]], dtype=torch.int32)
     following = torch.randint(VOCABULARY, (4,), generator=rng)
     hidden = [torch.randn(4, 10, options.get("width", 24), generator=rng) for _ in range(3)]
+    before = drafts.caches[0].predicted.clone(), drafts.caches[0].foreseen.clone()
     wider = torch.nn.functional.pad(paths, (0, 2), value=-1)  # a recorded verdict has columns for longer paths
     drawn = [part.to(DEVICE) for part in (slots, lengths, tokens, wider, apart(following), *hidden)]
     drawn[3], drawn[4] = drawn[3][:, :4], drawn[4][:, 1]
@@ -139,6 +162,8 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
     assert found.tolist() == wanted.tolist() == [10, 2, 44, 0]
     drafts.ends = torch.tensor([2, 0, 10, 0, 44], device=DEVICE)
     drafts.compare_caches()
+    assert not torch.equal(drafts.caches[0].predicted, before[0])
+    assert torch.equal(drafts.caches[0].foreseen, before[1]) != bool(options.get("masks"))
 
 
 def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air() -> None:

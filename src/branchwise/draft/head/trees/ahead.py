@@ -270,8 +270,8 @@ class Ahead:
 def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Any, copies: int) -> BestFirstDraft:
     """How the best trees are laid on the device of a cache."""
     if have_kernels(cache.store.device):
-        from branchwise.draft.head.trees.fused import FusedDraft
+        from branchwise.draft.head.trees.fused import FusedDraft, PickedDraft
 
-        if FusedDraft.fits(head.config):
-            return FusedDraft(tree, head, cache, *parts, copies=copies)
+        kind = FusedDraft if FusedDraft.fits(head.config) else PickedDraft
+        return kind(tree, head, cache, *parts, copies=copies)
     return BestFirstDraft(tree, head, cache, *parts, copies=copies)

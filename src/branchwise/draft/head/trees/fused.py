@@ -1,7 +1,8 @@
 """The best trees of a head by a few kernels a level: `BestFirstDraft` where Triton's kernels run.
 
 A level is nine launches instead of eighty, twelve with a gate: the products of the layer (`cuda.head_rows`), attention,
-the best tokens of the table (`cuda.best_tokens`) and the choice of the next nodes (`cuda.head_tree`).
+the best tokens of the table (`cuda.best_tokens`) and the choice of the next nodes (`cuda.head_tree`). A network whose
+form these products do not know is computed by torch, and all the rest is the same.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from branchwise.core.rows import WORD, pack_bits, words_for
+from branchwise.core.rows import WORD, pack_bits, unpack_bits, words_for
 from branchwise.cuda.best_tokens import best_tokens
 from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, mix, project, read, select
 from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
-from branchwise.draft.head.network import HeadConfig
+from branchwise.draft.head.network import HeadConfig, Rows
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.copies import log_hits
 from branchwise.draft.head.trees.device import with_norm
@@ -48,20 +49,66 @@ class GateWeights(NamedTuple):
     down: Tensor
 
 
-class FusedDraft(BestFirstDraft):
+class PickedDraft(BestFirstDraft):
+    """Kernels choose and lay the nodes, and the network computes operation by operation, whatever its form."""
+
     def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
         super().__init__(tree, *parts, copies=copies)
-        head = self.head
-        self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
         if not self._kernels:  # in an interpreter
             self._list_for_kernels()
-        self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
-        self._gate = None if head.gate is None else self._gate_weights(head.gate)
 
     def _shape(self, tree: TopK, copies: int) -> None:
         super()._shape(tree, copies)
         copy_levels = torch.arange(1, copies + 1, device=self._levels.device)
         self._all_levels = torch.cat([self._levels, copy_levels])
+
+    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
+        batch, width, device = len(slots), self._width, roots.device
+        kinds = torch.float32, torch.int64, torch.int64
+        proposed = Proposed(*(torch.empty(batch, len(self._all_levels), dtype=kind, device=device) for kind in kinds))
+        names = self._table, self.cache.extra_tokens, slots
+        extra, epsilon = (self.cache.extra_rows, self.cache.extra_tokens), self.head.config.epsilon
+        none = filled(-1, torch.int64, device, batch, 1)
+        unseen = filled(0, torch.int32, device, batch, 1, words_for(max(1, self.cells)))
+        level = Level(filled(0, torch.float32, device, batch, 1), none, none, none, unseen)
+        (rows, at), first = self._root_rows(slots, roots), 0
+        for depth in range(1, self._grown + 1):
+            best = best_tokens(
+                rows.predict, at, epsilon, self._normed_rows, self._table_parts, *extra, slots, lengths,
+                self.cache.draws, depth, width,
+            )  # fmt: skip
+            cell = (depth - 1) * width
+            level = pick(best, names, level, at, proposed, first, cell, width)
+            first += at.shape[1] * width
+            if depth == self._grown:
+                break
+            rows, at = self._level_rows(rows, level, slots, lengths, cell, depth), numbers(batch, width, device)
+        if self._copies:
+            propose_copy(proposed, self.cache.tokens, slots, lengths, log_hits(device), self._copies)
+        return lay(proposed, self._all_levels, roots, self.nodes, self.depth)
+
+    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Rows, Tensor]:
+        """Rows (rows, width) with what is predicted and carried on after roots, and which are theirs, (batch, 1)."""
+        predict, carry = self._at_roots(slots.long(), roots.long())
+        return Rows(predict[:, 0], carry[:, 0]), numbers(len(slots), 1, slots.device)
+
+    def _level_rows(self, above: Rows, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int) -> Rows:
+        """The same after the nodes of a level, text by text; `above` has those of their parents."""
+        own = unpack_bits(level.bits, max(1, self.cells))
+        carry = above.carry[level.states]
+        predict, carry = self._below(slots.long(), lengths.long(), carry, level.tokens, cell, own, depth)
+        return Rows(predict.flatten(0, 1), carry.flatten(0, 1))
+
+
+class FusedDraft(PickedDraft):
+    """Kernels compute the network too: the states of a root lie in its slot, those of a node where its row does."""
+
+    def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
+        super().__init__(tree, *parts, copies=copies)
+        head = self.head
+        self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
+        self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
+        self._gate = None if head.gate is None else self._gate_weights(head.gate)
 
     def _gate_weights(self, gate: Module) -> GateWeights:
         of, norm = gate.get_parameter, self.head.embedding_norm.weight
@@ -101,42 +148,22 @@ class FusedDraft(BestFirstDraft):
         remember(rows, last, slots, self.cache.predicted, self.cache.carried)
         return ends
 
-    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
-        batch, width, device = len(slots), self._width, roots.device
-        kinds = torch.float32, torch.int64, torch.int64
-        proposed = Proposed(*(torch.empty(batch, len(self._all_levels), dtype=kind, device=device) for kind in kinds))
-        names = self._table, self.cache.extra_tokens, slots
-        extra = self.cache.extra_rows, self.cache.extra_tokens
-        none = filled(-1, torch.int64, device, batch, 1)
-        unseen = filled(0, torch.int32, device, batch, 1, words_for(max(1, self.cells)))
-        level = Level(filled(0, torch.float32, device, batch, 1), none, none, none, unseen)
-        # The states of a root lie in its slot, those of a node where its row does.
-        predicted, carried, at, first = self.cache.predicted, self.cache.carried, slots[:, None], 0
-        for depth in range(1, self._grown + 1):
-            best = best_tokens(
-                predicted, at, self.head.config.epsilon, self._normed_rows, self._table_parts, *extra, slots, lengths,
-                self.cache.draws, depth, width,
-            )  # fmt: skip
-            cell = (depth - 1) * width
-            level = pick(best, names, level, at, proposed, first, cell, width)
-            first += at.shape[1] * width
-            if depth == self._grown:
-                break
-            predicted = self._layers(
-                carried,
-                level.states,
-                level.tokens,
-                slots,
-                lengths,
-                level.bits,
-                cell=cell,
-                position=depth - 1,
-                advance=0,
-            )
-            carried, at = predicted[:, -self.head.config.width :], numbers(batch, width, device)
-        if self._copies:
-            propose_copy(proposed, self.cache.tokens, slots, lengths, log_hits(device), self._copies)
-        return lay(proposed, self._all_levels, roots, self.nodes, self.depth)
+    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Rows, Tensor]:
+        return Rows(self.cache.predicted, self.cache.carried), slots[:, None]
+
+    def _level_rows(self, above: Rows, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int) -> Rows:
+        found = self._layers(
+            above.carry,
+            level.states,
+            level.tokens,
+            slots,
+            lengths,
+            level.bits,
+            cell=cell,
+            position=depth - 1,
+            advance=0,
+        )
+        return Rows(found, found[:, -self.head.config.width :])
 
     def _layers(
         self,
