@@ -36,10 +36,16 @@ def random_head(info: TargetInfo, form: str = "carry", table: int | None = None,
     torch.manual_seed(seed)
     options = dict(FORMS[form])
     options["taps"] = (info.layers[0], info.layers[-1]) if options.pop("states", True) else ()
-    options["cross"] = info.layers[-1] if options.get("cross") else ""
+    options["cross"] = info.layers[-2:][0] if options.get("cross") else ""  # the last decoder layer, before a norm
     options["window"] = 3 if options.get("window") else 0  # texts of tests are short
-    config = HeadConfig(width=info.hidden_width, **SIZES, **options)
-    head = Head(config, 1 / 100 ** (torch.arange(2) / 2))
+    sizes = dict(SIZES)
+    if options["cross"]:
+        assert info.cached is not None
+        _, sizes["kv_heads"], _, sizes["head_width"] = info.cached(options["cross"], ()).keys.shape
+        sizes["heads"] = 2 * sizes["kv_heads"]
+    config = HeadConfig(width=info.hidden_width, **sizes, **options)
+    half = config.head_width // 2
+    head = Head(config, 1 / 100 ** (torch.arange(half) / half))
     for weight in head.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.5)

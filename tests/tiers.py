@@ -116,6 +116,7 @@ SLOW: dict[str, str | int] = {
     "test_head_kernels.py::test_trees_are_laid_as_without_kernels": (
         "0-topk:3.*|2-topk:9,depth=3,width=3-3-{}|9-topk:40,depth=4,width=4-1-{'carry': True}"
     ),
+    "test_head_kernels.py::test_trees_of_any_form_are_laid_as_without_kernels": "{'masks': 2, 'bias': 3}",
     "test_head_kernels.py::test_wide_heads_draft_as_without_kernels": NONE,
     "test_head_kernels.py::test_the_kernels_compile_for_a_hopper_gpu": NONE,
     "test_prefixes.py::test_a_head_predicts_behind_inherited_rows_as_in_training": "longspec with states",
@@ -127,6 +128,10 @@ SLOW: dict[str, str | int] = {
     "test_head_drafter.py::test_the_best_trees_are_laid_on_the_device_as_on_the_host": (
         "(fspad-topk:30|two layers-topk:2),.*-False|eagle-topk:2,depth=2,width=2-True"
     ),
+    "test_head_ahead.py::test_trees_laid_behind_a_verdict_are_those_of_the_host": (
+        "parallel longspec-topk:12,.*|longspec with states-ranks:mcsd"
+    ),
+    "test_head_ahead.py::test_sampled_texts_are_those_of_plain_decoding": "parallel with bias",
     "test_head_drafter.py::test_forks_and_texts_that_come_and_go_are_predicted_as_in_training": "parallel longspec",
     "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "window",
     "test_head_drafter.py::test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host": "fork-eagle",
@@ -398,7 +403,7 @@ SLOW: dict[str, str | int] = {
     ),
     "test_head_exchange.py::test_a_folder_drafts_what_the_layout_says": "taps|qwen3 with yarn",
     "test_head_kernels.py::test_rows_of_a_verdict_are_written_as_without_kernels": (
-        "{'layers': 2, 'carry': True}|{'carry': True, 'gate': 'full'}"
+        "{'layers': 2, 'carry': True}|{'carry': True, 'gate': 'full'}|{'window': 6, 'cross': 'a'}"
     ),
     "test_sources.py::test_a_head_predicts_as_in_training_whoever_drafted_before": (
         "read when asked-two layers|read along-carry"

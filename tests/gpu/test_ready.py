@@ -17,6 +17,7 @@ from branchwise.draft.base import Drafter
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.engine import Engine, Generation, Request
 from branchwise.engine.warmup import warm_up
+from branchwise.train.head.run import FORMS
 from branchwise.verify import VERIFIERS
 from tests.conformance.architectures import build, served
 from tests.heads import random_head
@@ -59,10 +60,11 @@ def schedule(engine: Engine, texts: int, seed: int) -> list[Generation]:
     return made
 
 
-@pytest.mark.parametrize("drafter", ["none", "memories", "head"])
+@pytest.mark.parametrize("drafter", ["none", "memories", "carry", "parallelspec", "longspec"])
 def test_no_step_compiles_or_records_after_a_warm_up(drafter: str, caplog: pytest.LogCaptureFixture) -> None:
     target = TransformersTarget(build(served()["llama"], device="cuda"), slots=4)
-    drafts: Drafter = HeadDrafter(random_head(target.info, table=90)) if drafter == "head" else build_drafter(drafter)
+    head = HeadDrafter(random_head(target.info, drafter, table=90)) if drafter in FORMS else None
+    drafts: Drafter = head or build_drafter(drafter)
     engine = Engine(target, drafts, VERIFIERS.build("match"))
     warm_up(engine, progress=False)
     caplog.set_level(logging.DEBUG, logger="branchwise.cuda.counts")
