@@ -49,7 +49,9 @@ class Noting(HeadDrafter):
         ahead = self._ahead
         self.begun += ahead is not None and (ahead._found or ahead._next) is not None and ahead._foresaw(sequences)
         trees = super().draft(sequences, budgets)
+        window, spare = self._cache.window, self._cache.spare
         for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):
+            assert not window or self._cache.held(sequence) <= window + 2 * spare, "a window grows with its text"
             if budget.depth >= DEEPEST and len(sequence.tokens) > 1:
                 nodes = [node for node in range(1, len(tree)) if tree.path(node)[0] == 0]
                 paths = sorted(tuple(tree.tokens[tree.path(node)].tolist()) for node in nodes)
@@ -107,3 +109,28 @@ def test_sampled_texts_are_those_of_plain_decoding(form: str) -> None:
     assert [text.token_ids for text in plain] == [text.token_ids for text in texts]
     assert max(len(text.stats.accepted_per_depth) for text in texts) > 1
     assert sum(text.stats.accepted_tokens for text in texts) > 20
+
+
+@torch.no_grad()
+def test_a_text_that_moves_to_another_slot_is_found_there() -> None:
+    """A text that is cancelled while its prompt is written leaves a slot before that of one which goes on."""
+    model, noted = model_of(), []
+    for kind in (Noting, LevelByLevel):
+        target = Watched(model, slots=3, context=128, max_nodes=32, kernels=True)
+        target.prefill_piece = lambda prompt: 2  # type: ignore[method-assign]
+        drafter = kind(trained(target, "cross"), tree=build_policy("topk:12,depth=4,width=4"))
+        engine = Engine(target, drafter, VERIFIERS.build("match"), prefill_tokens=4)
+        first = engine.submit(Request((5, 30), max_new_tokens=40))
+        engine.step()
+        long = engine.submit(Request(tuple(range(36)) * 3, max_new_tokens=9))
+        text = engine.submit(Request((1, 2), max_new_tokens=40))
+        while len(text.token_ids) < 4:
+            engine.step()
+        before = target.places([text.sequence])
+        engine.cancel(long)
+        assert target.places([text.sequence]) != before
+        while engine.busy:
+            engine.step()
+        noted.append((drafter.noted, first.token_ids, text.token_ids))
+        assert not long.token_ids
+    assert noted[0] == noted[1]
