@@ -186,10 +186,10 @@ class HeadCache:
         self.hold(int(cells.max()) + 1)
         device = self.store.device
         slots = [self.slot[sequence] for sequence in sequences]
-        places = torch.where(cells < 0, self.scratch, cells).to(device)
+        places = torch.where(cells < 0, self.scratch, cells).to(device, non_blocking=True)
         seen = seen.clone()
         seen[..., 0] |= cells < 0  # padding attends to something, so that it stays finite
-        mask, rows = seen[:, None].to(device), torch.tensor(slots, device=device)
+        mask, rows = (part.to(device, non_blocking=True) for part in (seen[:, None], torch.tensor(slots)))
         keys_seen = seen.shape[-1]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def look_at(keys: Tensor, values: Tensor, anchors: Tensor) -> Look:
     """Attention to the keys and values (batch, heads, tokens, width) of the tokens up to `anchors` (batch, rows), or
     (batch, 1) for all rows of a text. Padding, whose anchor is -1, sees the first token, so that it stays finite."""
     seen = torch.arange(keys.shape[2]) <= anchors[..., None].clamp_min(0)
-    mask = None if bool(seen.all()) else seen[:, None].to(keys.device)
+    mask = None if bool(seen.all()) else seen[:, None].to(keys.device, non_blocking=True)
 
     def look(query: Tensor) -> Tensor:
         with sdpa_kernel(KERNELS):

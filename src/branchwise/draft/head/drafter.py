@@ -110,8 +110,7 @@ class HeadDrafter(SharingDrafter):
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
         PackedLayers(self.head).install()
-        table, copies = self.wanted, self._copies
-        usual = usual_on(target.device)
+        table, copies, usual = self.wanted, self._copies, usual_on(target.device)
         if not self._tree_given:
             self.tree, copies = usual.tree, usual.copies if copies is None else copies
             table = usual.table if table is self.trim is None and self.trained.ranked else table
@@ -309,7 +308,7 @@ class HeadDrafter(SharingDrafter):
     def _catch_up(self, sequences: Sequence[SequenceState]) -> None:
         """One pass over the next unread rows of these texts."""
         self._cache.let_go(sequences)
-        texts, lengths = [self._texts[sequence] for sequence in sequences], self._cache.lengths
+        texts, lengths, device = [self._texts[one] for one in sequences], self._cache.lengths, self._table.device
         counts = [min(self._chunk, len(text.unread)) for text in texts]
         taken = [self._features(text.unread.by_tap(n), n) for text, n in zip(texts, counts, strict=True)]
         masks = self.head.config.masks * all(n == len(text.unread) for text, n in zip(texts, counts, strict=True))
@@ -320,7 +319,7 @@ class HeadDrafter(SharingDrafter):
         places, anchors = torch.full((2, len(sequences), rows), -1)  # -1 for padding
         for row, (sequence, part, count) in enumerate(zip(sequences, taken, counts, strict=True)):
             start = lengths[sequence]
-            after = torch.tensor(sequence.tokens[start + 1 : start + count + 1], device=features.device)
+            after = torch.tensor(sequence.tokens[start + 1 : start + count + 1]).to(device, non_blocking=True)
             assert len(after) == count, "a head must know the token after every state that it reads"
             features[row, :count], embeddings[row, :count] = part, self._embeddings[after]
             if masks:
@@ -334,7 +333,8 @@ class HeadDrafter(SharingDrafter):
         if self.head.config.window:
             seen &= ages < self.head.config.window
         attend, look = self._cache.attend(sequences, cells, seen), self._look(sequences, anchors)
-        predict, carry = self.head(features, embeddings, places.clamp_min(0).to(features.device), attend, look)
+        positions = places.clamp_min(0).to(device, non_blocking=True)
+        predict, carry = self.head(features, embeddings, positions, attend, look)
         for row, (sequence, text, count) in enumerate(zip(sequences, texts, counts, strict=True)):
             if not self._window:
                 self._cache.note(sequence, count)
