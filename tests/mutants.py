@@ -922,6 +922,8 @@ MUTANTS = [
         ("wanted <= SHARE * free_memory()", "wanted <= free_memory()"),
         (" and weight.numel() >= SMALL", ""),
         ("return lambda rows: product(rows, layer.bias)", "return lambda rows: product(rows)"),
+        ("rows = rows.contiguous()", "pass"),
+        ("torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))", "True"),
     ),
     *family(
         "foresight",
