@@ -824,10 +824,12 @@ MUTANTS = [
     *family(
         "head",
         "draft/head/trees/device.py",
-        ("positions = lengths[:, None] + torch.arange(steps, device=paths.device)", "positions = lengths[:, None] + 1 + torch.arange(steps, device=paths.device)"),
-        ("end = (kept - 1).clamp_min(0)", "end = kept.clamp_max(steps - 1)"),
+        ("lengths[:, None] + behind.depths, attend, look)", "lengths[:, None] + 1 + behind.depths, attend, look)"),
+        ("end, every = (kept - 1).clamp_min(0), ", "end, every = kept.clamp_max(steps - 1), "),
         ("after = torch.where(last, following[:, None], ", "after = torch.where(last & False, following[:, None], "),
-        ("device=paths.device).tril().expand", "device=paths.device).expand"),
+        ("own = (rows <= rows[:, None]) & (real", "own = (rows >= 0) & (real"),
+        ("depths = torch.cat([depths, kept[:, None] + ", "depths = torch.cat([depths, 0 * kept[:, None] + steps + "),
+        ("foreseen[slots, min(depth, masks) - 1]", "foreseen[slots, min(depth, masks - 1)]"),
     ),
     *family(
         "head",
@@ -920,7 +922,7 @@ MUTANTS = [
         ("self._weight._version != self._version or ", ""),
         ("layer.__dict__.pop(\"forward\", None)", "pass"),
         ("wanted <= SHARE * free_memory()", "wanted <= free_memory()"),
-        (" and weight.numel() >= SMALL", ""),
+        (" and one.numel() >= SMALL", ""),
         ("return lambda rows: product(rows, layer.bias)", "return lambda rows: product(rows)"),
         ("rows = rows.contiguous()", "pass"),
         ("torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))", "True"),
@@ -999,7 +1001,7 @@ TESTS = {
     "sheet": ["tests/test_graphs.py"],
     "begun": ["tests/test_inflight.py"],
     "lingering": ["tests/test_lingering.py"],
-    "head": ["tests/test_head_drafter.py"],
+    "head": ["tests/test_head_drafter.py", "tests/test_head_ahead.py"],
     "copies": [
         "tests/test_head_copies.py",
         "tests/test_head_drafter.py::test_a_prompt_longer_than_one_pass_is_read_as_in_training",

@@ -87,7 +87,7 @@ class ModelDrafter(TreeDrafter):
         from branchwise.backends.transformers.probe import context_limit  # transformers takes seconds to import
 
         super().bind(target)
-        self.weights = self._weights(target)
+        self.weights = self._loaded_for(target)
         self.tree.bind(target, lambda: self.weights.fingerprint)
         self.vocabulary = self._common(target)
         if self.trim is not None:
@@ -108,7 +108,7 @@ class ModelDrafter(TreeDrafter):
         self._ahead = self._on_device(target)
         self.cost = None if target.weight_bytes is None else self._share(target)
 
-    def _weights(self, target: TargetInfo) -> Weights:
+    def _loaded_for(self, target: TargetInfo) -> Weights:
         given = self.model
         return given if isinstance(given, Weights) else Weights.of(given, target.dtype, target.device, self.task)
 

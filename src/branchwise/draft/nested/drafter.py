@@ -62,8 +62,8 @@ class NestedDrafter(ModelDrafter):
         if self.only is None and self.ladder.cost is not None:
             self.cost = self.ladder.cost
 
-    def _weights(self, target: TargetInfo) -> Weights:
-        whole = super()._weights(target)
+    def _loaded_for(self, target: TargetInfo) -> Weights:
+        whole = super()._loaded_for(target)
         self.exits = self._checked(whole)
         self._samples = self._measured()
         self.only: int | None = None
