@@ -7,7 +7,8 @@ one row and never writes a distribution. The truth is `core.sampling.Warp` with 
 the same order, the noise is the same. Without a CUDA device only tests import this file.
 
 A cut by rank or by mass is a search for the least mass that is kept, over the whole row many times. Nearly always few
-tokens can be at stake: those are gathered first, and the search goes over them.
+tokens can be at stake: those are gathered first, and the search goes over them. For a cut by mass the likeliest few
+hundred are gathered, and if they have not as much mass together as is kept, all whose mass matters.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -44,6 +45,9 @@ SIFTED, SIEVES = tl.constexpr(512), tl.constexpr(32)
 """masses of those that are compared together, and with how many numbers"""
 SLIGHT = tl.constexpr(1e-6)
 """the mass of a token, in that of the best one, below which tokens that are cut by rank are not gathered"""
+LIKELY, SPARE = tl.constexpr(1e-3), tl.constexpr(1e-3)
+"""in what a cut by mass takes: the mass of a token, in that of the best one, from which on it is gathered first; and by
+how much these must have more than is kept, because sums are rounded"""
 FEW_ROWS = 132
 """as many as an H200 has processors: each of so few rows has one to itself"""
 
@@ -155,9 +159,13 @@ def _token(row, own, key, penalised: tl.constexpr, at_once: tl.constexpr):
         most = tl.where(most < row.vocabulary, most, 0.0)
         floor = 0.0
         if (most > 0) | (top_p < 1):
-            # Tokens with less mass than that have together less than what a cut by mass takes: the best one has 1.
-            least = tl.where(top_p < 1, (1 - top_p) / (2 * row.vocabulary), SLIGHT)
-            count, total = _gather(row, cold, high, least, penalised, at_once)
+            likely = tl.where(top_p < 1, (1 - top_p) * LIKELY, SLIGHT)
+            count, total = _gather(row, cold, high, likely, penalised, at_once)
+            enough = (_gathered_mass(row, count) >= (top_p + (1 - top_p) * SPARE) * total) | (most > 0)
+            if (top_p < 1) & ((count < most) | (enough == 0)):
+                # Tokens with less mass than that have together less than what a cut by mass takes: the best one has 1.
+                least = (1 - top_p) / (2 * row.vocabulary)
+                count, total = _gather(row, cold, high, least, penalised, at_once)
             if (count <= ROOM) & (count >= most):
                 floor = _floor(row, count, total, cold, high, most, top_p, penalised, True, at_once)
             else:
@@ -280,6 +288,16 @@ def _gathered(row, count, start, floor):
     names = start + tl.arange(0, SIFTED)
     mass = tl.load(row.room + names, mask=names < count, other=0.0)
     return tl.where(mass >= floor, mass, 0.0)
+
+
+@triton.jit
+def _gathered_mass(row, count):
+    """Of all masses that were gathered; 0 where they were too many to be."""
+    total = tl.zeros((), tl.float32)
+    if count <= ROOM:
+        for start in range(0, count, SIFTED):
+            total += tl.sum(_gathered(row, count, start, 0.0), 0)
+    return total
 
 
 @triton.jit
