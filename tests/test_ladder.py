@@ -124,6 +124,47 @@ def test_a_size_that_was_slow_once_is_timed_again() -> None:
     assert speed_of(machine, ladder, 4, 200) > 0.97 * machine.speed(4, ladder.nodes[best])
 
 
+@pytest.mark.parametrize("late", range(FEW))
+def test_one_slow_step_at_warm_up_does_not_decide(late: int) -> None:
+    """A host that is busy for a moment makes one step longer, never shorter."""
+    machine = Machine(free=64, row=0.0002, level=0.06, gain=0.6)
+    ladder, largest = Ladder(NODES), len(NODES)
+    own, made = machine.seconds, 0
+
+    def hindered(texts: int, nodes: int) -> float:
+        nonlocal made
+        made += nodes == NODES[-1]
+        return own(texts, nodes) * (8 if nodes == NODES[-1] and made == SETTLING + 1 + late else 1)
+
+    machine.seconds = hindered  # type: ignore[method-assign]
+    speed_of(machine, ladder, 1, 3 * (SETTLING + FEW))
+    ladder.forget()
+    made = SETTLING + FEW + 1
+    assert [ladder.rung(1) for _ in range(20)] == [largest] * 20
+
+
+def test_a_size_that_was_far_too_slow_when_it_was_timed_comes_back() -> None:
+    machine = Machine(free=64, row=0.0002, level=0.06, gain=0.6)
+    own = machine.seconds
+    machine.seconds = lambda texts, nodes: own(texts, nodes) * (2.5 if nodes == NODES[-1] else 1.0)  # type: ignore[method-assign]
+    ladder = warmed(machine, 1)
+    assert ladder.rung(1) != len(NODES)
+    machine.seconds = own  # type: ignore[method-assign]
+    speed_of(machine, ladder, 1, 1500)
+    assert speed_of(machine, ladder, 1, 200) > 0.97 * machine.speed(1, NODES[-1])
+
+
+def test_what_is_far_slower_is_hardly_tried_again() -> None:
+    machine = Machine(free=1, row=0.1, level=0.06, gain=0.6)
+    ladder = warmed(machine, 1)
+    tried = []
+    for _ in range(3000):
+        tried.append(ladder.rung(1))
+        machine.step(ladder, 1)
+    assert tried.count(len(NODES)) < 3 * PATIENCE
+    assert speed_of(machine, ladder, 1, 1000) > 0.99 * max(machine.speed(1, nodes) for nodes in (0, 15, 63))
+
+
 def test_a_size_that_cannot_be_timed_again_is_given_up() -> None:
     """Texts that come and go leave no two like steps; plain decoding must stay among the choices."""
     ladder = warmed(Machine(free=64, row=0.0002, level=0.06, gain=0.6, noise=0.0), 4)

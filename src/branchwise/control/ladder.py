@@ -10,6 +10,7 @@ text has its own share in that number, and what is expected of a batch changes a
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
@@ -41,9 +42,8 @@ THINNING = 0.07
 """by how much a step must be faster than a plain one for each doubling of a batch. Texts that are drafted end at
 different times, and what is left of a batch has fewer texts to share its steps; and prompts have to be read"""
 STALE = 256
-"""steps of a batch after which a size that was not made since is timed again, if it may be the better one"""
-NEAR = 0.8
-"""the share of the best speed from which on it may be"""
+"""steps of a batch after which a size that was not made since is timed again, if it should be about as fast as the best
+one. What is a half as fast waits four times as long: trying it costs more, and it is less likely to have been wrong"""
 PATIENCE = 24
 """steps in which it is tried at most"""
 SLOWLY = 1 / 16
@@ -58,6 +58,8 @@ class Pace:
 
     steps: int = 0
     seconds: float = 0.0
+    first: Sequence[float] = ()
+    """seconds of the first steps that were timed"""
     drift: float = 1.0
     """by how much steps of other rungs have become slower since"""
     age: int = 0
@@ -69,10 +71,12 @@ class Pace:
         self.seconds, self.drift, self.age = self.now, 1.0, 0
         self.steps += 1
         timed = self.steps - SETTLING
-        if timed > FEW:  # a step that took much longer says little: the host was busy elsewhere
-            seconds = min(seconds, 2 * self.seconds)
-        if timed > 0:
-            self.seconds += max(1 / timed, SLOWLY) * (seconds - self.seconds)
+        # A step that took much longer says little: the host was busy elsewhere.
+        if timed > FEW:
+            self.seconds += max(1 / timed, SLOWLY) * (min(seconds, 2 * self.seconds) - self.seconds)
+        elif timed > 0:
+            self.first = [*(self.first if timed > 1 else ()), seconds]
+            self.seconds = statistics.median(self.first)
 
     @property
     def known(self) -> bool:
@@ -153,7 +157,7 @@ class Ladder:
             return 0
         for rung, speed in speeds.items():
             pace = self._paces[size, rung]
-            if rung not in (0, best) and pace.age > STALE and speed > NEAR * speeds[best]:
+            if rung not in (0, best) and speed and pace.age > STALE * (speeds[best] / speed) ** 2:
                 pace.doubt()
         return best
 
