@@ -24,7 +24,8 @@ def test_it_drafts_as_the_model_of_these_layers_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(NestedDrafter, "_measured", lambda self: np.array([[[0.5] * 3, [0.1, 0.9, 0.9]]]))
     model = nested_model(vocabulary=VOCABULARY).cuda()
     nested = NestedDrafter(Weights("nested", model, None), tree=build_policy("chain:3"))
-    alone = ModelDrafter(Weights("alone", with_layers(model, range(EXITS[1])), None), tree=build_policy("chain:3"))
+    shallow = with_layers(model, range(EXITS[1])).cuda()
+    alone = ModelDrafter(Weights("alone", shallow, None), tree=build_policy("chain:3"))
     target = target_of(compile=compile)
     found = [texts_of(write(drafter, "match", [SamplingParams()], target)) for drafter in (nested, alone)]
     assert found[0] == found[1] == texts_of(write(build_drafter("none"), "match", [SamplingParams()], target))

@@ -63,7 +63,7 @@ def draft(tree: str, seed: int) -> tuple[list[DraftTree], torch.Tensor]:
 def verdicts(name: str, trees: list[DraftTree], logits: torch.Tensor, seed: int, device: str, capture: object = None):  # type: ignore[no-untyped-def]
     probs = [None if tree.q is None else tree.q.to(device) for tree in trees]
     moved = [
-        DraftTree(tree.tokens.to(device), tree.parents, tree.draw, q, tree.leaves)
+        DraftTree(tree.tokens.to(device), tree.parents, tree.draw, q, tree.leaves, tree.draws)
         for tree, q in zip(trees, probs, strict=True)
     ]
     room = PadShape.for_paths(3, 4) if any(tree.leaves for tree in trees) or len(trees[0]) == 1 else PadShape()
