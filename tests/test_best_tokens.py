@@ -13,7 +13,13 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("warmth", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(
     ("batch", "rows", "width", "tokens", "extra", "count"),
-    [(1, 1, 48, 100, 5, 3), (1, 8, 64, 300, 70, 8), (3, 5, 24, 64, 1, 1), (2, 40, 32, 130, 20, 4)],
+    [
+        (1, 1, 48, 100, 5, 3),
+        (1, 8, 64, 300, 70, 8),
+        (3, 5, 24, 64, 1, 1),
+        (2, 40, 32, 130, 20, 4),
+        (1, 4, 8, 1400, 9, 3),
+    ],
 )
 def test_best_tokens_are_those_of_logits_in_memory(
     batch: int, rows: int, width: int, tokens: int, extra: int, count: int, warmth: float

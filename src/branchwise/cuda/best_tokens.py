@@ -104,8 +104,8 @@ def best_tokens(
         values, places, *sums, more, *parts[3:], known, slots, lengths, *draws, best, where,
         lengths.stride(0), per_text, len(table), depth,
         every=every, count=count, some=some, blocks=len(parts.firsts) - 1,
-        candidates=triton.next_power_of_2(every * count), padded=triton.next_power_of_2(some),
-        padded_blocks=triton.next_power_of_2(len(parts.firsts) - 1), num_warps=4,
+        padded_every=triton.next_power_of_2(every), padded_count=triton.next_power_of_2(count),
+        padded=triton.next_power_of_2(some), padded_blocks=triton.next_power_of_2(len(parts.firsts) - 1), num_warps=4,
     )  # fmt: skip
     return best.view(batch, per_text, count), where.view(batch, per_text, count)
 
@@ -212,54 +212,80 @@ def _block(firsts, highest, totals, speeds, block, inside, top):
     return mass, speed
 
 
+@triton.jit
+def _log_share(owners, firsts, highest, totals, speeds, key, part, inside, top, whole, drawn):
+    """What is added to the logits of parts, less the highest one, so that they are logarithms of chances."""
+    share = tl.zeros_like(part).to(tl.float32) + 1.0
+    if drawn:
+        block = tl.load(owners + part, mask=inside, other=0)
+        mass, speed = _block(firsts, highest, totals, speeds, block, inside, top)
+        likely = inside & (mass > 0) & (speed > 0)
+        share = tl.where(likely, mass / _waits(mix(key), block) / tl.where(likely, speed, 1.0), 0.0)
+    return tl.where(share > 0, tl.log(tl.where(share > 0, share, 1.0) / whole), NOTHING)
+
+
 @triton.jit(do_not_specialize=["per_text", "depth"])
 def _merge(
     values, places, highest, totals, speeds, more, owners, firsts, known, slots, lengths, dice, temperatures,
     best, where, stride_length, per_text, tokens, depth,
     every: tl.constexpr, count: tl.constexpr, some: tl.constexpr, blocks: tl.constexpr,
-    candidates: tl.constexpr, padded: tl.constexpr, padded_blocks: tl.constexpr,
+    padded_every: tl.constexpr, padded_count: tl.constexpr, padded: tl.constexpr, padded_blocks: tl.constexpr,
 ):  # fmt: skip
+    """The best tokens are in the parts whose best ones are best: so many parts are found first, then the tokens among
+    theirs and those of the prompt."""
     row = tl.program_id(0)
     text = row // per_text
     slot = tl.load(slots + text).to(tl.int64)
     drawn = tl.load(temperatures + slot) > 0
     key = _key(dice, lengths, text, slot, stride_length, depth, drawn)
     highest, totals, speeds = highest + row * every, totals + row * every, speeds + row * every
+    values, places = values + row * every * count, places + row * every * count
     # The tokens of the prompt, each beside what the table has of its block.
     column = tl.arange(0, padded)
     name = tl.load(known + slot * some + column, mask=column < some, other=-1).to(tl.int64)
     real = name >= 0
     logit = tl.load(more + row * some + column, mask=real, other=NOTHING)
+    part = tl.arange(0, padded_every)
+    there = part < every
+    top = tl.maximum(tl.max(tl.load(highest + part, mask=there, other=NOTHING), axis=0), tl.max(logit, axis=0))
     number = tl.arange(0, padded_blocks)
-    part_high = tl.load(highest + tl.arange(0, candidates), mask=tl.arange(0, candidates) < every, other=NOTHING)
-    top = tl.maximum(tl.max(part_high, axis=0), tl.max(logit, axis=0))
     mass, _ = _block(firsts, highest, totals, speeds, number, number < blocks, top)
-    first_wait = tl.where(drawn, _waits(mix(key), number), 1.0)
-    own_block = tl.where(real, name // WHOLE, 0)
-    own_first = tl.where(drawn, _waits(mix(key), own_block), 1.0)
     own_mass = tl.where(real, tl.exp(logit - top), 0.0)
-    whole = tl.sum(mass / first_wait, axis=0) + tl.sum(own_mass / own_first, axis=0)
-    own_speed = own_mass / tl.where(drawn, _waits(key, name), 1.0)
-    beside_mass, beside_speed = _block(firsts, highest, totals, speeds, own_block, real, top)
-    likely = real & (own_speed > 0)
-    share = (beside_mass + own_mass) / own_first * own_speed / tl.where(likely, beside_speed + own_speed, 1.0)
+    share = own_mass
+    if drawn:
+        first_wait, own_block = _waits(mix(key), number), tl.where(real, name // WHOLE, 0)
+        own_first = _waits(mix(key), own_block)
+        whole = tl.sum(mass / first_wait, axis=0) + tl.sum(own_mass / own_first, axis=0)
+        own_speed = own_mass / _waits(key, name)
+        beside_mass, beside_speed = _block(firsts, highest, totals, speeds, own_block, real, top)
+        likely = real & (own_speed > 0)
+        share = (beside_mass + own_mass) / own_first * own_speed / tl.where(likely, beside_speed + own_speed, 1.0)
+    else:
+        whole = tl.sum(mass, axis=0) + tl.sum(own_mass, axis=0)
     own_value = tl.where(share > 0, tl.log(tl.where(share > 0, share, 1.0) / whole), NOTHING)
-    # The best of all parts.
-    at = tl.arange(0, candidates)
-    inside = at < every * count
-    value = tl.load(values + row * every * count + at, mask=inside, other=NOTHING)
-    place = tl.load(places + row * every * count + at, mask=inside, other=0)
-    block = tl.load(owners + at // count, mask=inside, other=0)
-    mass, speed = _block(firsts, highest, totals, speeds, block, inside, top)
-    wait = tl.where(drawn, _waits(mix(key), block), 1.0)
-    likely = inside & (value > NOTHING) & (mass > 0) & (speed > 0)
-    share = tl.where(likely, mass, 1.0) / wait / tl.where(likely, speed, 1.0)
-    value = tl.where(likely, value - top + tl.log(share / whole), NOTHING)
+    # Parts by their best tokens; the earlier one of equals comes first.
+    highs = tl.load(values + part * count, mask=there, other=NOTHING)
+    scale = _log_share(owners, firsts, highest, totals, speeds, key, part, there, top, whole, drawn)
+    highs = tl.where((highs > NOTHING) & (scale > NOTHING), highs - top + scale, NOTHING)
+    rank_of = tl.arange(0, padded_count)
+    winners = tl.full((padded_count,), every, tl.int32)
+    for rank in range(count):
+        high = tl.max(highs, axis=0)
+        first = tl.min(tl.where(highs == high, part, padded_every), axis=0)
+        winners = tl.where(rank_of == rank, tl.where(high > NOTHING, first, every), winners)
+        highs = tl.where(part == first, NOTHING, highs)
+    # Tokens by their chances.
+    scale = _log_share(owners, firsts, highest, totals, speeds, key, winners, winners < every, top, whole, drawn)
+    inside = (winners < every)[:, None] & (rank_of < count)[None, :]
+    at = tl.where(inside, winners[:, None] * count + rank_of[None, :], every * count)
+    value = tl.load(values + at, mask=inside, other=NOTHING)
+    value = tl.where((value > NOTHING) & (scale > NOTHING)[:, None], value - top + scale[:, None], NOTHING)
+    at, value = tl.reshape(at, (padded_count * padded_count,)), tl.reshape(value, (padded_count * padded_count,))
     for rank in range(count):
         listed, own = tl.max(value, axis=0), tl.max(own_value, axis=0)
-        chosen = tl.min(tl.where(value == listed, at, candidates), axis=0)
+        chosen = tl.min(tl.where(value == listed, at, every * count), axis=0)
         chosen_own = tl.min(tl.where(own_value == own, column, padded), axis=0)
-        found = tl.sum(tl.where(at == chosen, place, 0), axis=0)
+        found = tl.load(places + chosen, mask=chosen < every * count, other=0)
         tl.store(best + row * count + rank, tl.maximum(listed, own))
         tl.store(where + row * count + rank, tl.where(listed >= own, found, tokens + chosen_own))
         value = tl.where(at == tl.where(listed >= own, chosen, -1), 2 * NOTHING, value)
