@@ -23,11 +23,12 @@ from branchwise.core.tree import DraftTree, LaidTree
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs
+from branchwise.draft.head import prompt as prompt_module
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.file import TrainedHead
 from branchwise.draft.head.network import Head, HeadConfig
-from branchwise.draft.head.prompt import read_prompts
+from branchwise.draft.head.prompt import MOST_ROWS, MOST_TOGETHER, joined, read_prompts, together, usual
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.engine import Engine, Request
@@ -159,8 +160,49 @@ def test_prompts_that_are_read_together_are_read_as_alone(form: str) -> None:
         slots = [cache.slot[text] for text in texts]
         rows = [cache.store[:, :, slot, :, : len(part)] for slot, part in zip(slots, features, strict=True)]
         found.append([cache.predicted[slots], cache.carried[slots], *rows])
-    for together, alone in zip(*found, strict=True):
-        torch.testing.assert_close(together, alone)
+    for joint, alone in zip(*found, strict=True):
+        torch.testing.assert_close(joint, alone)
+
+
+@torch.inference_mode()
+def test_prompts_that_are_padded_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, whose passes have few sizes; more cells are not asked for."""
+    target = TransformersTarget(model_of(), slots=3, max_nodes=8)
+    head = trained(target, "eagle").head
+    texts = [SequenceState([3, 1, 4, 1, 5, 9, 2]), SequenceState([2, 7])]
+    features = [torch.randn(len(text.tokens) - 1, WIDTH) for text in texts]
+    embeddings = torch.randn(VOCABULARY, WIDTH)
+    found = []
+    for padded in (False, True):
+        if padded:
+            monkeypatch.setattr(prompt_module, "usual", lambda rows, device: 16)
+        cache = HeadCache(head.config, 3, torch.device("cpu"), torch.float32)
+        cells = cache.store.shape[4]
+        for text in texts:
+            cache.open(text)
+        read_prompts(head, cache, embeddings, texts, joined(features), [*map(len, features)])
+        assert cache.store.shape[4] == max(cells, 8)
+        slots = [cache.slot[text] for text in texts]
+        rows = [cache.store[:, :, slot, :, : len(part)] for slot, part in zip(slots, features, strict=True)]
+        found.append([cache.predicted[slots], cache.carried[slots], *rows, cache.tokens[slots, :6]])
+    assert len(joined(features)) == 16
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("lengths", [[5], [70] * 7, [300] * 40, [5000, 10, 10], [10, 4000, 10, 10], [60] * 16])
+def test_prompts_come_in_few_sizes_on_a_device(lengths: list[int]) -> None:
+    texts = [SequenceState([1] * length) for length in lengths]
+    groups = together(texts, torch.device("cuda"))
+    assert [text for group in groups for text in group] == texts
+    for group in groups:
+        rows = len(group) * usual(max(len(text.tokens) for text in group), torch.device("cuda"))
+        assert rows.bit_count() == 1
+        assert rows <= MOST_ROWS
+        assert len(group) <= MOST_TOGETHER
+    assert len(together(texts, torch.device("cpu"))) == len(texts)
+    if lengths == [60] * 16:
+        assert len(groups) == 1
 
 
 def assert_as_in_training(drafter: Watching, model: LlamaForCausalLM, heat: float = 1.0) -> None:

@@ -35,9 +35,19 @@ TEMPERATURES = (0.7, 1.0)
 """of one text each: where a rule is not a kernel of ours, its verdicts on tempered texts and on those at temperature 1
 are different programs"""
 PROMPT_TOKENS = 24
-LONGER_PROMPTS, LONGER_STEPS = ((90, 400, 1500), (60, 90) * 8, (200, 230) * 4, (350, 400) * 8, (350, 400) * 64), 2
-"""tokens of prompts that are read together, at most as many as there are slots: longer and more of them are read by
-other kernels, shorter ones padded, and all that fit want memory that a process asks for once"""
+LONGER_PROMPTS: tuple[tuple[int, ...], ...] = (
+    *((tokens,) for tokens in (40, 100, 200, 400, 900)),
+    *((40,) * texts for texts in (2, 4, 8)),
+    *((tokens, *(60,) * 7) for tokens in (450, 900)),
+    (90, 400, 1500),
+    (60, 90) * 8,
+    (200, 230) * 4,
+    (350, 400) * 8,
+    (350, 400) * 64,
+)
+LONGER_STEPS = 4
+"""tokens of prompts that are read together, at most as many as there are slots, and in how many steps: longer and more
+of them are read by other kernels, shorter ones padded, and all that fit want memory that a process asks for once"""
 TIMES = "warmup.json"
 """in the cache: how long it took the last time"""
 

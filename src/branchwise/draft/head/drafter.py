@@ -31,7 +31,7 @@ from branchwise.draft.head.cache import MOST_EXTRA, HeadCache, look_at
 from branchwise.draft.head.file import TrainedHead, own_or_shared
 from branchwise.draft.head.following import Following, Unread, along, draft_params, packed, stacked
 from branchwise.draft.head.network import Look
-from branchwise.draft.head.prompt import MOST, read_prompts, reads_at_once, together
+from branchwise.draft.head.prompt import MOST, joined, read_prompts, reads_at_once, together
 from branchwise.draft.head.sharing import SharingDrafter
 from branchwise.draft.head.speculators import read_head
 from branchwise.draft.head.trees.ahead import Ahead, best_first
@@ -178,7 +178,7 @@ class HeadDrafter(SharingDrafter):
             unread = [texts[sequence].unread for sequence in group]
             counts = [min(MOST, len(one)) for one in unread]
             by_tap = zip(*(one.by_tap(MOST) for one in unread), strict=True)
-            features = self._features([torch.cat(parts) for parts in by_tap], sum(counts))
+            features = self._features([*map(joined, by_tap)], sum(counts))
             read_prompts(self.head, self._cache, self._embeddings, group, features, counts)
             for one, count in zip(unread, counts, strict=True):
                 one.drop(count)

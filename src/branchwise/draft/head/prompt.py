@@ -7,7 +7,7 @@ the target's pass over the prompt, which the host does not wait for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ MOST_ROWS = 8192
 """of several prompts together, as long as the longest of them"""
 MOST_TOGETHER = 16
 """prompts of a pass"""
+LEAST = 64
+"""rows of a pass on a device"""
 
 
 def reads_at_once(config: HeadConfig) -> bool:
@@ -32,19 +34,39 @@ def reads_at_once(config: HeadConfig) -> bool:
     return not (config.masks or config.window or config.cross)
 
 
+def usual(rows: int, device: torch.device) -> int:
+    """As how many rows these are read: on a device a power of two. Its library of products loads another kernel for
+    nearly every size, for milliseconds when that is first asked for; these few sizes are asked for at warm-up."""
+    return rows if device.type == "cpu" else max(LEAST, 1 << (rows - 1).bit_length())
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of texts one behind the other, and behind them what pads them to a usual size."""
+    rows = sum(map(len, parts))
+    return functional.pad(torch.cat([*parts]), (0, 0, 0, usual(rows, parts[0].device) - rows))
+
+
 def together(sequences: Sequence[SequenceState], device: torch.device) -> list[list[SequenceState]]:
     """Prompts that are read in one pass: on a device, where a pass over few rows is bound by its launches, as many as
-    may be."""
+    may be, by powers of two."""
     groups: list[list[SequenceState]] = []
     longest = 0
     for sequence in sequences:
-        longest = max(longest, len(sequence.tokens))
+        longest = max(longest, usual(len(sequence.tokens), device))
         full = device.type == "cpu" or len(groups[-1]) == MOST_TOGETHER if groups else True
         if full or (len(groups[-1]) + 1) * longest > MOST_ROWS:
             groups.append([])
-            longest = len(sequence.tokens)
+            longest = usual(len(sequence.tokens), device)
         groups[-1].append(sequence)
-    return groups
+    return [part for group in groups for part in _halved(group)]
+
+
+def _halved(group: Sequence[SequenceState]) -> Iterator[list[SequenceState]]:
+    """The largest power of two of them, and of the rest."""
+    while group:
+        size = 1 << (len(group).bit_length() - 1)
+        yield [*group[:size]]
+        group = group[size:]
 
 
 def read_prompts(
@@ -55,12 +77,14 @@ def read_prompts(
     features: Tensor,
     counts: Sequence[int],
 ) -> None:
-    """Write so many first rows of texts, which read these features (rows of one text behind those of another, width).
+    """Write so many first rows of texts, which read these features (rows of one text behind those of another, width);
+    what comes behind them is padding.
 
     What pads the shorter ones comes behind their rows: these do not see it, and it is overwritten by what comes next.
     """
-    longest, device, texts = max(counts), features.device, len(sequences)
-    cache.hold(longest)
+    cells, device, texts, own = max(counts), features.device, len(sequences), features[: sum(counts)]
+    longest = usual(cells, device)
+    cache.hold(cells)
     tokens, places = np.zeros((texts, longest), dtype=np.int64), np.arange(texts * longest).reshape(texts, longest)
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         tokens[row, :count] = sequence.tokens[1 : count + 1]
@@ -68,17 +92,17 @@ def read_prompts(
     # All in one copy: each is a launch.
     numbers = [cache.slot[sequence] for sequence in sequences], np.array(counts) - 1, places[real], tokens.ravel()
     uploaded = torch.from_numpy(np.concatenate(numbers)).to(device, non_blocking=True)
-    slots, last, rows, flat = uploaded.split([texts, texts, len(features), texts * longest])
+    slots, last, rows, flat = uploaded.split([texts, texts, len(own), texts * longest])
     after = flat.view(texts, longest)
-    cache.tokens[slots, :longest] = after
-    read = features.new_zeros(texts * longest, features.shape[1]).index_copy_(0, rows, features)
+    cache.tokens[slots, :cells] = after[:, :cells]
+    read = own.new_zeros(texts * longest, own.shape[1]).index_copy_(0, rows, own)
     read, positions = read.view(texts, longest, -1), torch.arange(longest, device=device)
     # A row that is alone sees all that is there, but for what pads its text.
     shorter = None if min(counts) == longest else (positions <= last[:, None])[:, None, None]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for kept, new in zip(cache.store[:, layer], (key, value), strict=True):
-            kept[slots, :, :longest] = new
+            kept[slots, :, :cells] = new[:, :, :cells]
         if query.shape[2] == longest:
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return functional.scaled_dot_product_attention(query, key, value, shorter, enable_gqa=True)
