@@ -133,7 +133,7 @@ def test_a_tree_that_was_asked_for_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 def test_a_head_that_does_not_pay_stands_aside_and_reads_later_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(0.0)
     costs.plain_seconds = 1e-9
-    monkeypatch.setattr("branchwise.control.choice.Terms", partial(Terms, share=1e15))
+    monkeypatch.setattr("branchwise.draft.head.trees.paced.Terms", partial(Terms, share=1e15))
     passes: list[int] = []
     own = HeadDrafter._catch_up
 
@@ -163,6 +163,16 @@ def test_a_prompt_is_not_read_by_a_head_that_stands_aside(monkeypatch: pytest.Mo
     monkeypatch.setattr(PacedDraft, "rests", lambda draft, batch: True)
     sizes(monkeypatch, Costs(0.0), ((1, 2, 3), (4, 5, 6, 7)), tokens=6)
     assert read == []
+
+
+def test_a_trial_of_several_texts_may_lose_less() -> None:
+    lost = []
+    for texts in (1, 4, 16):
+        draft = paced()
+        while not draft.rests(texts):
+            draft._rest.record(1.0, 2.0)
+            lost.append(texts)
+    assert [lost.count(texts) for texts in (1, 4, 16)] == [5, 3, 1], "passes: 4, 2 and 1, and what fades of them"
 
 
 def test_a_head_stands_aside_for_batches_of_the_size_where_it_does_not_pay() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WORTH = 1.03
 """the expected speed of a tree, in plain decoding, from which on it is drafted"""
@@ -45,6 +45,11 @@ class Terms:
     """whether what was invested in a whole text counts as spent, little by little, and must be earned back"""
     forgiving: bool = False
     """whether one that has paid and then lost is tried again soon, like the first time"""
+
+    def for_texts(self, texts: int) -> Terms:
+        """Steps of several texts say more of a source than as many of one, by the root of their number. So fewer passes
+        are enough to lose, which are dear: a batch makes few."""
+        return replace(self, first=self.first / math.sqrt(texts), again=self.again / math.sqrt(texts))
 
 
 class Rest:

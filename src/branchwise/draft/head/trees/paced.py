@@ -9,7 +9,6 @@ is drafted.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import TargetInfo
-from branchwise.control.choice import Rest, best
+from branchwise.control.choice import Rest, Terms, best
 from branchwise.control.costs import PassCostModel, cost_model_of
 from branchwise.control.trust import Kept, Trust, what_came
 from branchwise.core.tree import DraftTree
@@ -61,7 +60,7 @@ class PacedDraft(BestFirstDraft):
         self._laid: tuple[int, float] | None = None
         """rows of a pass that is being made, and when it began"""
         self._level_cost = level_cost
-        self._rests: defaultdict[int, Rest] = defaultdict(Rest)
+        self._rests: dict[int, Rest] = {}
         """by the size of a batch: what pays for one text may be dear for many"""
         self._rest, self._resting = Rest(), False
         self._begun = 0.0
@@ -114,7 +113,9 @@ class PacedDraft(BestFirstDraft):
         return 0 if self._costs.unclear(1 + size, tokens[size] / costs[size] * costs[0]) else size
 
     def rests(self, batch: int) -> bool:
-        self._costs, self._rest = cost_model_of(self._target, batch), self._rests[fitting(batch, BATCHES)]
+        size = fitting(batch, BATCHES)
+        self._costs = cost_model_of(self._target, batch)
+        self._rest = self._rests.setdefault(size, Rest(Terms().for_texts(size)))
         self._begun, self._resting = time.perf_counter(), self._rest.resting()
         if self._resting:
             self._said = []
