@@ -1,0 +1,98 @@
+# ruff: noqa: E501  (texts of the source stay in one piece)
+"""Mutants of what is computed where it is fast, on GPUs and CPUs."""
+
+from __future__ import annotations
+
+from tests.mutants.family import Family
+
+FAMILIES = [
+    Family("drawn", ["tests/test_device_paths.py"], {
+        "draft/recycle/adjacency.py": [
+            ("if paths[0][0][0] < 0:", "if False:"),
+        ],
+        "draft/builder.py": [
+            ("q[: max(parents) + 1] if length else None", "q[: max(parents) + 1]"),
+        ],
+        "draft/recycle/paths_kernel.py": [
+            ("probs = tl.where(_held(masses, token, place, width), token, probs)", "probs = token"),
+            ("level * count + tl.where(apart, path, 0)) + spot)", "tl.where(apart, path, 0)) + spot)"),
+            ("level * count + tl.where(apart, path, 0)) + spot)", "level * count + tl.where(apart, path, 0)))"),
+            ("tl.where(apart, path, 0)", "path"),
+            ("tl.where(rank < many, 0, rank - many + 1)", "tl.where(rank < many, 0, rank)"),
+            ("order = node * (block_paths + 1) + first", "order = first"),
+            ("known = _held(masses, probs, place, width)", "known = probs >= 0"),
+            ("    q.zero_()\n", ""),
+            ("tl.where(chances > 0, sums, 0.0), mix(key))", "tl.where(chances > 0, sums, 0.0), key)"),
+            ("(token[:, None] == token[None, :]) & real[None, :]", "(token[:, None] == token[None, :])"),
+            ("mask=(weights > 0) & (real & known)[:, None])", "mask=(weights >= 0) & (real & known)[:, None])"),
+        ],
+    }),
+    Family("penalties", [
+        "tests/test_choices.py",
+        "tests/test_draw.py::test_each_node_is_penalised_for_its_own_path",
+        "tests/test_draw.py::test_what_looks_back_is_recorded_where_the_kernel_draws",
+    ], {
+        "cuda/draw.py": [
+            ("while node > 0:  # the root is in the text", "while node >= 0:"),
+            ("node = row.node", "node = tl.load(row.parents + row.node)"),
+            ("(token < start + names.numel)", "(token < start + BLOCK)"),
+            ("(token < start + names.numel)", "(token < row.vocabulary)", "a comparison of all names finds no token that is not among them; the guard spares it"),
+            ("tl.where(seen > 0, damped, value)", "tl.where((seen & TIMES) > 0, damped, value)"),
+            ("row.presence + row.frequency * times", "(row.presence + row.frequency) * times"),
+            ("counts + counted * vocabulary", "counts + text * vocabulary"),
+        ],
+        "cuda/choices.py": [
+            ("self._known.pop(text) for text", "self._known[text] for text"),
+            ("text.prompt_length <= counted <= len(text.tokens)", "text.prompt_length <= counted"),
+            ("if row not in held and row not in taken", "if row not in held"),
+            ("self.table.index_fill_(0, rows, 0)", "pass"),
+            ("if known and self._counted == counted:", "if known:"),
+            ("if known and max(self._counted) < 0:", "if known:"),
+        ],
+        "cuda/verify_graph.py": [
+            ("probs._warp.processes or not have_kernels(device)", "not have_kernels(device)"),
+            ("(choices is None and not probs.capturable)", "not probs.capturable"),
+        ],
+    }),
+    Family("foresight", ["tests/test_foresight.py", "tests/test_best_tokens.py"], {
+        "draft/foresight.py": [
+            ("torch.tensor(depths) + len(sequence.tokens)", "torch.tensor(depths) + len(sequence.tokens) - 1"),
+            ('STREAM = stream_of("verify", "token", 0)', 'STREAM = stream_of("draft", "token", 0)'),
+            ("waits(mix(keys), blocks)", "waits(keys, blocks)"),
+            ("speed, own_speed = mass / second, more / own", "speed, own_speed = mass * second, more / own"),
+            ("listed = (masses / first / speeds)", "listed = (1 / first / speeds)"),
+            (" + (more / first.gather(2, theirs)).sum(-1, keepdim=True)", ""),
+        ],
+        "engine/engine.py": [
+            ('drafter.let_foresee(verifier.name == "match")', "drafter.let_foresee(True)"),
+        ],
+        "draft/tree_drafter.py": [
+            ("if self.foresees and self.draw is Draw.FIXED:", "if self.draw is Draw.FIXED:"),
+        ],
+        "cuda/best_tokens.py": [
+            ("mass = mass / wait\n", "mass = mass * wait\n"),
+            ("own_first = tl.where(drawn, _waits(mix(key), own_block), 1.0)", "own_first = 1.0"),
+            ("real = first + number < end", "real = first + number <= end"),
+        ],
+    }),
+    Family("sheet", ["tests/test_graphs.py"], {
+        "cuda/inputs.py": [
+            ("if layout is None or layout is not self._layout:", "if self._layout is None:"),
+            ('np.add(host["depths"], host["lengths"][:, None], out=host["positions"])', 'np.copyto(host["positions"], host["depths"])'),
+            ('host["slots"].fill(-1)', 'host["slots"].fill(0)'),
+            ('host["tokens"][:texts, 0] = roots', "pass"),
+            ("if written is not None:", "if False:"),
+        ],
+    }),
+    Family("packed", ["tests/test_packed.py"], {
+        "backends/packed.py": [
+            ("self._weight._version != self._version or ", ""),
+            ("layer.__dict__.pop(\"forward\", None)", "pass"),
+            ("wanted <= SHARE * free_memory()", "wanted <= free_memory()"),
+            (" and one.numel() >= SMALL", ""),
+            ("return lambda rows: product(rows, layer.bias)", "return lambda rows: product(rows)"),
+            ("rows = rows.contiguous()", "pass"),
+            ("torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))", "True"),
+        ],
+    }),
+]  # fmt: skip
