@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,10 @@ from tests.mutants.family import Mutant
 
 ROOT = Path(__file__).parents[2]
 NAMES = [family.name for family in FAMILIES]
+MEMORY = 8 << 30
+"""bytes of a test process; a mutant that never ends fills them and fails"""
+SECONDS = 1800
+"""of a mutant that never ends and takes no memory"""
 
 
 def killer(mutant: Mutant, source: Path) -> str | None:
@@ -34,7 +39,12 @@ def first_failure(source: Path, tests: Iterable[str], workers: int = 1) -> str |
     if workers > 1 and find_spec("xdist"):
         command += ["-n", str(workers)]
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"pytest does not end within {SECONDS} seconds"
     if run.returncode == 0:
         return None
     found = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", run.stdout, re.MULTILINE)
@@ -75,6 +85,7 @@ def main() -> int:
     if not chosen:
         print("No mutants to run.")
         return 0
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     needed = dict.fromkeys(file for mutant in chosen for file in mutant.family.tests)
     if (failed := first_failure(options.source, needed, options.jobs)) is not None:
         print(f"Without any mutant {failed} fails: nothing can be learnt.")
