@@ -237,17 +237,20 @@ def test_the_model_of_its_first_layers_shares_all_weights_and_is_that_of_these_l
 # The drafter
 
 
-def test_texts_are_those_of_plain_decoding_and_exits_are_mixed() -> None:
-    target = TransformersTarget(tiny(0), slots=2)
+def assert_texts_of_plain_decoding(target: TransformersTarget, drafter: NestedDrafter) -> None:
     texts = []
-    nested = NestedDrafter(Weights("nested", nested_model(), None), threshold=0.6, tree=build_policy("paths:2x3"))
-    for drafter in (build_drafter("none"), nested):
-        engine = Engine(target, drafter, VERIFIERS.build("match"))
+    for method in (build_drafter("none"), drafter):
+        engine = Engine(target, method, VERIFIERS.build("match"))
         made = [engine.submit(Request(prompt, max_new_tokens=30)) for prompt in ((1, 2, 3), (4, 5) * 12)]
         while engine.busy:
             engine.step()
         texts.append([one.token_ids for one in made])
     assert texts[0] == texts[1]
+
+
+def test_texts_are_those_of_plain_decoding_and_exits_are_mixed() -> None:
+    nested = NestedDrafter(Weights("nested", nested_model(), None), threshold=0.6, tree=build_policy("paths:2x3"))
+    assert_texts_of_plain_decoding(TransformersTarget(tiny(0), slots=2), nested)
     assert len(nested._following.left) >= 2  # type: ignore[attr-defined]
     assert "layers" in nested.reasons(1)[0]
 
@@ -260,14 +263,7 @@ def test_a_device_drafts_ahead_with_the_exit_that_is_best_for_its_target(monkeyp
     for layers in (2, 60):  # beside a large target a deep exit costs little
         target = TransformersTarget(tiny(8, layers=layers), slots=2, context=64, max_nodes=16, kernels=True)
         drafter = NestedDrafter(weights, tree=build_policy("chain:3"))
-        texts = []
-        for method in (build_drafter("none"), drafter):
-            engine = Engine(target, method, VERIFIERS.build("match"))
-            made = [engine.submit(Request(prompt, max_new_tokens=20)) for prompt in ((1, 2, 3), (4, 5) * 6)]
-            while engine.busy:
-                engine.step()
-            texts.append([one.token_ids for one in made])
-        assert texts[0] == texts[1]
+        assert_texts_of_plain_decoding(target, drafter)
         assert drafter.only is not None
         assert drafter._ahead is not None, "no host between levels"
         assert target.info.weight_bytes is not None
