@@ -494,6 +494,16 @@ def test_the_page_has_a_row_and_a_section_for_every_claim() -> None:
         page([])
 
 
+def test_the_page_names_every_command_that_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for command in ("first", "second", "second"):
+        file = RowFile(path, RUN | {"command": command})
+        assert file.found.commands == list(dict.fromkeys(["first", command]))
+        file.close()
+    assert path.read_text().count("\n") == 2
+    assert "| `first`<br>`second` |\n" in page([rows.read(path)])
+
+
 def test_figures_are_drawn_from_the_first_records(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = write_figures(made(), tmp_path)

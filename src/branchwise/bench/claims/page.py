@@ -65,9 +65,10 @@ def _setups(setups: Sequence[Rows]) -> str:
         run = rows.run
         drafts = " and ".join(filter(None, [run["draft"], run["head"] and "the head of the target"])) or "no model"
         device = f"CPU ({run['machine']})" if run["device"] == "cpu" else run["device"]
+        commands = "<br>".join(f"`{command}`" for command in rows.commands)
         lines.append(
             f"| {letter} | {run['model']}, {run['dtype']} | {drafts} | {device} | {run['prompts']} | "
-            f"{run['tokens']} | `{run['command']}` |"
+            f"{run['tokens']} | {commands} |"
         )
     busy = [(letter, disturbed(rows)) for letter, rows in zip(letters(), setups, strict=False)]
     return "\n".join([*lines, "", *(f"{letter}: {why}.\n" for letter, why in busy if why)])

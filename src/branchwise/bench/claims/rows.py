@@ -20,7 +20,7 @@ from branchwise.errors import UsageError
 VERSION = 1
 SETUP = ("model", "draft", "head", "index", "dtype", "device", "quick", "tokens", "seed", "questions")
 """what all rows of a file share"""
-TOLD = ("source", "commit", "versions", "index", "parts")
+TOLD = ("command", "source", "commit", "versions", "index", "parts")
 """what may differ, and is then written down again"""
 
 
@@ -73,6 +73,14 @@ class Rows:
     run: dict[str, Any]
     """of the rows that came last"""
     rows: list[Row] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    """by which they were measured, one after the other"""
+
+    def begin(self, run: dict[str, Any]) -> None:
+        """Rows of this run follow."""
+        self.run = run
+        if run["command"] not in self.commands:
+            self.commands.append(run["command"])
 
     @property
     def stand(self) -> Stand:
@@ -120,7 +128,8 @@ def parse(lines: Iterable[str], name: str) -> Rows:
                 run = values["run"]
                 if run["version"] != VERSION:
                     raise UsageError(f"{name} has version {run['version']}, and this Branchwise reads {VERSION}.")
-                found = Rows(run, found.rows if found else [])
+                found = found or Rows(run)
+                found.begin(run)
                 continue
             key = Key(values["method"], float(values["temperature"]), bool(values["alone"]))
             samples = tuple(Sample(*sample) for sample in values["samples"])
@@ -148,7 +157,7 @@ class RowFile:
                 self.found = parse(whole.splitlines(), str(path))
                 last = self.found.run
                 self._check(last, run)
-                self.found.run = run
+            self.found.begin(run)
             if whole != text:
                 path.write_text(whole, encoding="utf-8")
             self._file = path.open("a", encoding="utf-8")
