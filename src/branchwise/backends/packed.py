@@ -167,7 +167,7 @@ def ways_to_pack(weights: Sequence[Tensor]) -> list[Way | None]:
 def _tried(weight: Tensor) -> dict[Way | None, list[float]]:
     """Seconds of products with a matrix over a single row and over several, as it is and packed in every way that works
     for it."""
-    times, weight = len(weight) / min(len(weight), TRIAL_OUT), weight[:TRIAL_OUT]
+    scale, weight = len(weight) / min(len(weight), TRIAL_OUT), weight[:TRIAL_OUT]
     rows = torch.linspace(-1, 1, ROWS * weight.shape[1], dtype=weight.dtype).view(ROWS, -1)
     wanted = functional.linear(rows, weight)
     products: dict[Way | None, Product] = {None: lambda rows, bias: functional.linear(rows, weight, bias)}
@@ -185,7 +185,7 @@ def _tried(weight: Tensor) -> dict[Way | None, list[float]]:
         turns += 1
         for number, given in enumerate((rows[:1], rows)):
             for key, product in products.items():  # in turn, so that what else runs meanwhile hinders all
-                seconds[key][number] = min(seconds[key][number], times * _seconds(product, given))
+                seconds[key][number] = min(seconds[key][number], scale * _seconds(product, given))
     return seconds
 
 

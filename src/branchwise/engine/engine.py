@@ -31,14 +31,15 @@ from branchwise.registry import check_known
 from branchwise.verify import Verifier, check_pairing
 
 
-class Made(NamedTuple):
-    """What is said of a step to all of its texts."""
+class StepFacts(NamedTuple):
+    """What all texts of a step are told of it."""
 
     seconds: dict[str, float]
     """by phase"""
     batch: int
     """texts that took part"""
     prepared: frozenset[str]
+    """what had to be compiled or recorded in it"""
     drafter: str
     """who drafted nodes of which their tree does not say it"""
     rested: bool = False
@@ -210,12 +211,12 @@ class Engine:
             seconds.pop(PHASE, None)
             prepared = since(before)
             moved = [generation for generation in generations if not isinstance(generation, Lingering)]
-            made = self._made(seconds, len(moved), prepared)
+            facts = self._facts(seconds, len(moved), prepared)
             for generation, outcome in zip(generations, outcomes, strict=True):
                 if isinstance(generation, Lingering):
                     generation.sequence.tokens += outcome.tokens
                 else:
-                    self._emit(generation, outcome, made)
+                    self._emit(generation, outcome, facts)
             scheduler.thin_out(sparing=self._step.works_ahead)
             for generation in moved:
                 generation.report()
@@ -227,19 +228,19 @@ class Engine:
         if self.verifier.name != "match":
             sequence.rng_seed = self.drafter.derive_seed(sequence)
 
-    def _made(self, seconds: dict[str, float], batch: int, prepared: frozenset[str]) -> Made:
+    def _facts(self, seconds: dict[str, float], batch: int, prepared: frozenset[str]) -> StepFacts:
         guarded = self._guarded
         if guarded is None or self.guard is None:
-            return Made(seconds, batch, prepared, self.drafter.name)
+            return StepFacts(seconds, batch, prepared, self.drafter.name)
         speed = None if self.drafter.sources else self.guard.speed
-        return Made(seconds, batch, prepared, guarded.drafting, guarded.rested, speed)
+        return StepFacts(seconds, batch, prepared, guarded.drafting, guarded.rested, speed)
 
-    def _emit(self, generation: Generation, outcome: Outcome, made: Made) -> None:
+    def _emit(self, generation: Generation, outcome: Outcome, facts: StepFacts) -> None:
         """Hand out the accepted tokens and the target's own one, up to the first that ends the text."""
         if generation.finished:  # cancelled during the step
             return
         tree, verdict, logprobs, tops, seen = outcome
-        sources = [tree.sources[node] if tree.sources else made.drafter for node in verdict.path[1:]]
+        sources = [tree.sources[node] if tree.sources else facts.drafter for node in verdict.path[1:]]
         tokens, request = outcome.tokens, generation.request
         found = logprobs if request.logprobs and logprobs else repeat(None)
         asked = repeat([]) if tops is None else (top[: request.top_logprobs] for top in tops)
@@ -262,13 +263,13 @@ class Engine:
         if generation.prefill_clock is not None:
             self._settle_prefill(generation)  # the verdict came after it, so it is over
         if seen is not None and generation.request.trace:
-            generation.traces.append(trace_of(seen, tree, verdict, emitted, made.drafter, made.seconds, made.batch))
+            generation.traces.append(trace_of(seen, tree, verdict, emitted, facts.drafter, facts.seconds, facts.batch))
         if self.counts_probs:
             generation.stats.count_probs(tree, verdict.path)
         stats = generation.stats
-        stats.record(tree, emitted, made.seconds, sources[:emitted], made.drafter, made.batch, made.prepared)
-        stats.rested += made.rested
-        stats.drafting_speed = made.drafting_speed
+        stats.record(tree, emitted, facts.seconds, sources[:emitted], facts.drafter, facts.batch, facts.prepared)
+        stats.rested += facts.rested
+        stats.drafting_speed = facts.drafting_speed
 
     def reasons(self, batch: int) -> list[str]:
         """What would be drafted for so many texts, and by which numbers, in sentences."""
