@@ -70,7 +70,7 @@ def test_a_target_with_a_head_is_drafted_for_by_it(
     assert drafter.cost == alone.cost
     assert drafter.passes == alone.passes > 0
     assert drafter.paces is alone.paces is (tree is None)
-    assert all(text.stats.drafted_tokens for text in texts)
+    assert all(set(text.stats.drafted_by_source) == {"head"} for text in texts)
 
 
 def test_another_target_is_drafted_for_by_memories_alone(head: ToyTarget) -> None:

@@ -161,7 +161,7 @@ class Ours(Contestant):
         assert generation.finish_reason is not None
         generation.check()
         stats = generation.stats
-        drafted = {} if self.kind == PLAIN else {self._engine.drafter.name: 0} | stats.accepted_by_source
+        drafted = {} if self.kind == PLAIN else {self._engine.drafter.source: 0} | stats.accepted_by_source
         return Answer(
             ids=generation.token_ids,
             finish_reason=generation.finish_reason.value,

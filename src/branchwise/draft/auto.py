@@ -97,6 +97,10 @@ class AutoDrafter(TreeDrafter, LearningDrafter):
         return [self._model.with_tree(tree) for tree in usual_trees(target.device, self._model.cost)]
 
     @property
+    def source(self) -> str:
+        return self.name if self.sources else self._first.source
+
+    @property
     def passes(self) -> int:  # type: ignore[override]
         return sum(source.passes for source in self.sources or (self._first,))
 

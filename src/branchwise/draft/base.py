@@ -68,6 +68,11 @@ class Drafter(ABC):
     """what a request may say that its text is about, where several specialists draft"""
 
     @property
+    def source(self) -> str:
+        """Who drafted a node, where its tree does not say it; read after `bind`."""
+        return self.name
+
+    @property
     def needs(self) -> Needs:
         """What it asks of the target's passes; read after `bind`, the pad shape at every step."""
         return NO_NEEDS

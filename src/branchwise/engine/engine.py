@@ -231,7 +231,7 @@ class Engine:
     def _facts(self, seconds: dict[str, float], batch: int, prepared: frozenset[str]) -> StepFacts:
         guarded = self._guarded
         if guarded is None or self.guard is None:
-            return StepFacts(seconds, batch, prepared, self.drafter.name)
+            return StepFacts(seconds, batch, prepared, self.drafter.source)
         speed = None if self.drafter.sources else self.guard.speed
         return StepFacts(seconds, batch, prepared, guarded.drafting, guarded.rested, speed)
 

@@ -59,7 +59,7 @@ class GuardedDrafter(Drafter):
     @property
     def drafting(self) -> str:
         """The name of the source that drafted then."""
-        return self.name if self.rested else self._sources[self._chosen].name
+        return self.name if self.rested else self._sources[self._chosen].source
 
     @property
     def needs(self) -> Needs:
