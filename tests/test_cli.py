@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from branchwise.cli import COMMANDS, imported
+from branchwise.cli.console import errors_in_one_sentence
 
 BRANCHWISE = [sys.executable, "-m", "branchwise"]
 
@@ -355,3 +357,13 @@ def test_a_full_disk_is_one_sentence(arguments: tuple[str, ...]) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("branchwise: The output cannot be written: ")
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_cpu_without_bfloat16_is_told_of_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """And not with the frames of C++ that torch shows."""
+    message = "mkldnn_matmul failed, switching to BLAS gemm: mkldnn_matmul bf16 path needs more\nframe #0: c10::Error"
+    with errors_in_one_sentence():
+        warnings.showwarning(message, UserWarning, "linear.py", 134)
+    told = capsys.readouterr().err
+    assert told.startswith("branchwise: This CPU has no products in bfloat16")
+    assert told.count("\n") == 1, told

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from branchwise.llm import LLM, Completion, Options
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk without room for what a command writes
+SLOW_BFLOAT16 = "mkldnn_matmul failed"
+"""what torch begins to say, with a stack of C++ frames, of a CPU without products in bfloat16"""
 
 
 @contextlib.contextmanager
@@ -30,6 +32,8 @@ def errors_in_one_sentence() -> Iterator[None]:
     def show_without_code(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, LossyWarning | CutWarning):
             print_notice(str(message))
+        elif str(message).startswith(SLOW_BFLOAT16):
+            print_notice("This CPU has no products in bfloat16: passes take long in it, and less in float32.")
         else:
             show(message, category, *place, **more)
 
