@@ -188,6 +188,10 @@ class Witness(Drafter):
         self._trees: list[DraftTree] = []
 
     @property
+    def source(self) -> str:
+        return self.drafter.source
+
+    @property
     def needs(self) -> Needs:
         return self.drafter.needs
 
