@@ -25,7 +25,7 @@ def test_best_tokens_are_those_of_logits_in_memory(
     batch: int, rows: int, width: int, tokens: int, extra: int, count: int, warmth: float
 ) -> None:
     """Tokens of few blocks of the vocabulary and of many, beside each other and alone; and texts that draw nothing."""
-    kernels = pytest.importorskip("branchwise.cuda.best_tokens")
+    kernels = pytest.importorskip("branchwise.cuda.heads.best_tokens")
     rng = torch.Generator().manual_seed(tokens)
     vocabulary, depth = 1500, 2
     names = torch.cat([torch.randperm(512, generator=rng), 512 + torch.randperm(900, generator=rng)])[:tokens]

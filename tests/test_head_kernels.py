@@ -167,7 +167,7 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
 
 
 def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air() -> None:
-    tree = pytest.importorskip("branchwise.cuda.head_tree")
+    tree = pytest.importorskip("branchwise.cuda.heads.tree")
     root, levels = torch.tensor([4], device=DEVICE), torch.tensor([1, 1, 2, 2, 2, 2], device=DEVICE)
 
     def proposed(values: list[float], tokens: list[int], parents: list[int]) -> Any:
@@ -200,9 +200,10 @@ def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
 
 def compile_all() -> None:
     """A verdict and the next tree of a head, in the sizes of SmolLM2 and of Qwen2.5-Coder-1.5B."""
-    from branchwise.cuda import best_tokens, head_rows, head_tree, kernels
+    from branchwise.cuda import kernels
+    from branchwise.cuda.heads import best_tokens, rows, tree
 
-    for module in (best_tokens, head_rows, head_tree, kernels):
+    for module in (best_tokens, rows, tree, kernels):
         for name, kernel in vars(module).copy().items():
             if name in step_of(GATED):  # others are called by these
                 setattr(module, name, Compiled(kernel))

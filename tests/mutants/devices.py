@@ -69,9 +69,9 @@ FAMILIES = [
         "draft/tree_drafter.py": [
             ("if self.foresees and self.draw is Draw.FIXED:", "if self.draw is Draw.FIXED:"),
         ],
-        "cuda/best_tokens.py": [
+        "cuda/heads/best_tokens.py": [
             ("mass = mass / wait\n", "mass = mass * wait\n"),
-            ("own_first = tl.where(drawn, _waits(mix(key), own_block), 1.0)", "own_first = 1.0"),
+            ("own_first = _waits(mix(key), own_block)", "own_first = 1.0"),
             ("real = first + number < end", "real = first + number <= end"),
         ],
     }),

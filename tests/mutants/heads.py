@@ -48,7 +48,7 @@ FAMILIES = [
         ],
         "draft/head/prompt.py": [
             ("value, is_causal=True", "value, is_causal=False"),
-            ("kept[slots, :, :longest] = new", "kept[slots, :, : longest - 1] = new[:, :, 1:]"),
+            ("= new[:, :, :cells]", "= new[:, :, 1 : cells + 1]"),
             (", wanted=last)", ", wanted=0 * last)"),
             ("(positions <= last[:, None])", "(positions < last[:, None])"),
         ],

@@ -25,18 +25,13 @@ from torch import Tensor
 from branchwise.core import rng, rows
 from branchwise.core.sampling import COLDEST
 from branchwise.cuda.choices import IN_PROMPT, PARAMETERS, Choices
+from branchwise.cuda.noise import GAMMA, NOBODY, arrivals, mix
 
 BLOCK = tl.constexpr(rows.BLOCK)
-GAMMA = tl.constexpr(rng.GAMMA)
-FIRST_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[0]))
-SECOND_FACTOR = tl.constexpr(rng.signed(rng.FACTORS[1]))
-STEP = tl.constexpr(2.0**-52)
 STREAM = tl.constexpr(rng.stream_of("verify", "token", 0))
 LEAST = tl.constexpr(COLDEST)
 TIMES = tl.constexpr(IN_PROMPT - 1)
 """the bits of a count that say how often a token was written"""
-NOBODY = tl.constexpr(1 << 40)
-"""more than any token"""
 ONE = tl.constexpr(0x3F800000)
 """1.0 as float32, as an integer: numbers that are not negative rise with their bits"""
 ROOM = tl.constexpr(4096)
@@ -397,22 +392,3 @@ def _walk(
     tl.store(rows + nodes, next_token)
     if with_tokens:
         tl.store(rows + nodes + 1 + names, kept, mask=inside)
-
-
-# `core.rng` in Triton, for all kernels that draw
-
-
-@triton.jit
-def mix(x):
-    """`rng.mix`."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * FIRST_FACTOR
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * SECOND_FACTOR
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-@triton.jit
-def arrivals(keys, names, mass):
-    """When runners of this mass arrive, float64; those without any never do."""
-    bits = (mix(keys + names * GAMMA) >> 12) & 0xFFFFFFFFFFFFF
-    wait = -tl.log((bits.to(tl.float64) + 0.5) * STEP)
-    return tl.where(mass > 0, wait / tl.where(mass > 0, mass, 1.0), float("inf"))

@@ -14,14 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.core import rows
-from branchwise.cuda.draw import GAMMA, arrivals, mix
+from branchwise.cuda.noise import GAMMA, NOBODY, arrivals, mix
 from branchwise.draft import sampler
 
 BLOCK = tl.constexpr(rows.BLOCK)
 STREAM = tl.constexpr(sampler.PICKS)
 """where the draws of `SeededSampler` begin"""
-NOBODY = tl.constexpr(1 << 40)
-"""more than any token"""
 
 
 def draw_paths(

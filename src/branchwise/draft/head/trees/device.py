@@ -72,7 +72,7 @@ class DeviceDraft(ABC):
 
     def _list_for_kernels(self) -> None:
         """The table as kernels read it."""
-        from branchwise.cuda.best_tokens import Parts
+        from branchwise.cuda.heads.best_tokens import Parts
 
         self._normed_rows = with_norm(self._rows, self.head.output_norm.weight)
         self._table_parts = Parts.of(self._table, len(self._embeddings))
@@ -180,7 +180,7 @@ class DeviceDraft(ABC):
         roots, behind texts of so many rows."""
         known, size = self.cache.extra_tokens[slots], len(self._table)
         if self._kernels:
-            from branchwise.cuda.best_tokens import best_tokens
+            from branchwise.cuda.heads.best_tokens import best_tokens
 
             extra = self.cache.extra_rows, self.cache.extra_tokens
             every = torch.arange(predict[..., 0].numel(), device=predict.device).view(predict.shape[:2])

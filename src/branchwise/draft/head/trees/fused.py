@@ -1,8 +1,8 @@
 """The best trees of a head by a few kernels a level: `BestFirstDraft` where Triton's kernels run.
 
-A level is nine launches instead of eighty, twelve with a gate: the products of the layer (`cuda.head_rows`), attention,
-the best tokens of the table (`cuda.best_tokens`) and the choice of the next nodes (`cuda.head_tree`). A network whose
-form these products do not know is computed by torch, and all the rest is the same.
+A level is nine launches instead of eighty, twelve with a gate: the products of the layer (`cuda.heads.rows`),
+attention, the best tokens of the table (`cuda.heads.best_tokens`) and the choice of the next nodes
+(`cuda.heads.tree`). A network whose form these products do not know is computed by torch, and all the rest is the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from branchwise.core.rows import WORD, pack_bits, unpack_bits, words_for
-from branchwise.cuda.best_tokens import best_tokens
-from branchwise.cuda.head_rows import MOST_TAPS, down, gate_up, join, mix, project, read, select
-from branchwise.cuda.head_tree import Level, Proposed, follow, lay, pick, propose_copy, remember
+from branchwise.cuda.heads.best_tokens import best_tokens
+from branchwise.cuda.heads.rows import MOST_TAPS, down, gate_up, join, mix, project, read, select
+from branchwise.cuda.heads.tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
 from branchwise.draft.head.network import HeadConfig, Rows
 from branchwise.draft.head.trees.best_first import BestFirstDraft

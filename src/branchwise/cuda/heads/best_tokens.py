@@ -19,15 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from branchwise.core import rng
 from branchwise.core.rows import BLOCK
-from branchwise.cuda.draw import mix
-from branchwise.cuda.head_rows import _norms, _row_piece, _weights
+from branchwise.cuda.heads.rows import _norms, _row_piece, _weights
 from branchwise.cuda.kernels import _operand
+from branchwise.cuda.noise import GAMMA, mix
 
 NOTHING = tl.constexpr(-1.0e30)
 """the logit of no token; it is finite, so that differences are numbers"""
-GAMMA = tl.constexpr(rng.GAMMA)
 SIZE = 64
 """output rows of a program"""
 MOST = tl.constexpr(BLOCK // SIZE)
