@@ -12,7 +12,6 @@ The numbers of 8 bits reach from -119 to 119 and not to 127, because such a numb
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -23,6 +22,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from branchwise.backends.native import row_functions
+from branchwise.backends.trials import copies, seconds
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,10 @@ class Numbers(NamedTuple):
     bits: int = 8
 
     @property
+    def nbytes(self) -> int:
+        return self.numbers.numel() * self.bits // 8 + self.scale.nbytes
+
+    @property
     def weight(self) -> Tensor:
         """(out, in) float32: the matrix that they stand for."""
         out, groups = self.scale.shape
@@ -85,6 +91,8 @@ class Way(ABC):
 
     name: ClassVar[str]
     bits: ClassVar[int] = 8
+    levels: ClassVar[int] = 127
+    """of a number in a row"""
 
     @abstractmethod
     def __init__(self, matrix: Numbers) -> None: ...
@@ -98,43 +106,47 @@ class WholeNumbers(Way):
     """A row is divided by its largest number over `levels`, rounded, and multiplied with whole numbers. Which library
     sums these up makes no difference, up to the last bit of the scaled sum."""
 
-    levels: ClassVar[int] = 127
+    kind: ClassVar[torch.dtype] = torch.float32
+    """in which the numbers of rows are given to `multiply`"""
+    zero: ClassVar[int] = 0
+    """what stands for 0 in bytes"""
 
     def __call__(self, rows: Tensor) -> Tensor:
+        if (functions := row_functions()) is not None:
+            return self.multiply(*functions.whole_numbers(rows.contiguous(), self.levels, LEAST, self.kind, self.zero))
         scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(LEAST).div_(self.levels)
-        return self.multiply((rows / scale).round_()).mul_(scale)
+        return self.multiply((rows / scale).round_().add_(self.zero).to(self.kind), scale)
 
     @abstractmethod
-    def multiply(self, rows: Tensor) -> Tensor:
-        """(rows, out) float32: sums of whole numbers, times the scales of the matrix; `rows` may be overwritten."""
+    def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """(rows, out) float32: sums of whole numbers, times the scales (rows, 1) of the rows and those of the matrix;
+        `rows` may be overwritten."""
 
 
 class OneDnn(WholeNumbers):
     """oneDNN's product of bytes (VNNI, AMX), with weights in the order in which they are read."""
 
-    name = "onednn"
-    zero: ClassVar[int] = 128
-    """what stands for 0 in the bytes of rows"""
+    name, kind, zero = "onednn", torch.uint8, 128
 
     def __init__(self, matrix: Numbers) -> None:
         self._packed = _onednn.qlinear_prepack(matrix.numbers.contiguous(), None)
         self._scale = matrix.scale[:, 0].contiguous()
         self._zeros = torch.zeros(len(matrix.scale), dtype=torch.int64)
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        given = rows.add_(self.zero).to(torch.uint8) if self.zero else rows.to(torch.int8)
-        packed, scale, zeros = self._packed, self._scale, self._zeros
+    def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
+        packed, columns, zeros = self._packed, self._scale, self._zeros
         found: Tensor = _onednn.qlinear_pointwise(
-            given, 1.0, self.zero, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            rows, 1.0, self.zero, packed, columns, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return found
+        return found.mul_(scale)
 
 
 class Fbgemm(WholeNumbers):
-    """FBGEMM's product of bytes, with weights in the order in which they are read."""
+    """FBGEMM's product of bytes, which it makes of floats, with weights in the order in which they are read."""
 
     name = "fbgemm"
-    zero: ClassVar[int] = 128
+    middle: ClassVar[int] = 128
+    """what stands for 0 in its bytes"""
 
     def __init__(self, matrix: Numbers) -> None:
         zeros = torch.zeros(len(matrix.scale), dtype=torch.int64)
@@ -149,15 +161,15 @@ class Fbgemm(WholeNumbers):
             finally:
                 torch.backends.quantized.engine = engine
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        found: Tensor = _quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, self.zero, self._packed)
-        return found
+    def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
+        found: Tensor = _quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, self.middle, self._packed)
+        return found.mul_(scale)
 
 
 class OneDnnSigned(OneDnn):
     """The same with bytes that have a sign, which some CPUs multiply as they are."""
 
-    name, zero = "onednn signed", 0
+    name, kind, zero = "onednn signed", torch.int8, 0
 
 
 class OneDnnSevenBits(OneDnn):
@@ -167,19 +179,22 @@ class OneDnnSevenBits(OneDnn):
 
 
 class FbgemmSevenBits(Fbgemm):
-    name, levels, zero = "fbgemm with 7 bits", 63, 64
+    name, levels, middle = "fbgemm with 7 bits", 63, 64
 
 
 class IntMM(WholeNumbers):
     """torch's plain product of whole numbers, which every CPU has."""
 
-    name = "int_mm"
+    name, kind = "int_mm", torch.int8
 
     def __init__(self, matrix: Numbers) -> None:
         self._numbers, self._scale = matrix.numbers.t(), matrix.scale[:, 0].contiguous()
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        return torch._int_mm(rows.to(torch.int8), self._numbers).float().mul_(self._scale)
+    def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
+        sums = torch._int_mm(rows, self._numbers)
+        if (functions := row_functions()) is not None:
+            return functions.scaled(sums, self._scale, scale)
+        return sums.float().mul_(self._scale).mul_(scale)
 
 
 class FourBits(Way):
@@ -262,29 +277,38 @@ def tried(shapes: Iterable[Shape], bits: int = 8, dtype: torch.dtype = torch.flo
 def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype, threads: int) -> Trial:
     draw = torch.Generator().manual_seed(0)
     weights = {shape: torch.randn(min(shape[0], TRIAL_OUT), shape[1], generator=draw) for shape, _ in counts}
-    totals: dict[type[Way] | None, float] = dict.fromkeys((None, *WAYS[bits]), 0.0)
+    matrices = {shape: Numbers.of(weight, bits) for shape, weight in weights.items()}
+    small = [Numbers.of(weight[:EXACT_OUT], bits) for weight in weights.values()]
+    totals: dict[type[Way] | None, float] = dict.fromkeys((None, *_exact_ways(small, bits)), 0.0)
     for shape, count in counts:
-        weight = weights[shape]
-        matrix = Numbers.of(weight, bits)
-        for way in list(totals):
-            try:
-                product = _Float(weight.to(dtype)) if way is None else way(matrix)
-                totals[way] += count * shape[0] / len(weight) * _seconds(product, shape[1])
-            except (RuntimeError, AttributeError, ValueError) as error:  # no such product in this torch or on this CPU
-                log.info("%s is not used: %s", name_of(way), error)
-                del totals[way]
-        fastest = min(totals.values())
-        for way in [way for way, spent in totals.items() if spent > HOPELESS * fastest]:
-            if way not in (None, IntMM):
-                del totals[way]
-    for way in sorted((way for way in totals if way is not None), key=totals.__getitem__):
-        matrices = [Numbers.of(weight[:EXACT_OUT], bits) for weight in weights.values()]
-        if all(is_exact(way(matrix), matrix) for matrix in matrices):
-            break
-        log.info("%s is not used: rows depend on each other, or sums overflow", way.name)
-        del totals[way]
+        weight, matrix = weights[shape], matrices[shape]
+        several = copies(matrix.nbytes, count)
+        for way in totals:
+            products = [_Float(weight.to(dtype, copy=True)) if way is None else way(matrix) for _ in range(several)]
+            totals[way] += count * shape[0] / len(weight) * _seconds(products, shape[1])
     log.info("Products take %s.", {name_of(way): f"{1e3 * spent:.1f} ms" for way, spent in totals.items()})
     return Trial(totals)
+
+
+def _exact_ways(matrices: Sequence[Numbers], bits: int) -> list[type[Way]]:
+    """Those that this torch has, and that are exact on this CPU. One that takes several times as long as another is not
+    looked at any further, and neither is one of fewer bits if the same is exact with all."""
+    alone: dict[type[Way], float] = {}
+    for way in WAYS[bits]:
+        try:
+            alone[way] = sum(_seconds([way(one)], one.numbers.shape[1], TRIAL_ROWS[:1]) for one in matrices)
+        except (RuntimeError, AttributeError, ValueError) as error:  # no such product in this torch or on this CPU
+            log.info("%s is not used: %s", way.name, error)
+    found: list[type[Way]] = []
+    for way, spent in alone.items():
+        if spent > HOPELESS * min(alone.values()) and way is not IntMM:
+            log.info("%s is not used: it is slow", way.name)
+        elif not any(issubclass(way, other) and way.levels < other.levels for other in found):
+            if all(is_exact(way(matrix), matrix) for matrix in matrices):
+                found.append(way)
+            else:
+                log.info("%s is not used: rows depend on each other, or sums overflow", way.name)
+    return found
 
 
 def name_of(way: type[Way] | None) -> str:
@@ -335,17 +359,12 @@ def same_sums(found: Tensor, wanted: Tensor) -> bool:
     return bool(((found - wanted).abs() <= LAST_BIT * largest).all())
 
 
-def _seconds(product: Any, width: int) -> float:
+def _seconds(products: Sequence[Any], width: int, rows_of: Sequence[int] = TRIAL_ROWS) -> float:
     total = 0.0
-    for count in TRIAL_ROWS:
+    for count in rows_of:
         rows = torch.linspace(-1, 1, count * width).view(count, width)
-        product(rows.clone())
-        times = []
-        for _ in range(TRIALS):
-            start = time.perf_counter()
-            product(rows)
-            times.append(time.perf_counter() - start)
-        total += min(times)
+        products[0](rows.clone())
+        total += min(seconds(products, rows) for _ in range(TRIALS))
     return total
 
 

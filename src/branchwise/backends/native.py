@@ -1,7 +1,8 @@
-"""A product of our own in C (`products.c`), compiled for the CPU at hand when it is first asked for.
+"""Functions of our own in C, compiled for the CPU at hand when they are first asked for: a product (`products.c`),
+attention (`attention.c`), and what else a decoder layer does between its products (`rows.c`).
 
-It is a gain and no need: where there is no C compiler, or no OpenMP whose threads could be shared with torch, it is
-not there. What is compiled is not kept: it takes half a second, and a file of it would be trusted blindly.
+They are a gain and no need: where there is no C compiler, or no OpenMP whose threads could be shared with torch, they
+are not there. What is compiled is not kept: it takes a second, and a file of it would be trusted blindly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from ctypes import c_float, c_int, c_ssize_t, c_uint, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,17 @@ from torch.nn import functional
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("products.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "rows.c", "attention.c")]
+FLAGS = (
+    *("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
+    *("-shared", "-fPIC"),
+)
 SECONDS = 60
 """that a compiler may take"""
 PANEL = 16
 """outputs whose weights lie side by side"""
+LANES = 16
+"""numbers of a register, at most"""
 
 
 @cache
@@ -41,7 +48,7 @@ def float_product() -> Callable[..., None] | None:
     if library is None or threads is None:
         return None
     found: Any = library.float_product
-    found.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_ssize_t] * 3 + [ctypes.c_uint, ctypes.c_void_p]
+    found.argtypes = [c_void_p] * 3 + [c_ssize_t] * 3 + [c_uint, c_void_p]
     found.restype = None
     return lambda *given: found(*given, torch.get_num_threads(), threads)
 
@@ -52,25 +59,110 @@ def panels(weight: Tensor) -> Tensor:
     return filled.view(-1, PANEL, filled.shape[1]).transpose(1, 2).contiguous()
 
 
+class Turning(ctypes.Structure):
+    """`turning` of `rows.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("given", "cos", "sin", "query_norm", "key_norm", "keys", "values")),
+        *((name, c_void_p) for name in ("slots", "places")),
+        *((name, c_ssize_t) for name in ("texts", "nodes", "heads", "kv_heads", "width", "cached")),
+        ("epsilon", c_float),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """`attention` of `attention.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("queries", "keys", "values", "slots", "lengths", "depths", "column_depths")),
+        *((name, c_void_p) for name in ("seen", "out", "room")),
+        *((name, c_ssize_t) for name in ("texts", "nodes", "heads", "kv_heads", "width", "stride", "cached")),
+        *((name, c_ssize_t) for name in ("columns", "own", "most", "window", "next", "workers")),
+        ("scale", c_float),
+    ]
+
+
+class RowFunctions:
+    """What is computed of rows of float32, each by itself; all tensors are in one piece."""
+
+    def __init__(self, library: Any, threads: c_void_p) -> None:
+        self._threads = threads
+        self._add_norm = self._bound(library.add_norm, [c_void_p] * 4 + [c_ssize_t] * 2 + [c_float])
+        self._gated = self._bound(library.gated, [c_void_p] * 2 + [c_ssize_t] * 2)
+        self._whole_numbers = self._bound(
+            library.whole_numbers, [c_void_p] * 4 + [c_ssize_t] * 2 + [c_float] * 2 + [c_int]
+        )
+        self._scaled = self._bound(library.scaled, [c_void_p] * 4 + [c_ssize_t] * 2)
+        self._turn = self._bound(library.turn, [c_void_p])
+        self._attend = self._bound(library.attend, [c_void_p, c_uint, c_void_p])
+
+    @staticmethod
+    def _bound(function: Any, types: list[Any]) -> Any:
+        function.argtypes, function.restype = types, None
+        return function
+
+    def add_norm(self, state: Tensor, more: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """The norm of a state (rows, width), to which `more` is added first."""
+        out, added = torch.empty_like(state), None if more is None else more.data_ptr()
+        self._add_norm(state.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *state.shape, epsilon)
+        return out
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """(rows, width): silu(gate) * up, which lie side by side in `rows`."""
+        count, width = rows.shape[0], rows.shape[1] // 2
+        out = rows.new_empty(count, width)
+        self._gated(rows.data_ptr(), out.data_ptr(), count, width)
+        return out
+
+    def whole_numbers(
+        self, rows: Tensor, levels: int, least: float, kind: torch.dtype = torch.float32, zero: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Rows as whole numbers up to so many levels, and the scale (rows, 1) of each. They may be of one byte, in
+        which `zero` stands for zero."""
+        out, scales = torch.empty_like(rows, dtype=kind), rows.new_empty(len(rows), 1)
+        places = (out.data_ptr(), None) if kind == torch.float32 else (None, out.data_ptr())
+        self._whole_numbers(rows.data_ptr(), *places, scales.data_ptr(), *rows.shape, levels, least, zero)
+        return out, scales
+
+    def scaled(self, sums: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
+        """Sums of whole numbers (rows, out) int32, times the scales of their columns and of their rows."""
+        out = torch.empty_like(sums, dtype=torch.float32)
+        self._scaled(sums.data_ptr(), columns.data_ptr(), rows.data_ptr(), out.data_ptr(), *sums.shape)
+        return out
+
+    def turn(self, job: Turning) -> None:
+        self._turn(ctypes.addressof(job))
+
+    def attend(self, job: Attention) -> None:
+        self._attend(ctypes.addressof(job), torch.get_num_threads(), self._threads)
+
+
+@cache
+def row_functions() -> RowFunctions | None:
+    """None where there are none."""
+    library, threads = _library(), _threads()
+    return None if library is None or threads is None else RowFunctions(library, threads)
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "products.so"
+        made = Path(folder) / "native.so"
         try:
-            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
             return ctypes.CDLL(str(made))
         except (OSError, subprocess.SubprocessError) as error:
-            log.info("The product of our own is not compiled: %s", error)
+            log.info("Functions of our own are not compiled: %s", error)
             return None
 
 
-def _threads() -> ctypes.c_void_p | None:
+def _threads() -> c_void_p | None:
     """What runs a function on the threads of torch. A second pool beside them would take turns with it."""
     try:
         maps = Path("/proc/self/maps").read_text()
         path = re.search(r"/\S*/lib[gi]?omp5?\b[^/\s]*\.so\S*", maps)
-        return ctypes.cast(ctypes.CDLL(path[0]).GOMP_parallel, ctypes.c_void_p) if path else None
+        return ctypes.cast(ctypes.CDLL(path[0]).GOMP_parallel, c_void_p) if path else None
     except (OSError, AttributeError):
         return None

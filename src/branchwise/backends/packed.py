@@ -9,9 +9,9 @@ short trial finds that it does not pay.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from branchwise.backends.native import PANEL, float_product, panels
+from branchwise.backends.trials import copies, seconds
 
 ROWS = 4
 """of the trial, beside a single one"""
@@ -26,9 +27,8 @@ GAIN = 0.9
 """the share of the time of several rows from which on packing pays"""
 MANY = 128
 """rows from which on bringing weights into blocks at a call hardly counts"""
-TRIALS = 7
-TRIAL_SECONDS = 0.1
-"""of a matrix at least: turns of other processes on a core are shorter"""
+TRIALS = 5
+"""of a matrix, which take a tenth of a second: turns of other processes on a core are shorter"""
 TRIAL_OUT = 2048
 """outputs of the trial at most: what larger matrices take grows with them"""
 TOLERANCE = 1e-2
@@ -42,25 +42,40 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 """of rows (…, in) and a bias (out,), if there is one"""
 
 
-class PackedMatrix:
-    """A matrix (out, in) in both orders: oneDNN's for several rows."""
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight, self._version = weight, weight._version
-        self._packed = self.pack(weight.detach())
+
+def linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """(…, outputs of all weights side by side)."""
+    if len(weights) == 1:
+        return functional.linear(rows, weights[0], bias)
+    found = torch.cat([functional.linear(rows, weight) for weight in weights], dim=-1)
+    return found if bias is None else found.add_(bias)
+
+
+class PackedMatrix:
+    """A matrix (out, in), or several one below the other, in both orders: oneDNN's for several rows."""
+
+    def __init__(self, *weights: Tensor) -> None:
+        self._weights, self._versions = weights, [weight._version for weight in weights]
+        self._packed = self.pack(stacked([weight.detach() for weight in weights]))
 
     def pack(self, weight: Tensor) -> Tensor:
         found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
         return found
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._weight._version != self._version or rows.dtype != self._weight.dtype:
-            return functional.linear(rows, self._weight, bias)
-        return self.multiply(rows, bias)
+        changed = any(one._version != before for one, before in zip(self._weights, self._versions, strict=True))
+        return self.plain(rows, bias) if changed or rows.dtype != self._weights[0].dtype else self.multiply(rows, bias)
+
+    def plain(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """With the weights as they are."""
+        return linear(rows, self._weights, bias)
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if rows.numel() == rows.shape[-1]:
-            return functional.linear(rows, self._weight, bias)
+            return self.plain(rows, bias)
         found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
         return found
 
@@ -79,7 +94,7 @@ class PanelMatrix(PackedMatrix):
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         count = rows.numel() // self._width
         if count > MANY:
-            return functional.linear(rows, self._weight, bias)
+            return self.plain(rows, bias)
         rows = rows.contiguous()
         found = rows.new_empty((*rows.shape[:-1], self._room))
         places = rows.data_ptr(), self._packed.data_ptr(), found.data_ptr()
@@ -94,7 +109,7 @@ class PanelsForSeveral(PanelMatrix):
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if rows.numel() == rows.shape[-1]:
-            return functional.linear(rows, self._weight, bias)
+            return self.plain(rows, bias)
         return super().multiply(rows, bias)
 
 
@@ -113,13 +128,38 @@ def matrix(weight: Tensor) -> Product:
     return product
 
 
-class PackedLayers:
-    """The linear layers of a model on a CPU; as a context it lends the model its products."""
+class Stack:
+    """The weights of layers that read the same rows, multiplied as one: (rows, in) to (rows, all outputs)."""
 
-    def __init__(self, model: nn.Module) -> None:
-        layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
-        ways = ways_to_pack([layer.weight for layer in layers])
-        self._forwards = [(layer, _forward(layer, way)) for layer, way in zip(layers, ways, strict=True) if way]
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = tuple(weights)
+        self._product: Callable[[Tensor], Tensor] = partial(linear, weights=self.weights)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._product(rows)
+
+    def pack(self, way: Way) -> None:
+        self._product = way(*self.weights)
+
+
+class PackedLayers:
+    """The linear layers of a model on a CPU, and `stacks` of some of them; as a context it lends the model its
+    products. Stacks have theirs from the start."""
+
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack] = ()) -> None:
+        apart = {id(weight) for stack in stacks for weight in stack.weights}
+        layers = [one for one in model.modules() if type(one) is nn.Linear and id(one.weight) not in apart]
+        first: dict[tuple[torch.Size, ...], Tensor] = {}
+        for stack in stacks:
+            shapes = tuple(weight.shape for weight in stack.weights)
+            if shapes not in first:
+                first[shapes] = stacked([weight.detach() for weight in stack.weights])
+        examples = [first[tuple(weight.shape for weight in stack.weights)] for stack in stacks]
+        ways = ways_to_pack([*(layer.weight for layer in layers), *examples])
+        self._forwards = [(layer, _forward(layer, way)) for layer, way in zip(layers, ways, strict=False) if way]
+        for stack, way in zip(stacks, ways[len(layers) :], strict=True):
+            if way and not any(weight.is_inference() for weight in stack.weights):
+                stack.pack(way)
 
     def install(self) -> None:
         """Lend the products for good."""
@@ -147,7 +187,7 @@ def ways_to_pack(weights: Sequence[Tensor]) -> list[Way | None]:
     usable = [one.device.type == "cpu" and not one.is_inference() and one.numel() >= SMALL for one in weights]
     kinds = [(weight.shape, weight.dtype) for weight in weights]
     first = {kind: weight for kind, weight, can in zip(kinds, weights, usable, strict=True) if can}
-    tried = {kind: _tried(weight.detach()) for kind, weight in first.items()}
+    tried = {kind: _tried(weight.detach(), kinds.count(kind)) for kind, weight in first.items()}
     totals = {way: [0.0, 0.0] for way in (None, *WAYS)}
     for kind, can in zip(kinds, usable, strict=True):
         for way, total in totals.items() if can else ():
@@ -163,36 +203,29 @@ def ways_to_pack(weights: Sequence[Tensor]) -> list[Way | None]:
     return chosen if wanted <= SHARE * free_memory() else [None] * len(weights)
 
 
-@torch.inference_mode()
-def _tried(weight: Tensor) -> dict[Way | None, list[float]]:
-    """Seconds of products with a matrix over a single row and over several, as it is and packed in every way that works
-    for it."""
+@torch.no_grad()
+def _tried(weight: Tensor, count: int) -> dict[Way | None, list[float]]:
+    """Seconds of products with one of so many such matrices over a single row and over several, as it is and packed in
+    every way that works for it."""
     scale, weight = len(weight) / min(len(weight), TRIAL_OUT), weight[:TRIAL_OUT]
     rows = torch.linspace(-1, 1, ROWS * weight.shape[1], dtype=weight.dtype).view(ROWS, -1)
-    wanted = functional.linear(rows, weight)
-    products: dict[Way | None, Product] = {None: lambda rows, bias: functional.linear(rows, weight, bias)}
+    wanted, others = functional.linear(rows, weight), range(copies(weight.nbytes, count))
+    products: dict[Way | None, list[Callable[[Tensor], Tensor]]] = {
+        None: [partial(functional.linear, weight=weight.clone()) for _ in others]
+    }
     for way in WAYS:
         try:
-            packed = way(weight)
-            found = packed(rows, None)
+            found = way(weight)(rows)
+            if torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max())):
+                products[way] = [way(weight.clone()) for _ in others]
         except (RuntimeError, AttributeError):  # no such product for this type on this CPU
             continue
-        if torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max())):
-            products[way] = packed
-    seconds = {way: [math.inf, math.inf] for way in products}
-    turns, end = 0, time.perf_counter() + TRIAL_SECONDS
-    while turns < TRIALS or time.perf_counter() < end:
-        turns += 1
+    spent = {way: [math.inf, math.inf] for way in products}
+    for _ in range(TRIALS):
         for number, given in enumerate((rows[:1], rows)):
-            for key, product in products.items():  # in turn, so that what else runs meanwhile hinders all
-                seconds[key][number] = min(seconds[key][number], scale * _seconds(product, given))
-    return seconds
-
-
-def _seconds(product: Product, rows: Tensor) -> float:
-    start = time.perf_counter()
-    product(rows, None)
-    return time.perf_counter() - start
+            for key, several in products.items():  # in turn, so that what else runs meanwhile hinders all
+                spent[key][number] = min(spent[key][number], scale * seconds(several, given))
+    return spent
 
 
 def free_memory() -> float:

@@ -1,24 +1,18 @@
 /* Products of rows with a matrix (out, in) whose weights lie in the order in which they are read: in panels of 16
-   outputs, in which the weights of one input are side by side. The sums of a tile, up to four rows by a panel, stay in
+   outputs, in which the weights of one input are side by side. The sums of a tile, up to `ROWS` rows by a panel, stay in
    registers. Each runs over the inputs in their order, however many rows there are, so a row gives the same bits alone
    and among others. */
 
-#include <stddef.h>
+#include "lanes.h"
 
-#ifdef __AVX__
-#define WIDTH 8
+#if REGISTERS * WIDTH < 512 /* sums of a tile, beside its weights */
+#define ROWS 4
 #else
-#define WIDTH 4
+#define ROWS 16
 #endif
 #define PANEL 16
 #define VECTORS (PANEL / WIDTH)
-#define ROWS 4
-#define ENOUGH (1 << 18) /* products of two numbers that a thread is woken for */
-#define UNROLLED _Pragma("GCC unroll 16")
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef void parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
+#define ENOUGH (1 << 16) /* weights that a thread is woken for */
 
 typedef struct {
     const float *rows, *panels;
@@ -43,10 +37,14 @@ INLINE void tile(const int count, ptrdiff_t from, ptrdiff_t panel, const job *al
 
 /* The number of rows is known to the compiler, so that sums can be registers. */
 static void any_tile(ptrdiff_t count, ptrdiff_t from, ptrdiff_t panel, const job *all) {
-    if (count == 1) tile(1, from, panel, all);
-    else if (count == 2) tile(2, from, panel, all);
-    else if (count == 3) tile(3, from, panel, all);
-    else tile(4, from, panel, all);
+    switch (count) {
+#define CASE(n) case n: tile(n, from, panel, all); break;
+        CASE(1) CASE(2) CASE(3)
+#if ROWS > 4
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15)
+#endif
+        default: tile(ROWS, from, panel, all);
+    }
 }
 
 /* As many threads as there are take shares of the panels. */
@@ -65,7 +63,7 @@ static void work(void *given) {
 void float_product(const float *rows, const float *panels, float *out, ptrdiff_t count, ptrdiff_t in, ptrdiff_t size,
                    unsigned threads, parallel *run) {
     job all = {rows, panels, out, count, in, size, size / PANEL, 0};
-    const ptrdiff_t useful = count * in * size / ENOUGH;
+    const ptrdiff_t useful = in * size / ENOUGH;
     if (useful < threads) threads = useful;
     if (threads < 2) {
         work(&all);

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.int8 import GROUP, Numbers, Trial, Way, stacked, tried
+from branchwise.backends.int8 import GROUP, Numbers, Shape, Trial, Way, stacked, tried
 from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import check_known
 
@@ -83,15 +83,18 @@ class Joined:
 
     def __init__(self, parts: Sequence[Numbers], way: type[Way]) -> None:
         self._sizes = [len(part.numbers) for part in parts]
-        self._product = way(stacked(parts))
+        self.product = way(stacked(parts))
         self._rows: Tensor | None = None
         self._found: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
 
     def __call__(self, rows: Tensor, number: int) -> Tensor:
         """The part of a layer; the first layer that asks for these rows computes all parts."""
         if rows is not self._rows:
             flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
-            found = self._product(flat).view(*rows.shape[:-1], -1)
+            found = self.product(flat).view(*rows.shape[:-1], -1)
             self._rows, self._found = rows, found.to(rows.dtype).split(self._sizes, dim=-1)
         part = self._found[number]
         if number == len(self._sizes) - 1:
@@ -109,7 +112,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = matrix.numbers.shape
         self.bias, self.weight = bias, weight
-        self.nbytes = matrix.numbers.numel() * matrix.bits // 8 + matrix.scale.nbytes
+        self.nbytes = matrix.nbytes
         self._joined: Joined | None = None
         self._number = 0
 
@@ -120,6 +123,14 @@ class QuantizedLinear(nn.Module):
         assert self._joined is not None, "a layer has no product yet"
         found = self._joined(rows, self._number)
         return found if self.bias is None else found + self.bias
+
+
+def common_product(layers: Sequence[QuantizedLinear]) -> Way | None:
+    """The product that these layers, in their order, are all parts of; None if there is none."""
+    joined = layers[0]._joined
+    if joined is None or any(layer._joined is not joined for layer in layers):
+        return None
+    return joined.product if [layer._number for layer in layers] == list(range(len(joined))) else None
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -163,7 +174,11 @@ def install(model: nn.Module, numbers: Mapping[str, Numbers], groups: Sequence[S
         made[name] = owner._modules[last] = QuantizedLinear(matrix, layer.bias, kept)
     joined = [list(group) for group in groups]
     joined += [[name] for name in made if not any(name in group for group in groups)]
-    ways = {bits: best_way(numbers.values(), bits) for bits in {matrix.bits for matrix in numbers.values()}}
+    shapes: dict[int, list[Shape]] = {}
+    for group in joined:
+        (_, width), bits = numbers[group[0]].numbers.shape, numbers[group[0]].bits
+        shapes.setdefault(bits, []).append((sum(len(numbers[name].numbers) for name in group), width))
+    ways = {bits: best_way(found, bits) for bits, found in shapes.items()}
     for group in joined:
         product = Joined([numbers[name] for name in group], ways[numbers[group[0]].bits])
         for number, name in enumerate(group):
@@ -171,9 +186,8 @@ def install(model: nn.Module, numbers: Mapping[str, Numbers], groups: Sequence[S
     return ways[min(ways)].name
 
 
-def best_way(matrices: Iterable[Numbers], bits: int) -> type[Way]:
-    """The fastest way to multiply with all matrices of so many bits."""
-    shapes = [(len(matrix.numbers), matrix.numbers.shape[1]) for matrix in matrices if matrix.bits == bits]
+def best_way(shapes: Iterable[Shape], bits: int) -> type[Way]:
+    """The fastest way to multiply with matrices of these shapes and so many bits."""
     found = tried(shapes, bits).best
     if found is None:
         raise UsageError(f"torch has no fast exact product with {bits} bits for this CPU; use --weights int8 or float.")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,27 @@ class PartialTree:
     depths: NDArray[np.int64]  # (batch, columns): of every row of the trees, those of the coming pass included
 
 
+@dataclass(frozen=True, eq=False)
+class HostPass:
+    """What a pass reads and writes, for functions that take addresses: all numbers in one piece."""
+
+    slots: Tensor
+    lengths: Tensor
+    """of the prefixes, (batch,)"""
+    rows: Tensor
+    """of the cache that the nodes are written to, (batch, nodes)"""
+    depths: Tensor
+    """(batch, nodes)"""
+    column_depths: Tensor
+    """(batch, columns): of all rows of the trees"""
+    seen: Tensor
+    """(batch or 1, nodes, columns): the rows of a tree that each node sees"""
+    most: int
+    """rows that a node may see"""
+    jobs: dict[Any, Any] = field(default_factory=dict)
+    """what layers of one shape hand to these functions"""
+
+
 class Pass:
     """One forward pass: which slots it reads, where its nodes go, and what each node sees."""
 
@@ -66,6 +88,7 @@ class Pass:
         starts = [length + rows for length, rows in zip(lengths, before, strict=True)]
         self.keys = max(starts) + nodes
         self.lengths = torch.tensor(lengths, device=device)
+        self._longest = max(lengths)
         self.rows = torch.tensor(starts, device=device)[:, None] + torch.arange(nodes, device=device)  # (batch, nodes)
         self.slot_column = torch.tensor(slots, device=device)[:, None]
         self.slots: slice | Tensor = side_by_side(slots) or self.slot_column[:, 0]
@@ -79,6 +102,16 @@ class Pass:
         long = device.type == "cpu" and min(lengths) >= LONG_PREFIX
         self._prefixes = lengths if long else None
         self._behind: dict[int, list[Tensor]] = {}  # by heads of a group, which layers may differ in
+
+    @cached_property
+    def on_host(self) -> HostPass:
+        """The same for functions in C."""
+        seen = self._seen_behind().contiguous()
+        depths = self.depths.contiguous()
+        columns = torch.from_numpy(self.written.depths).contiguous() if self.written else depths
+        assert columns.shape[1] == seen.shape[2], "every column of a tree has a depth"
+        most = self._longest + seen.shape[2]
+        return HostPass(self.slot_column, self.lengths, self.rows.contiguous(), depths, columns, seen, most)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
         """The additive mask for layers with this window, and whether the causal flag stands in for it."""

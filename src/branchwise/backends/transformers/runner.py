@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,15 +29,17 @@ from branchwise.backends.packed import PackedLayers
 from branchwise.backends.quantized import QuantizedLinear
 from branchwise.backends.transformers.attention import Window
 from branchwise.backends.transformers.experts import unread_bytes
+from branchwise.backends.transformers.host_layers import HostLayers
 from branchwise.backends.transformers.kv_cache import KVCache, Layout
 from branchwise.backends.transformers.probe import Probe
+from branchwise.core.sequence import SequenceState
 from branchwise.errors import UsageError
 from branchwise.registry import nearest
 
 PADDING_SHARE = 1.25  # prompts share a pass if padding makes it at most so many times as large
 
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
-_packings: weakref.WeakKeyDictionary[PreTrainedModel, PackedLayers] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[PreTrainedModel, HostForm] = weakref.WeakKeyDictionary()
 """packed weights are a copy, of which targets that share a model need one"""
 _names = (f"branchwise-{number}" for number in itertools.count())
 
@@ -89,6 +92,19 @@ class AttentionHook:
         return self.store.current.attend(query, key, value, attention_mask.size, scale, softcap), None
 
 
+@dataclass(frozen=True)
+class HostForm:
+    """How a model computes on a host during our passes."""
+
+    layers: HostLayers
+    packed: PackedLayers
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.packed(), self.layers():
+            yield
+
+
 class ModelRunner:
     """A model, the hook into its attention, and the layers that are watched."""
 
@@ -101,9 +117,7 @@ class ModelRunner:
         self._forward_parameters = inspect.signature(model.forward).parameters
         configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
         self._configs = list({id(config): config for config in configs}.values())
-        if model not in _packings:
-            _packings[model] = PackedLayers(model)
-        self._packed = _packings[model]
+        self._form = _forms.get(model)
 
     @property
     def vocabulary(self) -> int:
@@ -177,6 +191,36 @@ class ModelRunner:
         finally:
             self.hook.store = None
 
+    def settle(self, layout: Layout) -> None:
+        """Let the model compute on a host in the form in which it is fastest there, if that finds the same."""
+        if self._form is None:
+            layers = HostLayers(self.model)
+            if layers:
+                layers.check(layout, self._small_passes)
+            self._form = _forms[self.model] = HostForm(layers, PackedLayers(self.model, layers.stacks))
+
+    @property
+    def settled_layers(self) -> bool:
+        """Whether all layers are those of `host_layers.py`, which need no second precision to give the same bits."""
+        return self._form is not None and self._form.layers.complete
+
+    def _small_passes(self, store: KVCache) -> None:
+        """A chain, and behind one and two of its tokens a small tree."""
+        texts = [SequenceState([number]) for number in range(2)]
+        tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
+        self.hook.store = store
+        try:
+            for text in texts:
+                store.open(text)
+            for depths, seen in (([0, 1], None), ([0, 1, 1, 2], tree[None])):
+                steps = torch.tensor(depths).expand(2, -1)
+                positions = store.begin(texts, steps, seen).lengths[:, None] + steps
+                self.run((7 * positions + 3) % self.vocabulary, positions, store)
+                for number, text in enumerate(texts):
+                    store.advance(text, 1 + number)
+        finally:
+            self.hook.store = None
+
     def fingerprint(self, tokenizer: Any) -> str:
         """What a model with its tokenizer is known by: its shape and its vocabulary."""
         config = self.model.config.get_text_config()
@@ -211,7 +255,7 @@ class ModelRunner:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Let the model, or parts of it, make a pass here."""
-        with torch.inference_mode(), self.attending(self.hook.name), self._packed():
+        with torch.inference_mode(), self.attending(self.hook.name), self._form() if self._form else nullcontext():
             yield
 
     @contextmanager

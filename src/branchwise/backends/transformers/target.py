@@ -95,6 +95,8 @@ class TransformersTarget(SlottedTarget):
         if len({parameter.device for parameter in model.parameters()}) > 1:
             raise UnsupportedModel(f"{name} is spread over several devices; load it on one.")
         layout = _known.get(model) or self.runner.probe()
+        if device.type == "cpu":
+            self.runner.settle(layout)
         limit = context_limit(model.config)
         if context is not None and context < SHORTEST_CONTEXT:
             raise UsageError(f"A context holds at least {SHORTEST_CONTEXT} tokens, not {context}.")
@@ -130,7 +132,8 @@ class TransformersTarget(SlottedTarget):
         )
         rows = length + max_nodes
         # Products of whole numbers are exact in any order, and so are sums of attention in float64, once rounded.
-        kept = torch.float64 if converted is not None and dtype == torch.float32 else dtype
+        wide = converted is not None and dtype == torch.float32 and not self.runner.settled_layers
+        kept = torch.float64 if wide else dtype
         self.store = KVCache(layout, slots, rows, kept, device, by_kernels=execution.kernels, record=graphs)
         self.runner.hook.store = self.store
         log.info("Keys and values of %d texts of %d tokens take %.2f GiB.", slots, length, row_bytes * rows / 2**30)

@@ -1,0 +1,247 @@
+"""Decoder layers of the usual kind on a CPU, without the small operations between their products.
+
+A pass over few nodes of a small model takes transformers as long between the products as in them: some fifty operations
+a layer, each of which is called, checked and given memory of its own. Here they are six functions in C
+(`backends/rows.c`), and layers that read the same rows are one product. A row gets the same bits in a tree, in a batch
+and alone.
+
+Which layers these are is seen by their parts, and whether they compute what they should by their results: each one is
+compared with the model's own in a small pass at load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from branchwise.backends.native import LANES, Attention, RowFunctions, Turning, row_functions
+from branchwise.backends.packed import MANY, Stack
+from branchwise.backends.quantized import QuantizedLinear, common_product
+from branchwise.backends.transformers.attention import Window
+from branchwise.backends.transformers.kv_cache import HostPass, KVCache, Layout, Pass
+
+log = logging.getLogger(__name__)
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+"""names of parts: those of Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
+AGREES, AGREES_QUANTISED = 1e-4, 2e-2
+"""of what a layer adds to its rows, within which two ways to compute it are the same; activations of 8 bits may be
+rounded to the next level"""
+
+TRIAL_ROWS = 32
+"""of the cache in which layers are compared"""
+
+Product = Callable[[Tensor], Tensor]
+Turn = tuple[Tensor, Tensor]
+"""cosines and sines (batch or 1, nodes, head width) of positions"""
+
+
+def _multiplied(layers: Sequence[nn.Module]) -> tuple[Product, Tensor | None]:
+    """The product with layers that read the same rows, and their biases."""
+    known: list[Tensor | None] = [layer.bias for layer in layers]  # type: ignore[misc]
+    biases = [bias.detach() for bias in known if bias is not None]
+    if biases and len(biases) < len(layers):
+        raise ValueError("some layers of one input have a bias and some have none")
+    bias = torch.cat(biases) if biases else None
+    if all(type(layer) is nn.Linear for layer in layers):
+        return Stack([layer.weight for layer in layers]), bias  # type: ignore[misc]
+    quantised = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    product = common_product(quantised) if len(quantised) == len(layers) else None
+    if product is None:
+        raise ValueError("layers of one input are not one product")
+    return product, bias
+
+
+class Linear:
+    """Linear layers that read the same rows: (rows, in) to (rows, all outputs side by side)."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.product, self._bias = _multiplied(layers)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        found = self.product(rows)
+        return found if self._bias is None else found.add_(self._bias)
+
+
+def _norm(module: nn.Module) -> tuple[Tensor, float]:
+    """Its weight, and what keeps it from dividing by zero."""
+    values: Any = vars(module)
+    weight: Any = module.weight
+    return weight.detach(), float(values["variance_epsilon"] if "variance_epsilon" in values else values["eps"])
+
+
+class HostLayer:
+    """A decoder layer: attention behind a norm, and a gated MLP behind another."""
+
+    def __init__(self, layer: nn.Module, functions: RowFunctions) -> None:
+        """Raises a KeyError, an AttributeError or a ValueError if it is of another kind."""
+        parts: Any = layer
+        attention, mlp = parts.self_attn, parts.mlp
+        names = {name for name, _ in attention.named_children()}
+        if names - HEAD_NORMS != ATTENTION or {name for name, _ in mlp.named_children()} != MLP:
+            raise ValueError("it has other parts")
+        self._functions = functions
+        self._input_norm, self._norm = _norm(parts.input_layernorm), _norm(parts.post_attention_layernorm)
+        self._head_norms: tuple[int | None, int | None] = (None, None)
+        self._epsilon = 0.0
+        if names & HEAD_NORMS:
+            (query_norm, self._epsilon), (key_norm, _) = _norm(attention.q_norm), _norm(attention.k_norm)
+            self._head_norms = query_norm.data_ptr(), key_norm.data_ptr()
+        self._number, self._width, self._scale = attention.layer_idx, attention.head_dim, attention.scaling
+        self._heads = attention.q_proj.out_features // self._width
+        self._kv_heads = attention.k_proj.out_features // self._width
+        self._qkv = Linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out, self._down = Linear(attention.o_proj), Linear(mlp.down_proj)
+        self._gate_up = Linear(mlp.gate_proj, mlp.up_proj)
+        self.products = [part.product for part in (self._qkv, self._out, self._gate_up, self._down)]
+
+    def __call__(self, hidden: Tensor, cache: KVCache, current: HostPass, turn: Turn, window: int | None) -> Tensor:
+        functions = self._functions
+        state = hidden.reshape(-1, hidden.shape[-1]).clone()
+        mixed = self._qkv(functions.add_norm(state, None, *self._input_norm))
+        keys, values = cache.layers_keys[self._number], cache.layers_values[self._number]
+        jobs = self._jobs(current, turn, window, keys.shape[2])
+        # Queries and keys are brought to their positions, keys and values to the cache.
+        jobs.turning.given, jobs.turning.query_norm, jobs.turning.key_norm = mixed.data_ptr(), *self._head_norms
+        jobs.turning.keys, jobs.turning.values = keys.data_ptr(), values.data_ptr()
+        functions.turn(jobs.turning)
+        found = mixed.new_empty(len(mixed), self._heads * self._width)
+        jobs.attention.queries, jobs.attention.out = mixed.data_ptr(), found.data_ptr()
+        jobs.attention.keys, jobs.attention.values = keys.data_ptr(), values.data_ptr()
+        functions.attend(jobs.attention)
+        normed = functions.add_norm(state, self._out(found), *self._norm)
+        return state.add_(self._down(functions.gated(self._gate_up(normed)))).view(hidden.shape)
+
+    def _jobs(self, current: HostPass, turn: Turn, window: int | None, cached: int) -> Jobs:
+        """Filled in but for the places that are those of one layer."""
+        shape = self._heads, self._kv_heads, self._width, window, self._scale, self._epsilon
+        if shape not in current.jobs:
+            (batch, nodes), columns = current.rows.shape, current.seen.shape[2]
+            cos, sin = (part.expand(batch, nodes, -1).contiguous() for part in turn)
+            room = cos.new_empty(torch.get_num_threads(), 2 * self._width + current.most, LANES)
+            numbers = {
+                "texts": batch, "nodes": nodes, "heads": self._heads, "kv_heads": self._kv_heads, "width": self._width,
+                "cached": cached, "slots": current.slots.data_ptr(),
+            }  # fmt: skip
+            turning = Turning(
+                cos=cos.data_ptr(), sin=sin.data_ptr(), places=current.rows.data_ptr(), epsilon=self._epsilon, **numbers
+            )
+            attention = Attention(
+                lengths=current.lengths.data_ptr(), depths=current.depths.data_ptr(), seen=current.seen.data_ptr(),
+                column_depths=current.column_depths.data_ptr(), room=room.data_ptr(), columns=columns,
+                stride=(self._heads + 2 * self._kv_heads) * self._width, own=len(current.seen) > 1, most=current.most,
+                window=window or 0, scale=self._scale, **numbers,
+            )  # fmt: skip
+            current.jobs[shape] = Jobs(turning, attention, (cos, sin, room))
+        found: Jobs = current.jobs[shape]
+        return found
+
+
+class Jobs(NamedTuple):
+    """What layers of one shape hand to functions in a pass."""
+
+    turning: Turning
+    attention: Attention
+    kept: tuple[Tensor, ...]
+    """as long as these may be read"""
+
+
+class HostLayers:
+    """The layers of a model that are computed here; as a context it lends them to the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = dict(recognised(model))
+        self.complete = False
+        """whether they are all decoder layers there are, so that no attention is computed elsewhere"""
+        self._quantised = any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """Those whose weights are still to be packed."""
+        return [one for layer in self.layers.values() for one in layer.products if isinstance(one, Stack)]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lent(self._computed):
+            yield
+
+    def check(self, layout: Layout, run: Callable[[KVCache], object]) -> None:
+        """Keep the layers that agree with the model's own in passes of `run` over a cache."""
+        before, refused = len(self.layers), set[nn.Module]()
+        with self._lent(partial(self._compared, refused)):
+            run(KVCache(layout, 2, TRIAL_ROWS, torch.float32, torch.device("cpu")))
+        self.layers = {layer: own for layer, own in self.layers.items() if layer not in refused}
+        if self._quantised and len(self.layers) < len(layout.keys):
+            self.layers = {}  # keys and values are kept in one precision, which other layers need to be another one
+        self.complete = len(self.layers) == len(layout.keys)
+        if refused:
+            log.info("%d of %d layers are computed as transformers does.", len(refused), before)
+
+    @contextmanager
+    def _lent(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        with ExitStack() as undo:
+            for layer in self.layers:
+                layer.__dict__["forward"] = partial(forward, layer)
+                undo.callback(layer.__dict__.pop, "forward", None)
+            yield
+
+    def _computed(self, layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = None if args else self._own(layer, hidden, **kwargs)
+        return type(layer).forward(layer, hidden, *args, **kwargs) if found is None else found
+
+    def _own(
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        *,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        position_embeddings: Turn | None = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """What a layer finds, computed here; None if it is not to be: in passes over many rows a library is faster, and
+        layers of few bits alone are promised to give the same bits in all."""
+        cache: Any = past_key_values
+        if not isinstance(cache, KVCache) or type(cache.current) is not Pass or position_embeddings is None:
+            return None
+        many = hidden.shape[0] * hidden.shape[1] > MANY and not self._quantised
+        if many or hidden.dtype != torch.float32 or not isinstance(attention_mask, Window):
+            return None
+        return self.layers[layer](hidden, cache, cache.current.on_host, position_embeddings, attention_mask.size)
+
+    def _compared(self, refused: set[nn.Module], layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found: Any = type(layer).forward(layer, hidden, *args, **kwargs)
+        own = None if args else self._own(layer, hidden, **kwargs)
+        if own is None or not isinstance(found, Tensor) or not self._agree(found - hidden, own - hidden):
+            refused.add(layer)
+        return found
+
+    def _agree(self, found: Tensor, own: Tensor) -> bool:
+        allowed = AGREES_QUANTISED if self._quantised else AGREES
+        return bool((found - own).norm() <= allowed * found.norm())
+
+
+def recognised(model: nn.Module) -> Iterator[tuple[nn.Module, HostLayer]]:
+    """Decoder layers that look as if they were of the usual kind, in float32 on a CPU where there is a compiler."""
+    functions = row_functions()
+    parameters = list(model.parameters())
+    if functions is None or any(one.dtype != torch.float32 or one.device.type != "cpu" for one in parameters):
+        return
+    for module in model.modules():
+        if {name for name, _ in module.named_children()} == LAYER and "forward" not in vars(module):
+            try:
+                yield module, HostLayer(module, functions)
+            except (KeyError, AttributeError, ValueError) as error:
+                log.info("A %s is computed as transformers does: %s", type(module).__name__, error)
