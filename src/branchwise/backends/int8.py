@@ -61,6 +61,9 @@ class Numbers(NamedTuple):
     """(out, groups) float32: what the numbers of a group are to be multiplied with; 8 bits have one group"""
     bits: int = 8
 
+    def copy(self) -> Numbers:
+        return Numbers(self.numbers.clone(), self.scale.clone(), self.bits)
+
     @property
     def nbytes(self) -> int:
         return self.numbers.numel() * self.bits // 8 + self.scale.nbytes
@@ -284,7 +287,9 @@ def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype,
         weight, matrix = weights[shape], matrices[shape]
         several = copies(matrix.nbytes, count)
         for way in totals:
-            products = [_Float(weight.to(dtype, copy=True)) if way is None else way(matrix) for _ in range(several)]
+            products = [
+                _Float(weight.to(dtype, copy=True)) if way is None else way(matrix.copy()) for _ in range(several)
+            ]
             totals[way] += count * shape[0] / len(weight) * _seconds(products, shape[1])
     log.info("Products take %s.", {name_of(way): f"{1e3 * spent:.1f} ms" for way, spent in totals.items()})
     return Trial(totals)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from branchwise.backends.int8 import GROUP, Numbers, Shape, Trial, Way, stacked, tried
+from branchwise.backends.packed import Product
 from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import check_known
 
@@ -192,6 +194,31 @@ def best_way(shapes: Iterable[Shape], bits: int) -> type[Way]:
     if found is None:
         raise UsageError(f"torch has no fast exact product with {bits} bits for this CPU; use --weights int8 or float.")
     return found
+
+
+def in_eight_bits(weights: Sequence[Tensor]) -> list[Product]:
+    """Products with matrices (out, in) brought to 8 bits, for drafters of a quantised target."""
+    way = best_way([(len(weight), weight.shape[1]) for weight in weights], 8)
+    return [_in_eight_bits(way(Numbers.of(weight)), weight.shape[1]) for weight in weights]
+
+
+def _in_eight_bits(way: Way, width: int) -> Product:
+    def product(rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = way(rows.reshape(-1, width).contiguous()).view(*rows.shape[:-1], -1)
+        return found if bias is None else found.add_(bias)
+
+    return product
+
+
+def _added(product: Product, bias: Tensor | None, rows: Tensor) -> Tensor:
+    return product(rows, bias)
+
+
+def quantise_layers(model: nn.Module) -> None:
+    """Let the linear layers of a drafter compute in 8 bits from now on."""
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    for layer, product in zip(layers, in_eight_bits([layer.weight for layer in layers]), strict=True):
+        layer.__dict__["forward"] = partial(_added, product, layer.bias)
 
 
 def trial(model: nn.Module, dtype: torch.dtype) -> Trial:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
 from branchwise.backends.packed import PackedLayers, matrix
+from branchwise.backends.quantized import in_eight_bits, quantise_layers
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -109,7 +110,11 @@ class HeadDrafter(SharingDrafter):
         # keys of the target would not fit queries of the head.
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
-        PackedLayers(self.head).install()
+        eight_bits = target.quantised == "int8"
+        if eight_bits:
+            quantise_layers(self.head)
+        else:
+            PackedLayers(self.head).install()
         table, copies, usual = self.wanted, self._copies, usual_on(target.device)
         if not self._tree_given:
             self.tree, copies = usual.tree, usual.copies if copies is None else copies
@@ -118,7 +123,8 @@ class HeadDrafter(SharingDrafter):
         self._table = self.trained.table[places].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = own_or_shared(None if rows is None else rows[places], shared)
-        self._product = matrix(self._rows)
+        product_of = (lambda rows: in_eight_bits([rows])[0]) if eight_bits else matrix
+        self._product = product_of(self._rows)
         self._listed = np.zeros(target.vocabulary, dtype=np.bool_)
         self._listed[self._table.cpu()] = True
         if self._rows is not shared:  # the target's rows for other tokens would not fit beside them
@@ -133,11 +139,11 @@ class HeadDrafter(SharingDrafter):
         self._window, self._reach = config.window, config.layers * (config.window - 1) + 1
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
-            self.cost = weights / target.weight_bytes
+            self.cost = weights / target.weight_bytes / (4 if eight_bits else 1)
         if config.cross and target.cached_layer is None:
             return  # the target does not show where its cache lies
         cached = partial(target.cached_layer, config.cross) if target.cached_layer and config.cross else None
-        parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows, cached
+        parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows, cached, product_of
         if isinstance(self.tree, Ranks):
             self._ahead = Ahead(target, RankedDraft(self.tree, *parts))
         elif type(self.tree) is TopK and not self.tree.gain:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from branchwise.backends.base import CachedRows
-from branchwise.backends.packed import matrix
+from branchwise.backends.packed import Product, matrix
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import have_kernels
 from branchwise.draft.base import Budget
@@ -56,15 +56,17 @@ class DeviceDraft(ABC):
         table: Tensor,
         rows: Tensor | None = None,
         cached: Callable[[], CachedRows] | None = None,
+        product_of: Callable[[Tensor], Product] = matrix,
     ) -> None:
-        """`rows` are the output rows of the table, by default those of `output`. A head that attends to a layer of its
-        target is shown where that one's keys and values are `cached`, (slots, heads, rows, width)."""
+        """`rows` are the output rows of the table, by default those of `output`, and `product_of` makes a product of
+        them. A head that attends to a layer of its target is shown where that one's keys and values are `cached`,
+        (slots, heads, rows, width)."""
         self.head, self.cache = head, cache
         # In the order of the vocabulary, in blocks of which draws go.
         self._table, order = table.sort()
         self._embeddings, self._cached = embeddings, cached
         self._rows = (output[table] if rows is None else rows)[order].contiguous()
-        self._product = matrix(self._rows)
+        self._product = product_of(self._rows)
         self._kernels = have_kernels(table.device)
         self._normed_rows = self._rows
         if self._kernels:
