@@ -148,15 +148,15 @@ class OneScaleForAll(IntMM):
 
     def __call__(self, rows: Tensor) -> Tensor:
         scale = rows.abs().max() / 127
-        return self.multiply((rows / scale).round()) * scale
+        return self.multiply((rows / scale).round().to(torch.int8), scale.expand(len(rows), 1).contiguous())
 
 
 class Saturating(IntMM):
     """Planted: sums end at 16 bits, as those of older CPUs do."""
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        sums = torch._int_mm(rows.to(torch.int8), self._numbers).clamp(-(2**15), 2**15 - 1)
-        return sums.float() * self._scale
+    def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
+        sums = torch._int_mm(rows, self._numbers).clamp(-(2**15), 2**15 - 1)
+        return sums.float() * self._scale * scale
 
 
 class AnotherOrder(IntMM):

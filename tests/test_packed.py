@@ -32,7 +32,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long products take on this machine."""
     monkeypatch.setattr(packed, "WAYS", (PackedMatrix,))
     monkeypatch.setattr(packed, "GAIN", torch.inf)
-    monkeypatch.setattr(packed, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(packed, "copies", lambda nbytes, count: 1)
 
 
 @ways
@@ -110,7 +110,7 @@ def test_a_type_without_such_a_product_is_not_packed(monkeypatch: pytest.MonkeyP
 def test_a_way_that_finds_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(304, 256)
     assert ways_to_pack([weight]) == [PackedMatrix]
-    monkeypatch.setattr(PackedMatrix, "multiply", lambda self, rows, bias: functional.linear(rows, self._weight) + 1)
+    monkeypatch.setattr(PackedMatrix, "multiply", lambda self, rows, bias: self.plain(rows) + 1)
     assert ways_to_pack([weight]) == [None]
 
 
@@ -123,11 +123,12 @@ def test_the_way_that_is_fastest_with_all_matrices_is_taken_for_all(monkeypatch:
     large, small = torch.randn(2048, 256), torch.randn(304, 256)
     spent = {(PackedMatrix, 304): 0.1, (PackedMatrix, 2048): 9.8, (Other, 304): 2.0, (Other, 2048): 9.1}
 
-    def seconds(product: packed.Product, rows: torch.Tensor) -> float:
-        size = product(rows, None).shape[-1]
+    def seconds(products: list[packed.PackedMatrix], rows: torch.Tensor) -> float:
+        [product] = products
+        size = product(rows).shape[-1]
         return spent.get((type(product), size), {304: 1.0, 2048: 10.0}[size])  # type: ignore[call-overload]
 
-    monkeypatch.setattr(packed, "_seconds", seconds)
+    monkeypatch.setattr(packed, "seconds", seconds)
     monkeypatch.setattr(packed, "WAYS", (PackedMatrix, Other))
     monkeypatch.setattr(packed, "GAIN", 0.95)
     assert ways_to_pack([small, large]) == [PackedMatrix, PackedMatrix]
@@ -141,10 +142,11 @@ def test_the_way_that_is_fastest_with_all_matrices_is_taken_for_all(monkeypatch:
 def test_a_single_row_is_left_to_the_library_if_that_is_faster(
     single: float, wanted: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seconds(product: packed.Product, rows: torch.Tensor) -> float:
+    def seconds(products: list[packed.PackedMatrix], rows: torch.Tensor) -> float:
+        [product] = products
         return (single if len(rows) == 1 else 0.5) if isinstance(product, PanelMatrix) else 1.0
 
-    monkeypatch.setattr(packed, "_seconds", seconds)
+    monkeypatch.setattr(packed, "seconds", seconds)
     monkeypatch.setattr(packed, "WAYS", (PanelMatrix, PackedMatrix))
     assert ways_to_pack([torch.randn(304, 256)]) == [wanted]
 

@@ -144,6 +144,15 @@ def row_functions() -> RowFunctions | None:
     return None if library is None or threads is None else RowFunctions(library, threads)
 
 
+def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The norm of rows (…, width); torch takes several operations for it on a CPU."""
+    functions = row_functions() if rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32 else None
+    if functions is None:
+        return functional.rms_norm(rows, weight.shape, weight.to(rows.dtype), epsilon)
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    return functions.add_norm(flat, None, weight, epsilon).view(rows.shape)
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]

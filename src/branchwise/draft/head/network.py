@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from branchwise.backends.native import normed
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attention of a layer: (its number, queries (batch, heads, rows, head width), keys and values of the new rows) ->
 (batch, heads, rows, head width)"""
@@ -218,9 +220,12 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, config: HeadConfig, width: int | None = None) -> None:
         super().__init__(config.width if width is None else width, eps=config.epsilon)
+        self.epsilon = config.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        if torch.is_inference_mode_enabled():
+            return normed(x, self.weight, self.epsilon)
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.epsilon)
 
 
 class Block(nn.Module):
