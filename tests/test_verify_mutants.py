@@ -19,7 +19,8 @@ def test_a_mutant_still_applies_and_still_is_a_program(mutant: Mutant) -> None:
     text = (ROOT / "src" / "branchwise" / mutant.file).read_text()
     assert text.count(mutant.old) == 1
     assert mutant.new != mutant.old
-    ast.parse(text.replace(mutant.old, mutant.new))
+    if mutant.file.endswith(".py"):
+        ast.parse(text.replace(mutant.old, mutant.new))
 
 
 def test_every_family_has_its_mutants_and_its_tests() -> None:

@@ -21,7 +21,7 @@ typedef struct {
     float scale;
 } attention;
 
-/* `count` rows of queries and keys: the chances before the softmax, less those that are not seen. */
+/* Queries times `count` keys: the chances before the softmax. */
 INLINE void multiply(const floats *queries, const float *keys, floats *chances, ptrdiff_t count, ptrdiff_t width,
                      float scale) {
     floats sums[KEYS] = {0};
@@ -30,7 +30,7 @@ INLINE void multiply(const floats *queries, const float *keys, floats *chances, 
     UNROLLED for (ptrdiff_t k = 0; k < count; k++) chances[k] = sums[k] * scale;
 }
 
-/* `count` numbers of the values, for all rows. */
+/* `count` numbers of what is found: of the values of all rows, by their chances. */
 INLINE void add_up(const floats *chances, const float *values, floats *found, ptrdiff_t rows, ptrdiff_t count,
                    ptrdiff_t width) {
     floats sums[PIECE] = {0};
@@ -39,7 +39,8 @@ INLINE void add_up(const floats *chances, const float *values, floats *found, pt
     UNROLLED for (ptrdiff_t k = 0; k < count; k++) found[k] = sums[k];
 }
 
-/* Nothing where `seen` says so of a query; `own` (lanes) are the first rows that each sees of a window. */
+/* Takes from each query the chances of rows that are not marked for its node, or lie before its window, which begins at
+   depth `from`. */
 INLINE void hide(const attention *all, floats *chances, ptrdiff_t first, ptrdiff_t rows, ptrdiff_t length,
                  ptrdiff_t text, const ptrdiff_t *nodes, const int64_t *from) {
     const int64_t *const depths = all->column_depths + text * all->columns;

@@ -33,9 +33,8 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 """names of parts: those of Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
-AGREES, AGREES_QUANTISED = 1e-4, 2e-2
-"""of what a layer adds to its rows, within which two ways to compute it are the same; activations of 8 bits may be
-rounded to the next level"""
+AGREES = 1e-4
+"""of what a layer adds to a row, within which two ways to compute it are the same"""
 
 TRIAL_ROWS = 32
 """of the cache in which layers are compared"""
@@ -229,8 +228,9 @@ class HostLayers:
         return found
 
     def _agree(self, found: Tensor, own: Tensor) -> bool:
-        allowed = AGREES_QUANTISED if self._quantised else AGREES
-        return bool((found - own).norm() <= allowed * found.norm())
+        farther = (found - own).norm(dim=-1) / found.norm(dim=-1)
+        # Of few rows of 8 bits one is rounded to the next level somewhere, half a percent off.
+        return bool((farther.median() if self._quantised else farther.max()) <= AGREES)
 
 
 def recognised(model: nn.Module) -> Iterator[tuple[nn.Module, HostLayer]]:
