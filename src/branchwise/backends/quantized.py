@@ -6,7 +6,7 @@ Layers that read the same input, such as queries, keys and values, are one produ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from branchwise.backends.int8 import GROUP, Numbers, Shape, Trial, Way, stacked, tried
-from branchwise.backends.packed import Product
+from branchwise.backends.packed import PackedLayers, Product
+from branchwise.backends.packed import matrix as packed_matrix
 from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import check_known
 
@@ -210,15 +211,20 @@ def _in_eight_bits(way: Way, width: int) -> Product:
     return product
 
 
-def _added(product: Product, bias: Tensor | None, rows: Tensor) -> Tensor:
-    return product(rows, bias)
-
-
-def quantise_layers(model: nn.Module) -> None:
-    """Let the linear layers of a drafter compute in 8 bits from now on."""
+def install_products(model: nn.Module, quantised: str) -> Callable[[Tensor], Product]:
+    """Let the linear layers of a drafter compute from now on as those of its target do, `TargetInfo.quantised`. Returns
+    what makes a product of another matrix."""
+    if quantised != "int8":
+        PackedLayers(model).install()
+        return packed_matrix
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     for layer, product in zip(layers, in_eight_bits([layer.weight for layer in layers]), strict=True):
         layer.__dict__["forward"] = partial(_added, product, layer.bias)
+    return lambda weight: in_eight_bits([weight])[0]
+
+
+def _added(product: Product, bias: Tensor | None, rows: Tensor) -> Tensor:
+    return product(rows, bias)
 
 
 def trial(model: nn.Module, dtype: torch.dtype) -> Trial:

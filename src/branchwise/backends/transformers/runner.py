@@ -117,7 +117,7 @@ class ModelRunner:
         self._forward_parameters = inspect.signature(model.forward).parameters
         configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
         self._configs = list({id(config): config for config in configs}.values())
-        self._form = _forms.get(model)
+        self._form: HostForm | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -193,11 +193,12 @@ class ModelRunner:
 
     def settle(self, layout: Layout) -> None:
         """Let the model compute on a host in the form in which it is fastest there, if that finds the same."""
-        if self._form is None:
+        if self.model not in _forms:
             layers = HostLayers(self.model)
             if layers:
                 layers.check(layout, self._small_passes)
-            self._form = _forms[self.model] = HostForm(layers, PackedLayers(self.model, layers.stacks))
+            _forms[self.model] = HostForm(layers, PackedLayers(self.model, layers.stacks))
+        self._form = _forms[self.model]
 
     @property
     def settled_layers(self) -> bool:

@@ -95,7 +95,8 @@ class TransformersTarget(SlottedTarget):
         if len({parameter.device for parameter in model.parameters()}) > 1:
             raise UnsupportedModel(f"{name} is spread over several devices; load it on one.")
         layout = _known.get(model) or self.runner.probe()
-        if device.type == "cpu":
+        execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
+        if not execution.kernels:
             self.runner.settle(layout)
         limit = context_limit(model.config)
         if context is not None and context < SHORTEST_CONTEXT:
@@ -105,7 +106,6 @@ class TransformersTarget(SlottedTarget):
         row_bytes = layout.bytes_per_row(dtype) * slots
         length = fitting_context(context or limit, row_bytes, max_nodes, device, asked=context is not None)
         converted = conversion_of(model)
-        execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
         self.prefill_chunk = prefill_chunk or (PREFILL_CHUNK_ON_DEVICE if execution.kernels else PREFILL_CHUNK)
         self.info = TargetInfo(
             name,

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import Needs, Prefill, Scored, TargetInfo
-from branchwise.backends.packed import PackedLayers, matrix
-from branchwise.backends.quantized import in_eight_bits, quantise_layers
+from branchwise.backends.quantized import install_products
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -110,11 +109,7 @@ class HeadDrafter(SharingDrafter):
         # keys of the target would not fit queries of the head.
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
-        eight_bits = target.quantised == "int8"
-        if eight_bits:
-            quantise_layers(self.head)
-        else:
-            PackedLayers(self.head).install()
+        product_of = install_products(self.head, target.quantised)
         table, copies, usual = self.wanted, self._copies, usual_on(target.device)
         if not self._tree_given:
             self.tree, copies = usual.tree, usual.copies if copies is None else copies
@@ -123,7 +118,6 @@ class HeadDrafter(SharingDrafter):
         self._table = self.trained.table[places].to(target.device)
         shared = self._output[self._table].contiguous()
         self._rows = own_or_shared(None if rows is None else rows[places], shared)
-        product_of = (lambda rows: in_eight_bits([rows])[0]) if eight_bits else matrix
         self._product = product_of(self._rows)
         self._listed = np.zeros(target.vocabulary, dtype=np.bool_)
         self._listed[self._table.cpu()] = True
@@ -139,7 +133,7 @@ class HeadDrafter(SharingDrafter):
         self._window, self._reach = config.window, config.layers * (config.window - 1) + 1
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
-            self.cost = weights / target.weight_bytes / (4 if eight_bits else 1)
+            self.cost = weights / target.weight_bytes / (4 if target.quantised == "int8" else 1)
         if config.cross and target.cached_layer is None:
             return  # the target does not show where its cache lies
         cached = partial(target.cached_layer, config.cross) if target.cached_layer and config.cross else None
