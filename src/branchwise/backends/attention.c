@@ -2,7 +2,7 @@
    that are marked, both within a window where there is one.
 
    Queries lie side by side, as many as a register holds: those of all nodes of a text and of all heads that share a key.
-   Each sums over the rows in their order, and a row that it does not see adds zero, which changes no bit. So a node finds
+   Each sums over the rows in their order, and a row that it does not see adds zero times a finite number, which changes no bit. So a node finds
    what it would find if it were the end of a text, whatever other nodes there are. */
 
 #include "lanes.h"
@@ -21,13 +21,15 @@ typedef struct {
     float scale;
 } attention;
 
-/* Queries times `count` keys: the chances before the softmax. */
+/* Queries times `count` keys: the chances before the softmax. Where there are fewer keys than in a turn, the last one
+   stands in for the rest: a compiler may round a turn of another size otherwise. */
 INLINE void multiply(const floats *queries, const float *keys, floats *chances, ptrdiff_t count, ptrdiff_t width,
                      float scale) {
+    const float *rows[KEYS];
     floats sums[KEYS] = {0};
-    for (ptrdiff_t i = 0; i < width; i++)
-        UNROLLED for (ptrdiff_t k = 0; k < count; k++) sums[k] += queries[i] * keys[k * width + i];
-    UNROLLED for (ptrdiff_t k = 0; k < count; k++) chances[k] = sums[k] * scale;
+    UNROLLED for (ptrdiff_t k = 0; k < KEYS; k++) rows[k] = keys + (k < count ? k : count - 1) * width;
+    for (ptrdiff_t i = 0; i < width; i++) UNROLLED for (ptrdiff_t k = 0; k < KEYS; k++) sums[k] += queries[i] * rows[k][i];
+    for (ptrdiff_t k = 0; k < count; k++) chances[k] = sums[k] * scale;
 }
 
 /* `count` numbers of what is found: of the values of all rows, by their chances. */
@@ -74,18 +76,18 @@ INLINE void attend_lanes(const attention *all, ptrdiff_t text, ptrdiff_t kv_head
         const float *const given = all->queries + (text * all->nodes + nodes[l]) * all->stride + heads[l] * width;
         for (ptrdiff_t i = 0; i < width; i++) ((float *)(turned + i))[l] = given[i];
     }
-    const ptrdiff_t rows = length + all->columns - first, before = all->window ? 0 : length - first;
-    ptrdiff_t j = 0;
-    for (; j + KEYS <= rows; j += KEYS) multiply(turned, keys + (first + j) * width, chances + j, KEYS, width, all->scale);
-    for (; j < rows; j++) multiply(turned, keys + (first + j) * width, chances + j, 1, width, all->scale);
+    const ptrdiff_t last = length + all->columns < all->cached ? length + all->columns : all->cached;
+    const ptrdiff_t rows = last - first, before = all->window ? 0 : length - first;
+    for (ptrdiff_t j = 0; j < rows; j += KEYS)
+        multiply(turned, keys + (first + j) * width, chances + j, rows - j < KEYS ? rows - j : KEYS, width, all->scale);
     hide(all, chances + before, first + before, rows - before, length, text, nodes, from);
     float most[WIDTH], sums[WIDTH];
     for (ptrdiff_t l = 0; l < WIDTH; l++) most[l] = -INFINITY, sums[l] = 0;
-    for (j = 0; j < rows; j++) {
+    for (ptrdiff_t j = 0; j < rows; j++) {
         const float *const chance = (float *)(chances + j);
         SIMD for (ptrdiff_t l = 0; l < WIDTH; l++) most[l] = chance[l] > most[l] ? chance[l] : most[l];
     }
-    for (j = 0; j < rows; j++) {
+    for (ptrdiff_t j = 0; j < rows; j++) {
         float *const chance = (float *)(chances + j);
         SIMD for (ptrdiff_t l = 0; l < WIDTH; l++) {
             const float share = exponential(chance[l] - most[l]);

@@ -309,7 +309,11 @@ def _exact_ways(matrices: Sequence[Numbers], bits: int) -> list[type[Way]]:
         if spent > HOPELESS * min(alone.values()) and way is not IntMM:
             log.info("%s is not used: it is slow", way.name)
         elif not any(issubclass(way, other) and way.levels < other.levels for other in found):
-            if all(is_exact(way(matrix), matrix) for matrix in matrices):
+            try:
+                exact = all(is_exact(way(matrix), matrix) for matrix in matrices)
+            except (RuntimeError, ValueError):  # none for several rows
+                exact = False
+            if exact:
                 found.append(way)
             else:
                 log.info("%s is not used: rows depend on each other, or sums overflow", way.name)

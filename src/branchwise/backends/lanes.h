@@ -10,6 +10,9 @@
 #elif defined __AVX__
 #define WIDTH 8
 #define REGISTERS 16
+#elif defined __x86_64__ || defined __i386__
+#define WIDTH 4
+#define REGISTERS 16
 #else
 #define WIDTH 4
 #define REGISTERS 32

@@ -32,6 +32,8 @@ FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
     *("-shared", "-fPIC"),
 )
+ALIKE = "--param=avoid-fma-max-bits=0"
+"""GCC would round sums otherwise where there is only one of them, for some CPUs; other compilers may not know that"""
 SECONDS = 60
 """that a compiler may take"""
 PANEL = 16
@@ -44,8 +46,9 @@ LANES = 16
 def float_product() -> Callable[..., None] | None:
     """Of rows, panels and a place for what is found, of which pointers are given, and then how many rows, inputs and
     outputs there are; None where there is none."""
-    library, threads = _library(), _threads()
-    if library is None or threads is None:
+    threads = _threads()
+    library = _library() if threads else None
+    if library is None:
         return None
     found: Any = library.float_product
     found.argtypes = [c_void_p] * 3 + [c_ssize_t] * 3 + [c_uint, c_void_p]
@@ -140,8 +143,9 @@ class RowFunctions:
 @cache
 def row_functions() -> RowFunctions | None:
     """None where there are none."""
-    library, threads = _library(), _threads()
-    return None if library is None or threads is None else RowFunctions(library, threads)
+    threads = _threads()
+    library = _library() if threads else None
+    return RowFunctions(library, threads) if library and threads else None
 
 
 def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -156,15 +160,16 @@ def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 @cache
 def _library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "native.so"
-        try:
-            command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(made), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-            return ctypes.CDLL(str(made))
-        except (OSError, subprocess.SubprocessError) as error:
-            log.info("Functions of our own are not compiled: %s", error)
-            return None
+    for flags in ((*FLAGS, ALIKE), FLAGS):
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "native.so"
+            try:
+                command = [*compiler, *flags, *map(str, SOURCES), "-o", str(made), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+                return ctypes.CDLL(str(made))
+            except (OSError, subprocess.SubprocessError) as error:
+                log.info("Functions of our own are not compiled: %s", error)
+    return None
 
 
 def _threads() -> c_void_p | None:

@@ -81,7 +81,8 @@ class PackedMatrix:
 
 
 class PanelMatrix(PackedMatrix):
-    """The same for a function of our own, in which a row gives the same bits alone and among up to `MANY`."""
+    """The same for a function of our own, in which a row gives the same bits alone and among up to `MANY`, if the
+    compiler rounds sums alike however many there are (`native.ALIKE`)."""
 
     def pack(self, weight: Tensor) -> Tensor:
         product = float_product()

@@ -5,10 +5,10 @@
 
 #include "lanes.h"
 
-#if REGISTERS * WIDTH < 512 /* sums of a tile, beside its weights */
-#define ROWS 4
-#else
+#if WIDTH == 16 /* sums of a tile are registers, as its weights are */
 #define ROWS 16
+#else
+#define ROWS 4
 #endif
 #define PANEL 16
 #define VECTORS (PANEL / WIDTH)

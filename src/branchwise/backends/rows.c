@@ -1,6 +1,7 @@
-/* What a decoder layer does between its products: norms, rotary positions, the gate of its MLP. Every row of a pass is computed by itself, its sums in an order that depends on nothing but how many numbers
-   there are. So a node of a tree gets the bits that it would get in plain decoding, and a text of a batch those that it
-   would get alone. */
+/* What a decoder layer does between its products, but for attention: norms, rotary positions, the gate of its MLP. Every
+   row of a pass is computed by itself, its sums in an order that depends on nothing but how many numbers there are. So a
+   node of a tree gets the bits that it would get in plain decoding, and a text of a batch those that it would get
+   alone. */
 
 #include "lanes.h"
 

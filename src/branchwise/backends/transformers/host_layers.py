@@ -1,12 +1,12 @@
 """Decoder layers of the usual kind on a CPU, without the small operations between their products.
 
 A pass over few nodes of a small model takes transformers as long between the products as in them: some fifty operations
-a layer, each of which is called, checked and given memory of its own. Here they are six functions in C
-(`backends/rows.c`), and layers that read the same rows are one product. A row gets the same bits in a tree, in a batch
-and alone.
+a layer, each of which is called, checked and given memory of its own. Here they are a few functions in C
+(`backends/rows.c`, `backends/attention.c`), and layers that read the same rows are one product. With weights of few
+bits, whose products are exact, a row gets the same bits in a tree, in a batch and alone.
 
 Which layers these are is seen by their parts, and whether they compute what they should by their results: each one is
-compared with the model's own in a small pass at load.
+compared with the model's own in small passes at load. A layer that has been changed since is the model's again.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def _norm(module: nn.Module) -> tuple[Tensor, float]:
     """Its weight, and what keeps it from dividing by zero."""
     values: Any = vars(module)
     weight: Any = module.weight
+    if not weight.is_contiguous():
+        raise ValueError("its norms do not lie in one piece")
     return weight.detach(), float(values["variance_epsilon"] if "variance_epsilon" in values else values["eps"])
 
 
@@ -82,7 +84,7 @@ class HostLayer:
     """A decoder layer: attention behind a norm, and a gated MLP behind another."""
 
     def __init__(self, layer: nn.Module, functions: RowFunctions) -> None:
-        """Raises a KeyError, an AttributeError or a ValueError if it is of another kind."""
+        """Raises a KeyError, an AttributeError, a TypeError or a ValueError if it is of another kind."""
         parts: Any = layer
         attention, mlp = parts.self_attn, parts.mlp
         names = {name for name, _ in attention.named_children()}
@@ -90,27 +92,46 @@ class HostLayer:
             raise ValueError("it has other parts")
         self._functions = functions
         self._input_norm, self._norm = _norm(parts.input_layernorm), _norm(parts.post_attention_layernorm)
-        self._head_norms: tuple[int | None, int | None] = (None, None)
+        self._head_norms: list[Tensor] = []
         self._epsilon = 0.0
         if names & HEAD_NORMS:
             (query_norm, self._epsilon), (key_norm, _) = _norm(attention.q_norm), _norm(attention.k_norm)
-            self._head_norms = query_norm.data_ptr(), key_norm.data_ptr()
+            self._head_norms = [query_norm, key_norm]
         self._number, self._width, self._scale = attention.layer_idx, attention.head_dim, attention.scaling
         self._heads = attention.q_proj.out_features // self._width
         self._kv_heads = attention.k_proj.out_features // self._width
+        self._check_sizes(attention, mlp)
         self._qkv = Linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._out, self._down = Linear(attention.o_proj), Linear(mlp.down_proj)
+        self._out = Linear(attention.o_proj)
         self._gate_up = Linear(mlp.gate_proj, mlp.up_proj)
+        self._down = Linear(mlp.down_proj)
         self.products = [part.product for part in (self._qkv, self._out, self._gate_up, self._down)]
+        self._seal = Seal(layer)
+
+    def _check_sizes(self, attention: Any, mlp: Any) -> None:
+        queries, keys = self._heads * self._width, self._kv_heads * self._width
+        sizes = attention.q_proj.out_features, attention.k_proj.out_features, attention.v_proj.out_features
+        fits = sizes == (queries, keys, keys) and attention.o_proj.in_features == queries
+        fits &= self._heads % self._kv_heads == 0 and self._width % 2 == 0
+        fits &= mlp.gate_proj.out_features == mlp.up_proj.out_features == mlp.down_proj.in_features
+        if not fits or any(len(norm) != self._width for norm in self._head_norms):
+            raise ValueError("its parts have other sizes")
+
+    @property
+    def unchanged(self) -> bool:
+        return self._seal.whole
 
     def __call__(self, hidden: Tensor, cache: KVCache, current: HostPass, turn: Turn, window: int | None) -> Tensor:
+        """Of rows that `fits` has seen."""
         functions = self._functions
-        state = hidden.reshape(-1, hidden.shape[-1]).clone()
+        state = hidden.reshape(-1, hidden.shape[-1]).clone(memory_format=torch.contiguous_format)
         mixed = self._qkv(functions.add_norm(state, None, *self._input_norm))
         keys, values = cache.layers_keys[self._number], cache.layers_values[self._number]
         jobs = self._jobs(current, turn, window, keys.shape[2])
         # Queries and keys are brought to their positions, keys and values to the cache.
-        jobs.turning.given, jobs.turning.query_norm, jobs.turning.key_norm = mixed.data_ptr(), *self._head_norms
+        jobs.turning.given = mixed.data_ptr()
+        if self._head_norms:
+            jobs.turning.query_norm, jobs.turning.key_norm = (norm.data_ptr() for norm in self._head_norms)
         jobs.turning.keys, jobs.turning.values = keys.data_ptr(), values.data_ptr()
         functions.turn(jobs.turning)
         found = mixed.new_empty(len(mixed), self._heads * self._width)
@@ -119,6 +140,12 @@ class HostLayer:
         functions.attend(jobs.attention)
         normed = functions.add_norm(state, self._out(found), *self._norm)
         return state.add_(self._down(functions.gated(self._gate_up(normed)))).view(hidden.shape)
+
+    def fits(self, hidden: Tensor, cache: KVCache, turn: Turn) -> bool:
+        """Whether these are numbers of which functions in C may be given the addresses."""
+        tensors = hidden, cache.layers_keys[self._number], *turn
+        plain = all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
+        return plain and turn[0].shape[-1] == turn[1].shape[-1] == self._width
 
     def _jobs(self, current: HostPass, turn: Turn, window: int | None, cached: int) -> Jobs:
         """Filled in but for the places that are those of one layer."""
@@ -143,6 +170,32 @@ class HostLayer:
             current.jobs[shape] = Jobs(turning, attention, (cos, sin, room))
         found: Jobs = current.jobs[shape]
         return found
+
+
+class Seal:
+    """Whether a layer is what it was: the same parts, with the same weights, and nobody who watches them. It is looked
+    at in every pass, so where to look is written down."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        inside = [*layer.modules()][1:]
+        owners = [part for module in (layer, *inside) for part in (module._modules, module._parameters)]
+        self._parts = [(owner, dict(owner)) for owner in owners]
+        self._weights: list[Tensor] = [*layer.parameters()]
+        self._values = self._places()
+        self._watchers = [hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._attributes = [vars(module) for module in inside]
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(weight.data_ptr(), weight._version) for weight in self._weights]
+
+    @property
+    def whole(self) -> bool:
+        same = all(
+            len(owner) == len(before) and all(owner.get(name, self) is one for name, one in before.items())
+            for owner, before in self._parts
+        )
+        watched = any(self._watchers) or any("forward" in attributes for attributes in self._attributes)
+        return same and not watched and self._places() == self._values
 
 
 class Jobs(NamedTuple):
@@ -171,29 +224,33 @@ class HostLayers:
         """Those whose weights are still to be packed."""
         return [one for layer in self.layers.values() for one in layer.products if isinstance(one, Stack)]
 
+    @property
+    def unchanged(self) -> bool:
+        return all(own.unchanged for own in self.layers.values())
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with self._lent(self._computed):
+        with self._lent(self._computed, [layer for layer, own in self.layers.items() if own.unchanged]):
             yield
 
     def check(self, layout: Layout, run: Callable[[KVCache], object]) -> None:
-        """Keep the layers that agree with the model's own in passes of `run` over a cache."""
-        before, refused = len(self.layers), set[nn.Module]()
-        with self._lent(partial(self._compared, refused)):
+        """Keep the layers that agree with the model's own in all passes of `run` over a cache."""
+        agreed, refused = set[nn.Module](), set[nn.Module]()
+        with self._lent(partial(self._compared, agreed, refused), list(self.layers)):
             run(KVCache(layout, 2, TRIAL_ROWS, torch.float32, torch.device("cpu")))
-        self.layers = {layer: own for layer, own in self.layers.items() if layer not in refused}
+        self.layers = {layer: own for layer, own in self.layers.items() if layer in agreed - refused}
         if self._quantised and len(self.layers) < len(layout.keys):
             self.layers = {}  # keys and values are kept in one precision, which other layers need to be another one
         self.complete = len(self.layers) == len(layout.keys)
-        if refused:
-            log.info("%d of %d layers are computed as transformers does.", len(refused), before)
+        log.info("%d of %d layers are computed in few calls.", len(self.layers), len(layout.keys))
 
     @contextmanager
-    def _lent(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+    def _lent(self, forward: Callable[..., Tensor], layers: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as undo:
-            for layer in self.layers:
-                layer.__dict__["forward"] = partial(forward, layer)
-                undo.callback(layer.__dict__.pop, "forward", None)
+            for layer in layers:
+                if "forward" not in vars(layer):  # or somebody else wants to be in between
+                    layer.__dict__["forward"] = partial(forward, layer)
+                    undo.callback(layer.__dict__.pop, "forward", None)
             yield
 
     def _computed(self, layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -212,19 +269,27 @@ class HostLayers:
     ) -> Tensor | None:
         """What a layer finds, computed here; None if it is not to be: in passes over many rows a library is faster, and
         layers of few bits alone are promised to give the same bits in all."""
-        cache: Any = past_key_values
-        if not isinstance(cache, KVCache) or type(cache.current) is not Pass or position_embeddings is None:
+        cache, own = past_key_values, self.layers[layer]
+        if not isinstance(cache, KVCache) or position_embeddings is None or not isinstance(attention_mask, Window):
             return None
-        many = hidden.shape[0] * hidden.shape[1] > MANY and not self._quantised
-        if many or hidden.dtype != torch.float32 or not isinstance(attention_mask, Window):
+        current, many = cache.current, hidden.shape[0] * hidden.shape[1] > MANY and not self._quantised
+        if type(current) is not Pass or many or not own.fits(hidden, cache, position_embeddings):
             return None
-        return self.layers[layer](hidden, cache, cache.current.on_host, position_embeddings, attention_mask.size)
+        return own(hidden, cache, current.on_host, position_embeddings, attention_mask.size)
 
-    def _compared(self, refused: set[nn.Module], layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _compared(
+        self,
+        agreed: set[nn.Module],
+        refused: set[nn.Module],
+        layer: nn.Module,
+        hidden: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         found: Any = type(layer).forward(layer, hidden, *args, **kwargs)
         own = None if args else self._own(layer, hidden, **kwargs)
-        if own is None or not isinstance(found, Tensor) or not self._agree(found - hidden, own - hidden):
-            refused.add(layer)
+        agrees = own is not None and isinstance(found, Tensor) and self._agree(found - hidden, own - hidden)
+        (agreed if agrees else refused).add(layer)
         return found
 
     def _agree(self, found: Tensor, own: Tensor) -> bool:
@@ -235,13 +300,15 @@ class HostLayers:
 
 def recognised(model: nn.Module) -> Iterator[tuple[nn.Module, HostLayer]]:
     """Decoder layers that look as if they were of the usual kind, in float32 on a CPU where there is a compiler."""
-    functions = row_functions()
     parameters = list(model.parameters())
-    if functions is None or any(one.dtype != torch.float32 or one.device.type != "cpu" for one in parameters):
+    if any(one.dtype != torch.float32 or one.device.type != "cpu" or one.is_inference() for one in parameters):
         return
     for module in model.modules():
         if {name for name, _ in module.named_children()} == LAYER and "forward" not in vars(module):
+            functions = row_functions()
+            if functions is None:
+                return
             try:
                 yield module, HostLayer(module, functions)
-            except (KeyError, AttributeError, ValueError) as error:
+            except (KeyError, AttributeError, TypeError, ValueError) as error:
                 log.info("A %s is computed as transformers does: %s", type(module).__name__, error)

@@ -31,17 +31,24 @@ from branchwise.backends.transformers.attention import Window
 from branchwise.backends.transformers.experts import unread_bytes
 from branchwise.backends.transformers.host_layers import HostLayers
 from branchwise.backends.transformers.kv_cache import KVCache, Layout
-from branchwise.backends.transformers.probe import Probe
+from branchwise.backends.transformers.probe import Probe, context_limit
 from branchwise.core.sequence import SequenceState
 from branchwise.errors import UsageError
 from branchwise.registry import nearest
 
+SMALL = 8
+"""positions of small passes, at most"""
 PADDING_SHARE = 1.25  # prompts share a pass if padding makes it at most so many times as large
 
 _turns: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
 _forms: weakref.WeakKeyDictionary[PreTrainedModel, HostForm] = weakref.WeakKeyDictionary()
 """packed weights are a copy, of which targets that share a model need one"""
 _names = (f"branchwise-{number}" for number in itertools.count())
+
+
+def _turn(model: PreTrainedModel) -> threading.RLock:
+    """Targets that share a model take turns."""
+    return _turns.setdefault(model, threading.RLock())
 
 
 class AttentionHook:
@@ -135,7 +142,7 @@ class ModelRunner:
         """Logits (batch, rows, vocabulary), the last `keep` rows or all, and hidden states (batch, nodes, width)."""
         extra = {"logits_to_keep": keep} if "logits_to_keep" in self._forward_parameters else {}
         hidden: dict[str, Tensor] = {}
-        with self.passing(), self._watching(hidden):
+        with self._watching(hidden), self.passing():
             logits: Tensor = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **extra
             ).logits
@@ -193,12 +200,14 @@ class ModelRunner:
 
     def settle(self, layout: Layout) -> None:
         """Let the model compute on a host in the form in which it is fastest there, if that finds the same."""
-        if self.model not in _forms:
-            layers = HostLayers(self.model)
-            if layers:
-                layers.check(layout, self._small_passes)
-            _forms[self.model] = HostForm(layers, PackedLayers(self.model, layers.stacks))
-        self._form = _forms[self.model]
+        with _turn(self.model):
+            known = _forms.get(self.model)
+            if known is None or not known.layers.unchanged:
+                layers = HostLayers(self.model)
+                if layers:
+                    layers.check(layout, self._small_passes)
+                _forms[self.model] = known = HostForm(layers, PackedLayers(self.model, layers.stacks))
+            self._form = known
 
     @property
     def settled_layers(self) -> bool:
@@ -206,17 +215,22 @@ class ModelRunner:
         return self._form is not None and self._form.layers.complete
 
     def _small_passes(self, store: KVCache) -> None:
-        """A chain, and behind one and two of its tokens a small tree."""
+        """A chain and small trees behind some of its tokens, at the first and at the last positions that there are."""
         texts = [SequenceState([number]) for number in range(2)]
         tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
+        last = context_limit(self.model.config) - SMALL
         self.hook.store = store
         try:
             for text in texts:
                 store.open(text)
-            for depths, seen in (([0, 1], None), ([0, 1, 1, 2], tree[None])):
+            for depths, seen, first in (
+                ([0, 1], None, 0),
+                ([0, 1, 1, 2], tree[None], 0),
+                ([0, 1, 1, 2], tree[None], last),
+            ):
                 steps = torch.tensor(depths).expand(2, -1)
                 positions = store.begin(texts, steps, seen).lengths[:, None] + steps
-                self.run((7 * positions + 3) % self.vocabulary, positions, store)
+                self.run((7 * positions + 3) % self.vocabulary, positions + max(first, 0), store)
                 for number, text in enumerate(texts):
                     store.advance(text, 1 + number)
         finally:
@@ -243,7 +257,7 @@ class ModelRunner:
     def attending(self, name: str) -> Iterator[None]:
         """Let the model's attention go through a registered implementation for one pass. Which one it uses is a
         property of the model, so targets that share a model take turns."""
-        with _turns.setdefault(self.model, threading.RLock()):
+        with _turn(self.model):
             found = [config._attn_implementation_internal for config in self._configs]
             for config in self._configs:
                 config._attn_implementation_internal = name

@@ -218,14 +218,15 @@ class Head(nn.Module):
 class Norm(nn.RMSNorm):
     """In the precision of what it norms: there are no kernels for two precisions at once."""
 
+    eps: float
+
     def __init__(self, config: HeadConfig, width: int | None = None) -> None:
         super().__init__(config.width if width is None else width, eps=config.epsilon)
-        self.epsilon = config.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_inference_mode_enabled():
-            return normed(x, self.weight, self.epsilon)
-        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.epsilon)
+            return normed(x, self.weight, self.eps)
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Block(nn.Module):
