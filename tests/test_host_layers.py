@@ -186,6 +186,13 @@ def test_a_node_finds_the_same_bits_in_a_tree_as_at_the_end_of_a_text(
         assert torch.equal(alone.attended(threads=1)[0, 0], found[0, path[steps - 1]])
 
 
+def test_a_row_that_is_not_seen_counts_for_nothing_however_large_it_is() -> None:
+    shown = Shown([DraftTree(torch.tensor([0, 1, 2]), (-1, 0, 0))], [4], 64, 1, 0)
+    before = shown.attended()[0, 2].clone()
+    shown.values[shown.slots, :, 4 + 1] = 3e38
+    assert torch.equal(shown.attended()[0, 2], before)
+
+
 def test_heads_are_turned_and_written_where_they_belong(functions: RowFunctions) -> None:
     texts, nodes, heads, kv_heads, width, cached = 2, 3, 4, 2, 8, 10
     given = torch.randn(texts * nodes, (heads + 2 * kv_heads) * width)
