@@ -95,7 +95,7 @@ FAMILIES = [
             ("torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))", "True"),
         ],
     }),
-    Family("host-layers", ["tests/test_host_layers.py", "tests/test_int8.py", "tests/test_nested.py"], {
+    Family("host-layers", ["tests/test_host_layers.py", "tests/test_nested.py"], {
         "backends/attention.c": [
             ("depth < from[l] || ", ""),
             ("depth - all->window + 1 : INT64_MIN", "depth - all->window : INT64_MIN"),
