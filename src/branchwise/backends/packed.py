@@ -28,7 +28,7 @@ GAIN = 0.9
 MANY = 128
 """rows from which on bringing weights into blocks at a call hardly counts"""
 TRIALS = 5
-"""of a matrix, which take a tenth of a second: turns of other processes on a core are shorter"""
+"""of a matrix, of which the fastest counts: other processes may have taken the core in the others"""
 TRIAL_OUT = 2048
 """outputs of the trial at most: what larger matrices take grows with them"""
 TOLERANCE = 1e-2
