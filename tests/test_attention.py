@@ -416,6 +416,7 @@ def compile_all() -> None:
     """Call every launcher with kernels that are compiled and not run."""
     for name in ("_attend", "_merge", "_write", "_keep"):
         setattr(kernels, name, Compiled(getattr(kernels, name)))
+    vars(kernels)["early"] = as_on_hopper
     for case in (
         Case("", (9,), 3, (9, 3), 64, splits=2, tile=(16, 64)),
         Case("", (9,), 22, (3, 1), 80, 64, window=5, softcap=3.0, tile=(64, 64)),
@@ -425,6 +426,11 @@ def compile_all() -> None:
     one = torch.zeros(1, dtype=torch.int32)
     kernels.write_rows(keys, keys, keys[:1, :, :4], keys[:1, :, :4], one, one)
     kernels.keep_rows(keys[None], one, one, torch.zeros(1, 5, dtype=torch.int32))
+
+
+def as_on_hopper(device: torch.device) -> dict[str, bool]:
+    """Stands for `early`."""
+    return {"early": True, "launch_pdl": True}
 
 
 class Compiled:
@@ -443,6 +449,7 @@ class Compiled:
         num_stages: int = 3,
         maxnreg: int | None = None,
         enable_fp_fusion: bool = True,
+        launch_pdl: bool = False,
         **constants: Any,
     ) -> None:
         import triton
@@ -466,7 +473,8 @@ class Compiled:
         in_order = {name: signature[name] for name in self.kernel.arg_names}
         source = ASTSource(self.kernel, in_order, constants, aligned)
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"maxnreg": maxnreg})
+        options |= {"maxnreg": maxnreg, "launch_pdl": launch_pdl}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared < 227 * 1024
         assert enable_fp_fusion or "fma." not in compiled.asm["ptx"]
         print(self.kernel.fn.__name__)

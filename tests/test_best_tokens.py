@@ -53,8 +53,9 @@ def test_best_tokens_are_those_of_logits_in_memory(
         part.to(device) for part in (whole, chosen, table, more, known, slots, lengths, names, dice, temperatures)
     )
     parts = kernels.Parts.of(names, vocabulary)
+    rows = kernels.Summed.of(whole[:, :width])
     found = kernels.best_tokens(
-        whole, chosen, 1e-5, table, parts, more, known, slots, lengths, (dice, temperatures), depth, count
+        rows, chosen, 1e-5, table, parts, more, known, slots, lengths, (dice, temperatures), depth, count
     )
     values, places = (part.cpu() for part in found)
     torch.testing.assert_close(values, expected.values, rtol=1e-4, atol=1e-4)

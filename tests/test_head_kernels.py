@@ -15,7 +15,7 @@ from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.policies.topk import TopK
-from tests.test_attention import Compiled, compiled_by, interpreted
+from tests.test_attention import Compiled, as_on_hopper, compiled_by, interpreted
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -207,6 +207,7 @@ def compile_all() -> None:
         for name, kernel in vars(module).copy().items():
             if name in step_of(GATED):  # others are called by these
                 setattr(module, name, Compiled(kernel))
+        vars(module)["early"] = as_on_hopper
     compile_step(576, torch.ones(32), heads=9, kv_heads=3, head_width=64, mlp=1536, gate="full")
     compile_step(1536, torch.ones(64), heads=12, kv_heads=2, head_width=128, mlp=4096)
 

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from branchwise.cuda.early import begin, early
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 NOTHING = tl.constexpr(-1.0e30)
@@ -142,13 +144,13 @@ def tree_attention(
         block_width=block_width, block_value=block_value, block_rows=tiles.rows, block_keys=tiles.keys,
         splits=splits, capped=softcap is not None, windowed=window is not None,
         operand=_operand(keys.dtype),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **early(keys.device),
     )  # fmt: skip
     if splits > 1:
         _merge[(batch * nodes * heads,)](
             parts, scores, out, batch * nodes * heads,
             splits=splits, block_splits=triton.next_power_of_2(splits), value_width=value_width,
-            block_value=block_value, num_warps=4,
+            block_value=block_value, num_warps=4, **early(keys.device),
         )  # fmt: skip
     return out
 
@@ -167,9 +169,10 @@ def _attend(
     nodes, columns, words, capacity, window, scale, softcap,
     kv_heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     block_width: tl.constexpr, block_value: tl.constexpr, block_rows: tl.constexpr, block_keys: tl.constexpr,
-    splits: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, operand: tl.constexpr,
+    splits: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one share of the keys. Row m is node m // group with head m % group of its group."""
+    begin(early)
     # Tiles come first, so that programs which read the same keys run together.
     tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     text, head = pair // kv_heads, pair % kv_heads
@@ -282,8 +285,10 @@ def _absorb(highest, total, found, score, value):
 def _merge(
     parts, scores, out, lines,
     splits: tl.constexpr, block_splits: tl.constexpr, value_width: tl.constexpr, block_value: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """One row of the output from the parts of its splits, weighted by the sums that they are softmaxes over."""
+    begin(early)
     line = tl.program_id(0).to(tl.int64)
     split, element = tl.arange(0, block_splits), tl.arange(0, block_value)
     score = tl.load(scores + split * lines.to(tl.int64) + line, mask=split < splits, other=NOTHING)

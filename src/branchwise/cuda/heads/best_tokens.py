@@ -1,11 +1,12 @@
-"""The likeliest tokens of a table after rows of states, as Triton kernels: logits are never in memory.
+"""The likeliest tokens of a table after rows of states, as Triton kernels.
 
-A program norms the rows of a tile, multiplies them with a part of the output rows, keeps the best few of its logits and
-the sum of their exponentials, and a second kernel merges what the parts found. A table of 16,384 rows is 19 MB for a
-model of width 576, which an H200 reads in 5 microseconds; softmax and top-k over logits in memory take ten times as
-long. Where texts draw their tokens, logits count with the noise of these draws, as `draft.foresight` says: the rows of
-a part are of one block of the vocabulary, which draws choose first. The plain way of `draft.head.trees.device` is the
-truth. Without a CUDA device only tests import this file.
+A program norms the rows of a tile, multiplies them with a part of the output rows, and says of its logits which is the
+best and what their exponentials sum up to. The best few tokens of a row are in the few parts whose best ones are best,
+so a second kernel looks at no other logits. A table of 16,384 rows is 19 MB for a model of width 576, which an H200
+reads in 5 microseconds; softmax and top-k over whole rows of logits take ten times as long. Where texts draw their
+tokens, logits count with the noise of these draws, as `draft.foresight` says: the rows of a part are of one block of
+the vocabulary, which draws choose first. The plain way of `draft.head.trees.device` is the truth. Without a CUDA device
+only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -20,14 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.core.rows import BLOCK
-from branchwise.cuda.heads.rows import _norms, _row_piece, _weights
+from branchwise.cuda.early import begin, early, fetch
 from branchwise.cuda.kernels import _operand
 from branchwise.cuda.noise import GAMMA, mix
+from branchwise.cuda.products import Summed, asked, elements, lines, scales
 
 NOTHING = tl.constexpr(-1.0e30)
 """the logit of no token; it is finite, so that differences are numbers"""
 SIZE = 64
 """output rows of a program"""
+TAKEN = tl.constexpr(-(1 << 63))
+"""below all ranks of values and places"""
 MOST = tl.constexpr(BLOCK // SIZE)
 """parts of a block of the vocabulary, at most"""
 WHOLE = tl.constexpr(BLOCK)
@@ -63,7 +67,7 @@ class Parts(NamedTuple):
 
 
 def best_tokens(
-    rows: Tensor,
+    rows: Summed,
     chosen: Tensor,
     epsilon: float,
     table: Tensor,
@@ -83,27 +87,29 @@ def best_tokens(
     come the `extra` rows (slots, some, width) of the slot of each text, if `known` (slots, some) names tokens for them.
     Tokens are to come `depth` positions behind the last of so many rows of each text; `draws` are the `Draws` of slots.
     """
-    (batch, per_text), width = chosen.shape, table.shape[1]
+    (batch, per_text), width, (states, squares) = chosen.shape, table.shape[1], rows
     whole, every, some = batch * per_text, len(parts.starts), extra.shape[1]
-    values = torch.empty(whole, every, count, device=rows.device)
-    places = torch.empty(whole, every, count, device=rows.device, dtype=torch.int32)
-    sums = torch.empty(3, whole, every, device=rows.device)
-    more = torch.empty(whole, some, device=rows.device)
-    best, where = torch.empty_like(values[:, 0]), torch.empty_like(places[:, 0])
+    device = states.device
+    logits, sums = torch.empty(whole, len(table), device=device), torch.empty(4, whole, every, device=device)
+    more, best = torch.empty(whole, some, device=device), torch.empty(whole, count, device=device)
+    where = torch.empty(whole, count, device=device, dtype=torch.int32)
     tile, fill = max(16, min(64, triton.next_power_of_2(whole))), max(16, triton.next_power_of_2(per_text))
     programs = every + triton.cdiv(some, SIZE), max(triton.cdiv(whole, tile), batch)
     _parts[programs](
-        rows, chosen, table, *parts[:3], extra, known, slots, lengths, *draws, values, places, *sums, more,
-        rows.stride(0), lengths.stride(0), whole, per_text, some, batch, depth, epsilon,
-        width=width, every=every, count=count, size=SIZE, tile=tile, fill=fill,
-        operand=_operand(table.dtype), num_warps=4, num_stages=4,
+        states, squares, chosen, table, *parts[:3], extra, known, slots, lengths, *draws, logits, *sums, more,
+        states.stride(0), squares.stride(0), lengths.stride(0), whole, per_text, some, batch, len(table), depth,
+        epsilon,
+        width=width, every=every, parts=squares.shape[1], size=SIZE, piece=64 if width >= 64 else 16, tile=tile,
+        fill=fill, operand=_operand(table.dtype), num_warps=2 if tile == 16 else 4, num_stages=4, **early(device),
     )  # fmt: skip
+    blocks = len(parts.firsts) - 1
     _merge[(whole,)](
-        values, places, *sums, more, *parts[3:], known, slots, lengths, *draws, best, where,
+        logits, *sums, more, *parts[1:], known, slots, lengths, *draws, best, where,
         lengths.stride(0), per_text, len(table), depth,
-        every=every, count=count, some=some, blocks=len(parts.firsts) - 1,
+        every=every, count=count, some=some, blocks=blocks, size=SIZE,
         padded_every=triton.next_power_of_2(every), padded_count=triton.next_power_of_2(count),
-        padded=triton.next_power_of_2(some), padded_blocks=triton.next_power_of_2(len(parts.firsts) - 1), num_warps=4,
+        padded=triton.next_power_of_2(some), padded_blocks=triton.next_power_of_2(blocks), num_warps=4,
+        **early(device),
     )  # fmt: skip
     return best.view(batch, per_text, count), where.view(batch, per_text, count)
 
@@ -124,28 +130,27 @@ def _key(dice, lengths, text, slot, stride, depth, real):
 
 @triton.jit
 def _product(
-    rows, place, real, epsilon, weights, column, inside, width: tl.constexpr, tile: tl.constexpr, size: tl.constexpr,
+    rows, squares, place, stride_row, stride_squares, real, epsilon, weights, column, inside,
+    width: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, size: tl.constexpr, piece: tl.constexpr,
     operand: tl.constexpr,
 ):  # fmt: skip
     """(tile, size): logits of normed rows with output rows; both are read in pieces."""
-    piece: tl.constexpr = 64 if width >= 64 else 16
-    found, gram = tl.zeros((tile, size), tl.float32), tl.zeros((tile, tile), tl.float32)
+    summed, found = asked(squares, place * stride_squares, real, parts), tl.zeros((tile, size), tl.float32)
     for start in range(0, width, piece):
         at = start + tl.arange(0, piece)
-        left = _row_piece(rows, place, real, at, at < width, operand)
-        right = _weights(weights, column, inside, at, at < width, width, operand)
+        left = elements(rows, place * stride_row, real, at, width, operand)
+        right = lines(weights, column, inside, at, width, width, operand)
         found = tl.dot(left, right, found, input_precision="ieee")
-        gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
-    return found / _norms(gram, epsilon, width, tile)[:, None]
+    return found * scales(summed, epsilon, width)
 
 
 @triton.jit(do_not_specialize=["whole", "per_text", "texts", "depth"])
 def _parts(
-    rows, chosen, table, names, starts, counts, extra, known, slots, lengths, dice, temperatures,
-    values, places, highest, totals, speeds, more,
-    stride_row, stride_length, whole, per_text, some, texts, depth, epsilon,
-    width: tl.constexpr, every: tl.constexpr, count: tl.constexpr, size: tl.constexpr,
-    tile: tl.constexpr, fill: tl.constexpr, operand: tl.constexpr,
+    rows, squares, chosen, table, names, starts, counts, extra, known, slots, lengths, dice, temperatures,
+    logits, highest, totals, speeds, bests, more,
+    stride_row, stride_squares, stride_length, whole, per_text, some, texts, tokens, depth, epsilon,
+    width: tl.constexpr, every: tl.constexpr, parts: tl.constexpr, size: tl.constexpr, piece: tl.constexpr,
+    tile: tl.constexpr, fill: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """A part of the table for a tile of rows, or some tokens of a prompt for the rows of its text."""
     part, group = tl.program_id(0), tl.program_id(1)
@@ -153,47 +158,71 @@ def _parts(
     if part < every:
         row = group * tile + tl.arange(0, tile)
         real = row < whole
+        start = tl.load(starts + part)
+        inside = columns < tl.load(counts + part)
+        fetch(table, start + columns, tokens, width, early)
+        begin(early)
         if group * tile < whole:
-            start = tl.load(starts + part)
-            inside = columns < tl.load(counts + part)
-            place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
-            logits = _product(rows, place, real, epsilon, table, start + columns, inside, width, tile, size, operand)
+            place = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
+            found = _product(
+                rows, squares, place, stride_row, stride_squares, real, epsilon, table, start + columns, inside, width,
+                parts, tile, size, piece, operand,
+            )  # fmt: skip
             text = row // per_text
             slot = tl.load(slots + text, mask=real, other=0).to(tl.int64)
             temperature = tl.load(temperatures + slot, mask=real, other=0.0)
-            logits = logits / tl.where(temperature > 0, temperature, 1.0)[:, None]
-            logits = tl.where(inside[None, :], logits, NOTHING)
-            high = tl.max(logits, axis=1)
-            mass = tl.where(inside[None, :], tl.exp(logits - high[:, None]), 0.0)
-            at = row * every + part
-            tl.store(highest + at, high, mask=real)
-            tl.store(totals + at, tl.sum(mass, axis=1), mask=real)
+            found = found / tl.where(temperature > 0, temperature, 1.0)[:, None]
+            found = tl.where(inside[None, :], found, NOTHING)
+            high = tl.max(found, axis=1)
+            mass = tl.where(inside[None, :], tl.exp(found - high[:, None]), 0.0)
+            total = tl.sum(mass, axis=1)
+            speed, best = total, high
             if tl.max(temperature, axis=0) > 0:
                 key = _key(dice, lengths, text, slot, stride_length, depth, real)
                 name = tl.load(names + start + columns, mask=inside, other=0)
                 wait = tl.where((temperature > 0)[:, None], _waits(key[:, None], name[None, :]), 1.0)
-                mass = mass / wait
-                logits = tl.where(inside[None, :], logits - tl.log(wait), NOTHING)
-            tl.store(speeds + at, tl.sum(mass, axis=1), mask=real)
-            for rank in range(count):
-                best = tl.max(logits, axis=1)
-                spot = tl.min(tl.where(logits == best[:, None], columns[None, :], size), axis=1)
-                tl.store(values + at * count + rank, best, mask=real)
-                tl.store(places + at * count + rank, start + spot, mask=real)
-                logits = tl.where(columns[None, :] == spot[:, None], NOTHING, logits)
+                found = tl.where(inside[None, :], found - tl.log(wait), NOTHING)
+                speed, best = tl.sum(mass / wait, axis=1), tl.max(found, axis=1)
+            at = row * every + part
+            tl.store(highest + at, high, mask=real)
+            tl.store(totals + at, total, mask=real)
+            tl.store(speeds + at, speed, mask=real)
+            tl.store(bests + at, best, mask=real)
+            goal = logits + row[:, None].to(tl.int64) * tokens + start + columns[None, :]
+            tl.store(goal, found, mask=real[:, None] & inside[None, :])
     elif group < texts:
+        begin(early)
         inner = tl.arange(0, fill)
         row, real = group * per_text + inner, inner < per_text
         column = (part - every) * size + columns
         slot = tl.load(slots + group).to(tl.int64)
         inside = tl.load(known + slot * some + column, mask=column < some, other=-1) >= 0
-        place = tl.load(chosen + row, mask=real, other=0).to(tl.int64) * stride_row
+        place = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
         theirs = extra + slot * some * width
-        logits = _product(rows, place, real, epsilon, theirs, column, inside, width, fill, size, operand)
+        found = _product(
+            rows, squares, place, stride_row, stride_squares, real, epsilon, theirs, column, inside, width, parts, fill,
+            size, piece, operand,
+        )  # fmt: skip
         temperature = tl.load(temperatures + slot)
-        logits = tl.where(inside[None, :], logits / tl.where(temperature > 0, temperature, 1.0), NOTHING)
+        found = tl.where(inside[None, :], found / tl.where(temperature > 0, temperature, 1.0), NOTHING)
         goal = more + row[:, None] * some + column[None, :]
-        tl.store(goal, logits, mask=real[:, None] & (column < some)[None, :])
+        tl.store(goal, found, mask=real[:, None] & (column < some)[None, :])
+
+
+@triton.jit
+def _ranked(value, place):
+    """Values and their places as whole numbers, in the order of the values, of equal ones the first place last."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # there is only one zero
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return (bits.to(tl.int64) << 32) | ((~place).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _unranked(rank):
+    """The value and the place of such a number."""
+    bits = (rank >> 32).to(tl.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return bits.to(tl.float32, bitcast=True), (~rank & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -224,20 +253,22 @@ def _log_share(owners, firsts, highest, totals, speeds, key, part, inside, top, 
 
 @triton.jit(do_not_specialize=["per_text", "depth"])
 def _merge(
-    values, places, highest, totals, speeds, more, owners, firsts, known, slots, lengths, dice, temperatures,
-    best, where, stride_length, per_text, tokens, depth,
-    every: tl.constexpr, count: tl.constexpr, some: tl.constexpr, blocks: tl.constexpr,
+    logits, highest, totals, speeds, bests, more, starts, counts, owners, firsts, known, slots, lengths, dice,
+    temperatures, best, where, stride_length, per_text, tokens, depth,
+    every: tl.constexpr, count: tl.constexpr, some: tl.constexpr, blocks: tl.constexpr, size: tl.constexpr,
     padded_every: tl.constexpr, padded_count: tl.constexpr, padded: tl.constexpr, padded_blocks: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """The best tokens are in the parts whose best ones are best: so many parts are found first, then the tokens among
     theirs and those of the prompt."""
+    begin(early)
     row = tl.program_id(0)
     text = row // per_text
     slot = tl.load(slots + text).to(tl.int64)
     drawn = tl.load(temperatures + slot) > 0
     key = _key(dice, lengths, text, slot, stride_length, depth, drawn)
-    highest, totals, speeds = highest + row * every, totals + row * every, speeds + row * every
-    values, places = values + row * every * count, places + row * every * count
+    highest, totals = highest + row * every, totals + row * every
+    speeds, bests = speeds + row * every, bests + row * every
     # The tokens of the prompt, each beside what the table has of its block.
     column = tl.arange(0, padded)
     name = tl.load(known + slot * some + column, mask=column < some, other=-1).to(tl.int64)
@@ -262,29 +293,32 @@ def _merge(
         whole = tl.sum(mass, axis=0) + tl.sum(own_mass, axis=0)
     own_value = tl.where(share > 0, tl.log(tl.where(share > 0, share, 1.0) / whole), NOTHING)
     # Parts by their best tokens; the earlier one of equals comes first.
-    highs = tl.load(values + part * count, mask=there, other=NOTHING)
+    highs = tl.load(bests + part, mask=there, other=NOTHING)
     scale = _log_share(owners, firsts, highest, totals, speeds, key, part, there, top, whole, drawn)
     highs = tl.where((highs > NOTHING) & (scale > NOTHING), highs - top + scale, NOTHING)
+    ranks = _ranked(highs, part)
     rank_of = tl.arange(0, padded_count)
     winners = tl.full((padded_count,), every, tl.int32)
     for rank in range(count):
-        high = tl.max(highs, axis=0)
-        first = tl.min(tl.where(highs == high, part, padded_every), axis=0)
-        winners = tl.where(rank_of == rank, tl.where(high > NOTHING, first, every), winners)
-        highs = tl.where(part == first, NOTHING, highs)
+        first = tl.max(ranks, axis=0)
+        high, winner = _unranked(first)
+        winners = tl.where(rank_of == rank, tl.where(high > NOTHING, winner, every), winners)
+        ranks = tl.where(ranks == first, TAKEN, ranks)
     # Tokens by their chances.
     scale = _log_share(owners, firsts, highest, totals, speeds, key, winners, winners < every, top, whole, drawn)
-    inside = (winners < every)[:, None] & (rank_of < count)[None, :]
-    at = tl.where(inside, winners[:, None] * count + rank_of[None, :], every * count)
-    value = tl.load(values + at, mask=inside, other=NOTHING)
+    start = tl.load(starts + winners, mask=winners < every, other=0)
+    within = tl.load(counts + winners, mask=winners < every, other=0)
+    inner = tl.arange(0, size)
+    place, inside = start[:, None] + inner[None, :], inner[None, :] < within[:, None]
+    value = tl.load(logits + row.to(tl.int64) * tokens + place, mask=inside, other=NOTHING)
     value = tl.where((value > NOTHING) & (scale > NOTHING)[:, None], value - top + scale[:, None], NOTHING)
-    at, value = tl.reshape(at, (padded_count * padded_count,)), tl.reshape(value, (padded_count * padded_count,))
+    ranks = tl.reshape(_ranked(value, place), (padded_count * size,))
+    own_ranks = _ranked(own_value, column)
     for rank in range(count):
-        listed, own = tl.max(value, axis=0), tl.max(own_value, axis=0)
-        chosen = tl.min(tl.where(value == listed, at, every * count), axis=0)
-        chosen_own = tl.min(tl.where(own_value == own, column, padded), axis=0)
-        found = tl.load(places + chosen, mask=chosen < every * count, other=0)
+        first, own_first = tl.max(ranks, axis=0), tl.max(own_ranks, axis=0)
+        listed, found = _unranked(first)
+        own, own_found = _unranked(own_first)
         tl.store(best + row * count + rank, tl.maximum(listed, own))
-        tl.store(where + row * count + rank, tl.where(listed >= own, found, tokens + chosen_own))
-        value = tl.where(at == tl.where(listed >= own, chosen, -1), 2 * NOTHING, value)
-        own_value = tl.where(column == tl.where(listed >= own, -1, chosen_own), 2 * NOTHING, own_value)
+        tl.store(where + row * count + rank, tl.where(listed >= own, found, tokens + own_found))
+        ranks = tl.where(ranks == tl.where(listed >= own, first, TAKEN), TAKEN, ranks)
+        own_ranks = tl.where(own_ranks == tl.where(listed >= own, TAKEN, own_first), TAKEN, own_ranks)

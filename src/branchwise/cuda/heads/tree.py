@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.core.rows import words_for
+from branchwise.cuda.early import begin, early
 
 NOTHING = tl.constexpr(-1.0e30)
 
@@ -71,7 +72,7 @@ def pick(
         len(table), known.shape[1], proposed.values.shape[1], first, cell,
         rows=rows, count=count, width=width, words=before.bits.shape[2],
         block_words=triton.next_power_of_2(before.bits.shape[2]), block_width=triton.next_power_of_2(width),
-        block=triton.next_power_of_2(rows * count), num_warps=1,
+        block=triton.next_power_of_2(rows * count), num_warps=1, **early(values.device),
     )  # fmt: skip
     return found
 
@@ -83,7 +84,7 @@ def propose_copy(proposed: Proposed, history: Tensor, slots: Tensor, lengths: Te
     _copy[(batch,)](
         history, slots, lengths, hits, *proposed, history.stride(0), nodes, nodes - count, count,
         reach=len(hits) - 1, block=min(1024, triton.next_power_of_2(history.shape[1])),
-        block_nodes=triton.next_power_of_2(nodes - count), num_warps=4,
+        block_nodes=triton.next_power_of_2(nodes - count), num_warps=4, **early(slots.device),
     )  # fmt: skip
 
 
@@ -96,15 +97,18 @@ def lay(proposed: Proposed, levels: Tensor, roots: Tensor, nodes: int, depth: in
     block = triton.next_power_of_2(count)
     ranks, numbers = torch.empty(2, batch, count, dtype=torch.int32, device=roots.device)
     piece = min(32, block)
-    _rank[(triton.cdiv(count, piece), batch)](proposed.values, ranks, count, block=block, piece=piece, num_warps=4)
-    _number[(batch,)](ranks, numbers, count, nodes - 1, block=block, num_warps=4)
+    sooner = early(roots.device)
+    _rank[(triton.cdiv(count, piece), batch)](
+        proposed.values, ranks, count, block=block, piece=piece, num_warps=4, **sooner
+    )
+    _number[(batch,)](ranks, numbers, count, nodes - 1, block=block, num_warps=4, **sooner)
     words = words_for(nodes)
     tokens, parents, depths = (torch.empty(batch, nodes, dtype=torch.int64, device=roots.device) for _ in range(3))
     bits = torch.empty(batch, nodes, words, dtype=torch.int32, device=roots.device)
     _lay[(batch,)](
         numbers, proposed.tokens, proposed.parents, levels, roots, tokens, parents, depths, bits,
         roots.stride(0), count, nodes,
-        depth=depth, words=words, block=block, num_warps=4,
+        depth=depth, words=words, block=block, num_warps=4, **sooner,
     )  # fmt: skip
     return tokens, parents, depths, bits
 
@@ -120,7 +124,7 @@ def follow(
     _follow[(batch,)](
         paths, tokens, following, lengths, slots, history, after, ends, last,
         paths.stride(0), tokens.stride(0), following.stride(0), history.stride(0), steps,
-        block=triton.next_power_of_2(steps), num_warps=1,
+        block=triton.next_power_of_2(steps), num_warps=1, **early(paths.device),
     )  # fmt: skip
     return after, ends, last
 
@@ -130,7 +134,7 @@ def remember(rows: Tensor, last: Tensor, slots: Tensor, predicted: Tensor, carri
     width = predicted.shape[1]
     _remember[(len(slots),)](
         rows, last, slots, predicted, carried, rows.stride(0), rows.shape[1] - width,
-        width=width, block=triton.next_power_of_2(width), num_warps=1,
+        width=width, block=triton.next_power_of_2(width), num_warps=1, **early(rows.device),
     )  # fmt: skip
 
 
@@ -140,8 +144,9 @@ def _pick(
     proposed_values, proposed_tokens, proposed_parents, out_values, out_tokens, out_numbers, out_states, out_bits,
     tokens, some, all_proposed, first, cell,
     rows: tl.constexpr, count: tl.constexpr, width: tl.constexpr, words: tl.constexpr, block_words: tl.constexpr,
-    block_width: tl.constexpr, block: tl.constexpr,
+    block_width: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    begin(early)
     text = tl.program_id(0)
     at = tl.arange(0, block)
     real, row = at < rows * count, at // count
@@ -180,8 +185,9 @@ def _pick(
 @triton.jit(do_not_specialize=["stride", "all_proposed", "first", "count"])
 def _copy(
     history, slots, lengths, hits, values, tokens, parents, stride, all_proposed, first, count,
-    reach: tl.constexpr, block: tl.constexpr, block_nodes: tl.constexpr,
+    reach: tl.constexpr, block: tl.constexpr, block_nodes: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    begin(early)
     text = tl.program_id(0)
     row = history + tl.load(slots + text).to(tl.int64) * stride
     end = tl.load(lengths + text).to(tl.int32) - 1
@@ -224,8 +230,9 @@ def _copy(
 
 
 @triton.jit
-def _rank(values, ranks, count, block: tl.constexpr, piece: tl.constexpr):
+def _rank(values, ranks, count, block: tl.constexpr, piece: tl.constexpr, early: tl.constexpr):
     """How many proposed nodes are better than each."""
+    begin(early)
     text = tl.program_id(1)
     at, other = tl.program_id(0) * piece + tl.arange(0, piece), tl.arange(0, block)
     value = tl.load(values + text * count + at, mask=at < count, other=2 * NOTHING)[:, None]
@@ -235,8 +242,9 @@ def _rank(values, ranks, count, block: tl.constexpr, piece: tl.constexpr):
 
 
 @triton.jit
-def _number(ranks, numbers, count, most, block: tl.constexpr):
+def _number(ranks, numbers, count, most, block: tl.constexpr, early: tl.constexpr):
     """The nodes of the tree in order of the proposed ones, from 1 on; -1 for those that are not in it."""
+    begin(early)
     text = tl.program_id(0)
     at = tl.arange(0, block)
     kept = (tl.load(ranks + text * count + at, mask=at < count, other=most) < most).to(tl.int32)
@@ -247,8 +255,9 @@ def _number(ranks, numbers, count, most, block: tl.constexpr):
 def _lay(
     numbers, proposed_tokens, proposed_parents, levels, roots, tokens, parents, depths, bits,
     stride_root, count, nodes,
-    depth: tl.constexpr, words: tl.constexpr, block: tl.constexpr,
+    depth: tl.constexpr, words: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    begin(early)
     text = tl.program_id(0)
     at = tl.arange(0, block)
     number = tl.load(numbers + text * count + at, mask=at < count, other=-1)
@@ -291,8 +300,9 @@ def _lay(
 def _follow(
     paths, tokens, following, lengths, slots, history, after, ends, last,
     stride_path, stride_token, stride_following, stride_history, steps,
-    block: tl.constexpr,
+    block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    begin(early)
     text = tl.program_id(0)
     step = tl.arange(0, block)
     node = tl.load(paths + text * stride_path + step, mask=step < steps, other=-1)
@@ -309,7 +319,11 @@ def _follow(
 
 
 @triton.jit
-def _remember(rows, last, slots, predicted, carried, stride_row, shift, width: tl.constexpr, block: tl.constexpr):
+def _remember(
+    rows, last, slots, predicted, carried, stride_row, shift,
+    width: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    begin(early)
     text = tl.program_id(0)
     at = tl.arange(0, block)
     row, slot = tl.load(last + text).to(tl.int64), tl.load(slots + text).to(tl.int64)

@@ -183,10 +183,11 @@ class DeviceDraft(ABC):
         known, size = self.cache.extra_tokens[slots], len(self._table)
         if self._kernels:
             from branchwise.cuda.heads.best_tokens import best_tokens
+            from branchwise.cuda.products import Summed
 
             extra = self.cache.extra_rows, self.cache.extra_tokens
             every = torch.arange(predict[..., 0].numel(), device=predict.device).view(predict.shape[:2])
-            states = predict.reshape(-1, predict.shape[-1])
+            states = Summed.of(predict.reshape(-1, predict.shape[-1]))
             epsilon = self.head.config.epsilon
             values, places = best_tokens(
                 states, every, epsilon, self._normed_rows, self._table_parts, *extra, slots, lengths, self.cache.draws,

@@ -17,10 +17,11 @@ from torch.nn import Module
 
 from branchwise.core.rows import WORD, pack_bits, unpack_bits, words_for
 from branchwise.cuda.heads.best_tokens import best_tokens
-from branchwise.cuda.heads.rows import MOST_TAPS, down, gate_up, join, mix, project, read, select
+from branchwise.cuda.heads.rows import MOST_TAPS, Embedded, down, gate_up, join, mix, project, read, select
 from branchwise.cuda.heads.tree import Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
-from branchwise.draft.head.network import HeadConfig, Rows
+from branchwise.cuda.products import Summed
+from branchwise.draft.head.network import HeadConfig
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.copies import log_hits
 from branchwise.draft.head.trees.device import with_norm
@@ -28,6 +29,13 @@ from branchwise.draft.policies.topk import TopK
 
 OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "carry", "gate", "epsilon"
 """of a network, that the kernels compute; others must be left as they are by default"""
+
+
+class Outputs(NamedTuple):
+    """What rows predict, and what they carry on, (rows, width) each."""
+
+    predict: Summed
+    carry: Summed
 
 
 class Weights(NamedTuple):
@@ -87,17 +95,20 @@ class PickedDraft(BestFirstDraft):
             propose_copy(proposed, self.cache.tokens, slots, lengths, log_hits(device), self._copies)
         return lay(proposed, self._all_levels, roots, self.nodes, self.depth)
 
-    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Rows, Tensor]:
+    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
         """Rows (rows, width) with what is predicted and carried on after roots, and which are theirs, (batch, 1)."""
         predict, carry = self._at_roots(slots.long(), roots.long())
-        return Rows(predict[:, 0], carry[:, 0]), numbers(len(slots), 1, slots.device)
+        rows = Outputs(Summed.of(predict[:, 0]), Summed.of(carry[:, 0]))
+        return rows, numbers(len(slots), 1, slots.device)
 
-    def _level_rows(self, above: Rows, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int) -> Rows:
+    def _level_rows(
+        self, above: Outputs, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int
+    ) -> Outputs:
         """The same after the nodes of a level, text by text; `above` has those of their parents."""
         own = unpack_bits(level.bits, max(1, self.cells))
-        carry = above.carry[level.states]
+        carry = above.carry.states[level.states]
         predict, carry = self._below(slots.long(), lengths.long(), carry, level.tokens, cell, own, depth)
-        return Rows(predict.flatten(0, 1), carry.flatten(0, 1))
+        return Outputs(Summed.of(predict.flatten(0, 1)), Summed.of(carry.flatten(0, 1)))
 
 
 class FusedDraft(PickedDraft):
@@ -109,6 +120,7 @@ class FusedDraft(PickedDraft):
         self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
         self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
         self._gate = None if head.gate is None else self._gate_weights(head.gate)
+        self._sizes = Summed.of(self._embeddings).squares
 
     def _gate_weights(self, gate: Module) -> GateWeights:
         of, norm = gate.get_parameter, self.head.embedding_norm.weight
@@ -145,13 +157,15 @@ class FusedDraft(PickedDraft):
         features = join(hidden, self._join, paths, self.head.config.epsilon)
         every, before = numbers(*paths.shape, device), in_order(*paths.shape, device)
         rows = self._layers(features, every, after, slots, lengths, before, cell=0, position=0, advance=1)
-        remember(rows, last, slots, self.cache.predicted, self.cache.carried)
+        remember(rows.states, last, slots, self.cache.predicted, self.cache.carried)
         return ends
 
-    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Rows, Tensor]:
-        return Rows(self.cache.predicted, self.cache.carried), slots[:, None]
+    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
+        return Outputs(Summed.of(self.cache.predicted), Summed.of(self.cache.carried)), slots[:, None]
 
-    def _level_rows(self, above: Rows, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int) -> Rows:
+    def _level_rows(
+        self, above: Outputs, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int
+    ) -> Outputs:
         found = self._layers(
             above.carry,
             level.states,
@@ -163,11 +177,12 @@ class FusedDraft(PickedDraft):
             position=depth - 1,
             advance=0,
         )
-        return Rows(found, found[:, -self.head.config.width :])
+        outputs = found.states.shape[1] // self.head.config.width
+        return Outputs(found.part(0, outputs), found.part(outputs - 1, outputs))
 
     def _layers(
         self,
-        states: Tensor,
+        states: Summed,
         at: Tensor,
         tokens: Tensor,
         slots: Tensor,
@@ -177,7 +192,7 @@ class FusedDraft(PickedDraft):
         cell: int,
         position: int,
         advance: int,
-    ) -> Tensor:
+    ) -> Summed:
         """(rows, width or twice that): what rows predict, and carry on if that is something else.
 
         They read states[at] and tokens, (batch, rows) each; the rest as `head_rows.read` takes it.
@@ -186,11 +201,11 @@ class FusedDraft(PickedDraft):
         (batch, count), device = at.shape, slots.device
         depths = filled(0, torch.int32, device, batch, count)  # these two only windows need
         columns = filled(0, torch.int32, device, batch, WORD * bits.shape[2])
-        embedded, own = (self._embeddings, tokens), numbers(batch, count, device)
+        embedded, own = Embedded(self._embeddings, self._sizes, tokens), numbers(batch, count, device)
         if self._gate is not None:
             mixed = mix(states, at, embedded, self._gate.mix, self._gate.bias, config.epsilon)
             inner = select(mixed, embedded, self._gate.select, config.epsilon)
-            states, at = down(inner, self._gate.down, mixed), own
+            states, at = down(inner, self._gate.down, mixed.states), own
         for number, weights in enumerate(self._blocks):
             cache = self.cache.store[0, number], self.cache.store[1, number]
             query = read(
@@ -199,9 +214,9 @@ class FusedDraft(PickedDraft):
             )  # fmt: skip
             scale = config.head_width**-0.5
             found = tree_attention(query.transpose(1, 2), *cache, slots, lengths, depths, columns, bits, scale=scale)
-            attended = project(found.view(batch * count, -1), weights.out, states, at)
+            attended = project(found.view(batch * count, -1), weights.out, states.states, at)
             inner = gate_up(attended, weights.gate_up, config.epsilon)
-            states, at = down(inner, weights.down, attended), own
+            states, at = down(inner, weights.down, attended.states), own
         return states
 
 
