@@ -95,6 +95,29 @@ FAMILIES = [
             ("torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))", "True"),
         ],
     }),
+    Family("layers", ["tests/test_layer_kernels.py"], {
+        "cuda/layers/rows.py": [
+            ("states.float().square().sum(dim=-1, keepdim=True)", "states.float().square().mean(dim=-1, keepdim=True)"),
+            ("mask &= ((slot >= 0) & (cell < capacity))[:, None]", "mask &= (slot >= 0)[:, None]"),
+            ("mask &= ((slot >= 0) & (cell < capacity))[:, None]", "mask &= (cell < capacity)[:, None]"),
+            ("if head < heads + kv_heads:", "if head < heads:"),
+            ("kind, kept = (head - heads) // kv_heads, (head - heads) % kv_heads", "kind, kept = (head - heads) % 2, (head - heads) // 2"),
+            ("upper * second.to(tl.float32) + lower", "upper * first.to(tl.float32) + lower"),
+            ("(kept * weights).to(", "kept.to("),
+            ("found = (total + before.to(tl.float32))", "found = total"),
+            ("tl.load(bias + line + half, mask", "tl.load(bias + line, mask"),
+        ],
+        "cuda/layers/usual.py": [
+            ("if self._last is not None and self._last[0] is hidden else None", "if self._last is not None else None"),
+            ("Turn(*position_embeddings) if self._turns else None", "Turn(*position_embeddings)"),
+            ("attention_mask.size, self._scale", "None, self._scale"),
+            ("rows.states, inner_norm)", "rows.weighted, inner_norm)"),
+        ],
+        "cuda/fuse.py": [
+            ("if (way, index) in self._agreed and not first:", "if not first:"),
+            ("if reason is None:\n", "if True:\n"),
+        ],
+    }),
     Family("host-layers", ["tests/test_host_layers.py", "tests/test_nested.py"], {
         "backends/attention.c": [
             ("depth < from[l] || ", ""),

@@ -79,6 +79,7 @@ class Execution:
     kernels: bool = False  # tree attention by our own Triton kernels
     graphs: bool = False  # passes recorded as CUDA graphs
     compile: bool = False  # layers compiled before they are recorded
+    layers: bool = False  # usual decoder layers in few kernels of our own
 
 
 def weakly(method: Any) -> Callable[..., Any]:

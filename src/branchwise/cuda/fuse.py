@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,15 @@ from branchwise.cuda.counts import count
 from branchwise.cuda.inputs import PassTensors
 from branchwise.errors import first_line
 
+if TYPE_CHECKING:  # it needs Triton
+    from branchwise.cuda.layers.usual import UsualLayer
+
 log = logging.getLogger(__name__)
 
+Program = Callable[[Any, Any, Any], Any]
+"""what computes a layer: of its weights, its stacked weights, and the tensors that it is given, hidden states first"""
+MOST_ROWS = 2048
+"""of a pass whose layers are computed in few kernels; beyond them a library's products are faster"""
 SCALARS = int | float | str | bool | None
 FARTHER = 2.0
 """how many times as far as the layer's own result a typical node of the fused layer may lie from the widened one. On a
@@ -144,8 +151,19 @@ def _joinable(maps: list[nn.Linear]) -> bool:
 # Layers
 
 
-_current: ContextVar[tuple[PassTensors, Tensor, Tensor]] = ContextVar("branchwise_layer")
-"""the inputs of the pass, and the keys and values of the layer that an opaque attention works on"""
+class Place(NamedTuple):
+    """Of a layer, what is no weight of its own and no input."""
+
+    inputs: PassTensors
+    """of the pass"""
+    keys: Tensor
+    values: Tensor
+    following: Tensor | None
+    """weights of the norm of the next layer"""
+
+
+_current: ContextVar[Place] = ContextVar("branchwise_layer")
+"""where an opaque attention works"""
 
 
 @torch.library.custom_op("branchwise::attend_here", mutates_args=())
@@ -153,7 +171,7 @@ def attend_here(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Write the keys and values of new nodes to the layer at hand, and attend to all that they see."""
-    inputs, keys, values = _current.get()
+    inputs, keys, values, _ = _current.get()
     inputs.write(keys, values, key, value)
     return inputs.attend(query, keys, values, window, scale, softcap)
 
@@ -169,39 +187,70 @@ OPAQUE = SimpleNamespace(write=lambda keys, values, *new: new, attend=attend_her
 
 
 class Fusion:
-    """A model in its fused form, for passes over one KV cache; `layers` are those to compile, in order."""
+    """A model in its fused form, for passes over one KV cache."""
 
-    def __init__(self, store: Any, groups: list[Group], layers: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        store: Any,
+        groups: list[Group],
+        layers: Sequence[nn.Module] = (),
+        *,
+        kernels: bool = False,
+        compile: bool = False,
+    ) -> None:
+        """The decoder `layers`, in order, are computed by a few `kernels` of our own if they are of the usual kind;
+        others may be compiled."""
         self._store = store
         self._groups = groups
         self._layers = [] if any(map(_patched, layers)) else layers
-        self._programs: dict[Any, Callable[..., Any] | None] = {}
-        self._agreed: set[int] = set()
-        """layers whose own results and those of a program agree"""
+        self._usual = [self._of_kernels(layer) if kernels else None for layer in self._layers]
+        self._compile = compile
+        self._programs: dict[Any, Program | None] = {}
+        self._agreed: set[tuple[str, int]] = set()
+        """ways of programs, and layers whose own results and those of such a program agree"""
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether there are layers of the usual kind."""
+        return any(self._usual)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Within, the model computes in its fused form; nobody else may run it meanwhile."""
         with joined(self._groups), ExitStack() as undo:
             for index, layer in enumerate(self._layers):
-                _patch(layer, self._fused(index, layer), undo)
+                usual = self._usual[index]
+                if usual is not None or self._compile:
+                    _patch(layer, self._fused(index, layer), undo)
+                if usual is not None:
+                    undo.callback(usual.forget)
             yield
 
-    def _fused(self, index: int, layer: nn.Module) -> Callable[..., Any]:
+    def _inside(self, layer: nn.Module) -> list[Group]:
         inside = set(layer.modules())
-        groups = [group for group in self._groups if group.maps[0] in inside]
+        return [group for group in self._groups if group.maps[0] in inside]
+
+    def _of_kernels(self, layer: nn.Module) -> UsualLayer | None:
+        from branchwise.cuda.layers.usual import usual_layer
+
+        return usual_layer(layer, [group.maps for group in self._inside(layer)])
+
+    def _fused(self, index: int, layer: nn.Module) -> Callable[..., Any]:
+        groups = self._inside(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            pass_inputs = self._store.current
             weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
             stacks = [(group.weight, group.bias) for group in groups]
             given, spec = pytree.tree_flatten((args, kwargs))
             tensors = [one for one in given if isinstance(one, Tensor)]
 
-            def run(weights: dict[str, Tensor], other_stacks: list[Any], tensors: list[Tensor]) -> Any:
+            def with_tensors(tensors: list[Tensor]) -> Any:
                 rest = iter(tensors)
                 whole = [next(rest) if isinstance(one, Tensor) else one for one in given]
-                args, kwargs = pytree.tree_unflatten(whole, spec)
+                return pytree.tree_unflatten(whole, spec)
+
+            def run(weights: dict[str, Tensor], other_stacks: list[Any], tensors: list[Tensor]) -> Any:
+                args, kwargs = with_tensors(tensors)
                 patched = layer.__dict__.pop("forward")
                 _put(groups, other_stacks)
                 try:
@@ -209,6 +258,24 @@ class Fusion:
                 finally:
                     layer.__dict__["forward"] = patched
                     _put(groups, stacks)
+
+            def by_kernels() -> Program | None:
+                usual, rows = self._usual[index], tensors[0].shape[0] * tensors[0].shape[1]
+                if usual is None or rows > MOST_ROWS:
+                    return None
+
+                def program(weights: dict[str, Tensor], stacks: list[Any], tensors: list[Tensor]) -> Tensor:
+                    args, kwargs = with_tensors(tensors)
+                    inputs, keys, values, following = _current.get()
+                    return usual(inputs, (keys, values), following, weights, stacks, *args, **kwargs)
+
+                return program
+
+            def by_a_compiler() -> Program | None:
+                if not self._compile:
+                    return None
+                count("compiled", f"layer {index}")
+                return compiled(self._traced(run, inputs, index))
 
             key = (
                 type(layer),
@@ -218,43 +285,46 @@ class Fusion:
             )
             inputs = weights, stacks, tensors
             if (key, index) not in self._programs:
-                self._programs[key, index] = self._checked(key, index, run, inputs, pass_inputs)
+                ways = {"in few kernels": by_kernels, "compiled": by_a_compiler}
+                self._programs[key, index] = self._checked(key, index, ways, run, inputs)
             program = self._programs[key, index]
             if program is None:
                 return run(*inputs)
-            with self._at(index, pass_inputs):
+            with self._at(index, self._store.current):
                 return program(*inputs)
 
         return forward
 
     def _checked(
-        self, key: Any, index: int, run: Any, inputs: Any, pass_inputs: PassTensors
-    ) -> Callable[..., Any] | None:
-        """The program of a layer; None if it computes something else than the layer. The first layer of a kind is
-        traced and compiled; the others are tried with its program. In passes of another size the first one is tried
-        alone: what other layers have to themselves, their weights, is an input."""
-        if index in self._agreed and self._programs.get(key) is not None:
-            return self._programs[key]
-        try:
-            if key not in self._programs:
-                self._programs[key] = compiled(self._traced(run, inputs, index))
-                count("compiled", f"layer {index}")
-            program = self._programs[key]
-            assert program is not None
-
-            def fused(*inputs: Any) -> Any:
-                with self._at(index, pass_inputs), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # compilers give advice
-                    return program(*inputs)
-
-            reason = beyond_rounding(run, fused, inputs)
-            if reason is None:
-                self._agreed.add(index)
-                return program
-        except Exception as error:
-            reason = first_line(error)
-        log.warning("Layer %d runs uncompiled: %s", index, reason)
+        self, key: Any, index: int, ways: Mapping[str, Callable[[], Program | None]], run: Program, inputs: Any
+    ) -> Program | None:
+        """The program of a layer, made in the first of some ways in which there is one that computes the same as the
+        layer. The first layer of a kind has it made; the others are tried with its program. In passes of another size
+        the first one is tried alone: what other layers have to themselves, their weights, is an input."""
+        pass_inputs = self._store.current
+        for way, make in ways.items():
+            try:
+                first = (way, key) not in self._programs
+                if first:
+                    self._programs[way, key] = make()
+                program = self._programs[way, key]
+                if program is None:
+                    continue
+                if (way, index) in self._agreed and not first:
+                    return program
+                reason = beyond_rounding(run, partial(self._quietly, program, index, pass_inputs), inputs)
+                if reason is None:
+                    self._agreed.add((way, index))
+                    return program
+            except Exception as error:
+                reason = first_line(error)
+            log.warning("Layer %d does not run %s: %s", index, way, reason)
         return None
+
+    def _quietly(self, program: Program, index: int, pass_inputs: PassTensors, *inputs: Any) -> Any:
+        with self._at(index, pass_inputs), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # compilers give advice
+            return program(*inputs)
 
     def _traced(self, run: Any, inputs: Any, index: int) -> Any:
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -268,7 +338,11 @@ class Fusion:
 
     @contextmanager
     def _at(self, index: int, inputs: PassTensors) -> Iterator[None]:
-        before = _current.set((inputs, self._store.layers_keys[index], self._store.layers_values[index]))
+        following = None
+        if index + 1 < len(self._layers) and self._usual[index + 1] is not None:
+            following = self._layers[index + 1].get_parameter("input_layernorm.weight")
+        cache = self._store.layers_keys[index], self._store.layers_values[index]
+        before = _current.set(Place(inputs, *cache, following))
         try:
             yield
         finally:

@@ -245,7 +245,7 @@ def _advice(found: Explanation, target: TargetInfo) -> list[str]:
     if spent["prefill"] > MOSTLY * found.wall:
         share = f"{spent['prefill'] / found.wall:.0%}"
         worth.append((spent["prefill"], f"{share} of the time went into the prompt, which no drafter makes shorter."))
-    if target.device.type == "cuda" and not target.execution.compile:
+    if target.device.type == "cuda" and not (target.execution.compile or target.execution.layers):
         worth.append((spent["score"], "Layers run uncompiled: load with --compile."))
     if plain is not None and any(size.nodes for size in found.sizes):
         drafting, scoring = spent["draft"] / steps / plain, spent["score"] / steps / plain

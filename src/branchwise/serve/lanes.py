@@ -148,6 +148,7 @@ class Lanes:
             kernels=info.execution.kernels,
             graphs=info.execution.graphs,
             compile=info.execution.compile,
+            layers=info.execution.layers,
         )
         # Without a guard: whoever names a method wants to see what it drafts, whether it pays here or not.
         return Lane(Engine(target, drafter, verifier, queue=self._queue))

@@ -82,10 +82,12 @@ class TransformersTarget(SlottedTarget):
         kernels: bool | None = None,
         graphs: bool = True,
         compile: bool = False,
+        layers: bool | None = None,
     ) -> None:
         """`tokenizer` is for drafters that must know what the tokens mean. `kernels` runs tree attention in our
         kernels, by default wherever there are some, and `graphs` records such passes; without them the model runs as it
-        does on a host. `compile` compiles layers before they are recorded."""
+        does on a host. `layers` of the usual kind are computed in few kernels too, by default on a device, and
+        `compile` compiles the others before they are recorded."""
         super().__init__()
         self.model = model
         self.runner = ModelRunner(model)
@@ -95,7 +97,9 @@ class TransformersTarget(SlottedTarget):
         if len({parameter.device for parameter in model.parameters()}) > 1:
             raise UnsupportedModel(f"{name} is spread over several devices; load it on one.")
         layout = _known.get(model) or self.runner.probe()
-        execution = Execution(have_kernels(device) if kernels is None else kernels, graphs, compile)
+        kernels = have_kernels(device) if kernels is None else kernels
+        layers = device.type != "cpu" if layers is None else layers
+        execution = Execution(kernels, graphs, compile, kernels and layers)
         if not execution.kernels:
             self.runner.settle(layout)
         limit = context_limit(model.config)
@@ -155,9 +159,12 @@ class TransformersTarget(SlottedTarget):
             self._check()
             if slots > 1:  # with one slot nothing was seen of a batch
                 _known[model] = layout
-        if execution.kernels and compile:
-            layers = [model.get_submodule(layer) for layer in self.info.layers[: len(layout.keys)]]
-            self._fusion = Fusion(self.store, [] if model in _unfusible else groups, layers)
+        if execution.kernels and (execution.layers or compile):
+            every = [model.get_submodule(layer) for layer in self.info.layers[: len(layout.keys)]]
+            groups = [] if model in _unfusible else groups
+            self._fusion = Fusion(self.store, groups, every, kernels=execution.layers, compile=compile)
+            own = replace(execution, layers=self._fusion.has_own_layers)
+            self.info = replace(self.info, execution=own)
             self._forget()
 
     def require(self, needs: Needs) -> None:

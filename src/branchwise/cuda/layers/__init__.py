@@ -1,0 +1,1 @@
+"""Decoder layers of a model as a few kernels."""

@@ -1,0 +1,289 @@
+"""The decoder layer of a model over a few rows, as Triton kernels.
+
+Between the products of a layer stand norms, rotary positions, the KV cache, a gate and two residuals. Here each of them
+is done by the product before or behind it, so that a layer is four kernels beside its attention. A norm is in two
+places: whoever writes rows multiplies them with the weights of the norm that reads them, and sums their squares in
+parts; the product behind divides by the root of these sums when it is done. Whatever a kernel needs in the end it asks
+for before its product. Without a CUDA device only tests import this file.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from branchwise.cuda.early import begin, early, fetch
+from branchwise.cuda.kernels import _operand
+from branchwise.cuda.products import asked, elements, lines, pair, scales
+
+MOST_EARLY = 128
+"""rows of kernels that start before the one in front of them is over; over more, each has use for the whole device"""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut into programs; none of it changes the result but by rounding."""
+
+    tile: int
+    """rows of a program"""
+    columns: int
+    """outputs of a program"""
+    piece: int
+    """inputs that are read at a time"""
+    warps: int = 4
+    stages: int = 4
+
+
+def tiling(rows: int, inputs: int, outputs: int, size: int, *, pair: bool = False) -> Tiling:
+    """That of a product of so many rows, whose elements have `size` bytes; a program may find a pair of each output.
+    Measured on an H200 with the layers of a small model: few rows are bound by how much is on its way at a time."""
+    piece, wide = min(128, max(16, triton.next_power_of_2(inputs))), outputs > inputs
+    if size > 2:
+        return Tiling(max(16, min(64, triton.next_power_of_2(rows))), 16, min(piece, 32), stages=2)
+    if rows <= 16:
+        return Tiling(16, 16, piece, warps=2 if pair else 4, stages=6 if wide or not pair else 5)
+    if rows <= MOST_EARLY:
+        return Tiling(64 if wide else 32, 16, min(piece, 64), warps=4 if wide or not pair else 2, stages=6)
+    return Tiling(128 if wide and pair else 64, 64, min(piece, 64), warps=8)
+
+
+class Rows(NamedTuple):
+    """Rows (rows, width) as a layer reads them."""
+
+    states: Tensor
+    weighted: Tensor
+    """times the weights of the norm that reads them"""
+    squares: Tensor
+    """(rows, parts): the squares of the elements of each row, summed in parts"""
+
+    @classmethod
+    def of(cls, states: Tensor, norm: Tensor) -> Rows:
+        """Of rows that come from elsewhere."""
+        return cls(states, states * norm, states.float().square().sum(dim=-1, keepdim=True))
+
+
+class Turn(NamedTuple):
+    """Cosines and sines of positions, (batch or 1, nodes, head width) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+Norm = tuple[Tensor, float]
+"""its weights, and what keeps it from dividing by zero"""
+
+
+class Goal(NamedTuple):
+    """Where the keys and values of a pass are written: a layer of the cache (slots, heads, rows, width) each, and of
+    every text its slot, -1 for none, and the row of its first node."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    starts: Tensor
+
+
+def read(
+    rows: Rows,
+    epsilon: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    turn: Turn | None,
+    goal: Goal,
+    *,
+    nodes: int,
+    head_norms: tuple[Norm, Norm] | None = None,
+) -> Tensor:
+    """(batch, nodes, heads, head width): the queries of normed rows; their keys and values go to the cache. Queries and
+    keys may be normed head by head, and have positions only if there is a turn."""
+    (_, weighted, squares), (keys, values, slots, starts) = rows, goal
+    cos, sin = turn or (weighted.view(1, *weighted.shape),) * 2
+    count, width = weighted.shape
+    kv_heads, head_width = keys.shape[1], keys.shape[3]
+    heads, half = weight.shape[0] // head_width - 2 * kv_heads, head_width // 2
+    assert keys.shape == values.shape, "keys and values do not lie alike"
+    assert keys.stride() == values.stride(), "keys and values do not lie alike"
+    assert cos.stride() == sin.stride(), "cosines and sines do not lie alike"
+    assert cos.stride(2) == 1, "cosines do not lie side by side"
+    assert turn is None or cos.shape[2] == keys.shape[3], "only part of a head is turned"
+    tiles = tiling(count, width, weight.shape[0] // 2, weighted.element_size(), pair=True)
+    whole = triton.next_power_of_2(half)
+    chunk = max(16, whole if head_norms else min(tiles.columns, whole))
+    (query_norm, head_epsilon), (key_norm, _) = head_norms or ((weight, 0.0), (weight, 0.0))
+    query = weighted.new_empty(count // nodes, nodes, heads, head_width)
+    _read[((heads + 2 * kv_heads) * triton.cdiv(half, chunk), triton.cdiv(count, tiles.tile))](
+        weighted, squares, weight, weight if bias is None else bias, query_norm, key_norm, cos, sin, query, keys,
+        values, slots, starts, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1), *keys.stride()[:3], count, nodes,
+        keys.shape[2], epsilon, head_epsilon,
+        inputs=width, heads=heads, kv_heads=kv_heads, head_width=head_width, chunk=chunk, biased=bias is not None,
+        normed=head_norms is not None, turned=turn is not None, parts=squares.shape[1], **_shape(tiles, weighted),
+    )  # fmt: skip
+    return query
+
+
+def gate_up(rows: Rows, epsilon: float, weight: Tensor) -> Tensor:
+    """(rows, MLP width): the gated inner values of the MLP; the lines of `weight` are those of the gate first."""
+    count, inner = len(rows.states), weight.shape[0] // 2
+    out = rows.states.new_empty(count, inner)
+    tiles = tiling(count, weight.shape[1], inner, out.element_size(), pair=True)
+    _gate_up[(triton.cdiv(inner, tiles.columns), triton.cdiv(count, tiles.tile))](
+        rows.weighted, rows.squares, weight, out, count, inner, epsilon,
+        inputs=weight.shape[1], columns=tiles.columns, parts=rows.squares.shape[1], **_shape(tiles, rows.weighted),
+    )  # fmt: skip
+    return out
+
+
+def add(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, norm: Tensor | None) -> Rows:
+    """The states (rows, width), and added to them the inputs (rows, some) through a matrix, for a norm with these
+    weights; for none they are left as they are."""
+    count, width = states.shape
+    tiles = tiling(count, weight.shape[1], width, states.element_size())
+    parts = triton.cdiv(width, tiles.columns)
+    out, squares = torch.empty_like(states), torch.empty(count, parts, device=states.device)
+    weighted = out if norm is None else torch.empty_like(states)
+    _add[(parts, triton.cdiv(count, tiles.tile))](
+        inputs, weight, weight if bias is None else bias, weight if norm is None else norm, states, out, weighted,
+        squares, count, width,
+        inputs=weight.shape[1], columns=tiles.columns, biased=bias is not None, weighs=norm is not None, parts=parts,
+        **_shape(tiles, states),
+    )  # fmt: skip
+    return Rows(out, weighted, squares)
+
+
+def _shape(tiles: Tiling, rows: Tensor) -> dict[str, object]:
+    return {
+        "tile": tiles.tile,
+        "piece": tiles.piece,
+        "operand": _operand(rows.dtype),
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **(early(rows.device) if len(rows) <= MOST_EARLY else {"early": False}),
+    }
+
+
+@triton.jit(do_not_specialize=["rows", "nodes", "capacity"])
+def _read(
+    weighted, squares, weight, bias, query_norm, key_norm, cos, sin, query, keys, values, slots, starts,
+    stride_text, stride_node, stride_slot, stride_head, stride_row, rows, nodes, capacity, epsilon, head_epsilon,
+    inputs: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr, chunk: tl.constexpr,
+    biased: tl.constexpr, normed: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    """Part of the product of one head, of both of its halves, which rotary positions turn against each other."""
+    half: tl.constexpr = head_width // 2
+    chunks: tl.constexpr = (half + chunk - 1) // chunk
+    every: tl.constexpr = (heads + 2 * kv_heads) * head_width
+    head = tl.program_id(0) // chunks
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    real = row < rows
+    element = tl.program_id(0) % chunks * chunk + tl.arange(0, chunk)
+    inside, line = element < half, head * head_width + element
+    fetch(weight, line, every, inputs, early)
+    fetch(weight, line + half, every, inputs, early)
+    begin(early)
+    text, node, mask = row // nodes, row % nodes, real[:, None] & inside[None, :]
+    summed = asked(squares, row * parts, real, parts)
+    if turned:
+        at = (text * stride_text + node * stride_node)[:, None] + element[None, :]
+        first, second = tl.load(cos + at, mask=mask, other=0.0), tl.load(cos + at + half, mask=mask, other=0.0)
+        third, fourth = tl.load(sin + at, mask=mask, other=0.0), tl.load(sin + at + half, mask=mask, other=0.0)
+    slot = tl.load(slots + text, mask=real, other=-1).to(tl.int64)
+    cell = tl.load(starts + text, mask=real, other=0).to(tl.int64) + node
+    place = row.to(tl.int64) * inputs
+    lower, upper = pair(
+        weighted, place, real, weight, line, line + half, inside, inputs, inputs, chunk, tile, piece, operand
+    )
+    scale = scales(summed, epsilon, inputs)
+    lower, upper = lower * scale, upper * scale
+    if biased:
+        lower += tl.load(bias + line, mask=inside, other=0.0).to(tl.float32)[None, :]
+        upper += tl.load(bias + line + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if head < heads + kv_heads:  # queries and keys; values have no positions
+        if normed:
+            whole = tl.sum(tl.where(inside[None, :], lower * lower + upper * upper, 0.0), axis=1)
+            scale = (1.0 / tl.sqrt(whole / head_width + head_epsilon))[:, None]
+            if head < heads:
+                first_norm = tl.load(query_norm + element, mask=inside, other=0.0)
+                second_norm = tl.load(query_norm + element + half, mask=inside, other=0.0)
+            else:
+                first_norm = tl.load(key_norm + element, mask=inside, other=0.0)
+                second_norm = tl.load(key_norm + element + half, mask=inside, other=0.0)
+            lower, upper = lower * scale * first_norm.to(tl.float32), upper * scale * second_norm.to(tl.float32)
+        if turned:
+            lower, upper = (
+                lower * first.to(tl.float32) - upper * third.to(tl.float32),
+                upper * second.to(tl.float32) + lower * fourth.to(tl.float32),
+            )
+    if head < heads:
+        goal = (row[:, None].to(tl.int64) * heads + head) * head_width + element[None, :]
+        tl.store(query + goal, lower.to(query.dtype.element_ty), mask=mask)
+        tl.store(query + goal + half, upper.to(query.dtype.element_ty), mask=mask)
+    else:
+        mask &= ((slot >= 0) & (cell < capacity))[:, None]
+        kind, kept = (head - heads) // kv_heads, (head - heads) % kv_heads
+        goal = (slot * stride_slot + kept * stride_head + cell * stride_row)[:, None] + element[None, :]
+        if kind == 0:
+            tl.store(keys + goal, lower.to(keys.dtype.element_ty), mask=mask)
+            tl.store(keys + goal + half, upper.to(keys.dtype.element_ty), mask=mask)
+        else:
+            tl.store(values + goal, lower.to(values.dtype.element_ty), mask=mask)
+            tl.store(values + goal + half, upper.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_up(
+    weighted, squares, weight, out, rows, inner, epsilon,
+    inputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
+    operand: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    real, inside = row < rows, column < inner
+    fetch(weight, column, 2 * inner, inputs, early)
+    fetch(weight, column + inner, 2 * inner, inputs, early)
+    begin(early)
+    summed, place = asked(squares, row * parts, real, parts), row.to(tl.int64) * inputs
+    gate, up = pair(
+        weighted, place, real, weight, column, column + inner, inside, inputs, inputs, columns, tile, piece, operand
+    )
+    scale = scales(summed, epsilon, inputs)
+    gate, up = gate * scale, up * scale
+    found = gate / (1 + tl.exp(-gate)) * up
+    goal = out + row[:, None].to(tl.int64) * inner + column[None, :]
+    tl.store(goal, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add(
+    left, weight, bias, norm, states, out, weighted, squares, rows, width,
+    inputs: tl.constexpr, columns: tl.constexpr, biased: tl.constexpr, weighs: tl.constexpr, parts: tl.constexpr,
+    tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    real, inside = row < rows, column < width
+    fetch(weight, column, width, inputs, early)
+    begin(early)
+    place, mask = row[:, None].to(tl.int64) * width + column[None, :], real[:, None] & inside[None, :]
+    before = tl.load(states + place, mask=mask, other=0.0)
+    total = tl.zeros((tile, columns), tl.float32)
+    for start in range(0, inputs, piece):
+        at = start + tl.arange(0, piece)
+        part = elements(left, row.to(tl.int64) * inputs, real, at, inputs, operand)
+        total = tl.dot(part, lines(weight, column, inside, at, inputs, inputs, operand), total, input_precision="ieee")
+    if biased:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    found = (total + before.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + place, found, mask=mask)
+    kept = tl.where(mask, found.to(tl.float32), 0.0)
+    if weighs:
+        weights = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        tl.store(weighted + place, (kept * weights).to(out.dtype.element_ty), mask=mask)
+    tl.store(squares + row * parts + tl.program_id(0), tl.sum(kept * kept, axis=1), mask=real)

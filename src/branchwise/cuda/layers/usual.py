@@ -1,0 +1,129 @@
+"""Decoder layers of the usual kind, each of them a few kernels: attention behind a norm, a gated MLP behind another.
+
+A layer is known by its parts. Whether it computes what its kernels do is seen by their results: a layer is compared
+with the model's own in every pass that is recorded (`cuda.fuse`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from branchwise.backends.transformers.attention import Window
+from branchwise.cuda.inputs import PassTensors
+from branchwise.cuda.layers.rows import Goal, Norm, Rows, Turn, add, gate_up, read
+
+log = logging.getLogger(__name__)
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = "self_attn.q_norm", "self_attn.k_norm"
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+"""names of parts: those of Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
+READS, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""those that read the same rows"""
+
+Stack = tuple[Tensor | None, Tensor | None]
+"""weights and biases of layers that read the same rows, one behind the other"""
+
+
+class UsualLayer:
+    """What a decoder layer is made of; its weights are given with every call."""
+
+    def __init__(self, layer: nn.Module, groups: Sequence[Sequence[nn.Linear]]) -> None:
+        """`groups` are linear maps of the layer that are stacked. Raises a KeyError, an AttributeError or a ValueError
+        if the layer is of another kind."""
+        parts: Any = layer
+        attention, mlp = parts.self_attn, parts.mlp
+        names, head_norms = {name for name, _ in attention.named_children()}, {"q_norm", "k_norm"}
+        if {name for name, _ in layer.named_children()} != LAYER or names - head_norms != ATTENTION:
+            raise ValueError("it has other parts")
+        if {name for name, _ in mlp.named_children()} != MLP:
+            raise ValueError("its MLP has other parts")
+        if not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) or mlp.gate_proj.bias is not None:
+            raise ValueError("its MLP has another gate")
+        self._reads = _place(groups, attention, READS)
+        self._gates = _place(groups, mlp, GATES)
+        self._scale, self._width = float(attention.scaling), int(attention.head_dim)
+        self._epsilons = {name: _epsilon(module) for name, module in layer.named_modules() if name.endswith("norm")}
+        self._head_norms = bool(names & head_norms)
+        self._turns = bool(getattr(attention, "use_rope", True))  # SmolLM3 has layers that know no positions
+        self._last: tuple[Tensor, Rows] | None = None
+        """what the layer before found, as it gave it to the model, and as the next one reads it"""
+
+    def forget(self) -> None:
+        """A pass is over."""
+        self._last = None
+
+    def __call__(
+        self,
+        inputs: PassTensors,
+        cache: tuple[Tensor, Tensor],
+        following: Tensor | None,
+        weights: Mapping[str, Tensor],
+        stacks: Sequence[Stack],
+        hidden: Tensor,
+        *,
+        attention_mask: Window,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> Tensor:
+        """(batch, nodes, width): what the layer with these weights makes of hidden states in a pass with these
+        `inputs`, whose keys and values go to the `cache`, (slots, heads, rows, width) each. The weights of the norm of
+        the `following` layer are for what this one hands on."""
+        batch, nodes, width = hidden.shape
+        (weight, bias), (gates, _) = stacks[self._reads], stacks[self._gates]
+        out, down = weights["self_attn.o_proj.weight"], weights["mlp.down_proj.weight"]
+        assert weight is not None, "weights are stacked before they are used"
+        assert gates is not None, "weights are stacked before they are used"
+        norm, inner_norm = weights["input_layernorm.weight"], weights["post_attention_layernorm.weight"]
+        rows = self._last[1] if self._last is not None and self._last[0] is hidden else None
+        if rows is None:
+            rows = Rows.of(hidden.reshape(-1, width).contiguous(), norm)
+        query = read(
+            rows, self._epsilons["input_layernorm"], weight, bias, Turn(*position_embeddings) if self._turns else None,
+            Goal(*cache, inputs.slots, inputs.starts), nodes=nodes, head_norms=self._of_heads(weights),
+        )  # fmt: skip
+        found = inputs.attend(query.transpose(1, 2), *cache, attention_mask.size, self._scale, None)
+        found = found.view(len(rows.states), -1)
+        attended = add(found, out, weights.get("self_attn.o_proj.bias"), rows.states, inner_norm)
+        inner = gate_up(attended, self._epsilons["post_attention_layernorm"], gates)
+        made = add(inner, down, weights.get("mlp.down_proj.bias"), attended.states, following)
+        state = made.states.view(batch, nodes, width)
+        self._last = None if following is None else (state, made)
+        return state
+
+    def _of_heads(self, weights: Mapping[str, Tensor]) -> tuple[Norm, Norm] | None:
+        if not self._head_norms:
+            return None
+        query, key = ((weights[f"{name}.weight"], self._epsilons[name]) for name in HEAD_NORMS)
+        return query, key
+
+
+def _place(groups: Sequence[Sequence[nn.Linear]], parent: nn.Module, names: Sequence[str]) -> int:
+    """Which of the stacks has these parts, in this order."""
+    wanted = [parent.get_submodule(name) for name in names]
+    for number, group in enumerate(groups):
+        if len(group) == len(wanted) and all(one is other for one, other in zip(group, wanted, strict=True)):
+            return number
+    raise ValueError("its products are not stacked")
+
+
+def _epsilon(norm: nn.Module) -> float:
+    values = vars(norm)
+    if [name for name, _ in norm.named_parameters()] != ["weight"] or isinstance(norm, nn.LayerNorm):
+        raise ValueError("its norms are of another kind")
+    return float(values["variance_epsilon"] if "variance_epsilon" in values else values["eps"])
+
+
+def usual_layer(layer: nn.Module, groups: Sequence[Sequence[nn.Linear]]) -> UsualLayer | None:
+    """The kernels of a layer, if it looks as if it were of the usual kind."""
+    try:
+        return UsualLayer(layer, groups)
+    except (KeyError, AttributeError, ValueError) as error:
+        log.info("A %s is not computed in few kernels: %s", type(layer).__name__, error)
+        return None

@@ -1,0 +1,178 @@
+"""Decoder layers of the usual kind, computed by a few kernels, are those of the model."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from branchwise.backends.transformers.target import TransformersTarget
+from branchwise.core.batch import PadShape, TreeBatch
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.verify import Verdict
+from tests.conformance.architectures import VOCABULARY, build, served
+from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
+from tests.test_attention import Compiled, as_on_hopper, compiled_by, interpreted
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SERVED = served()
+USUAL = ("llama", "llama-wide-heads", "qwen2", "qwen2-window", "qwen3", "mistral", "mistral-narrow", "smollm3")
+OTHERS = ("gemma2", "phi", "mixtral", "deepseek-v3", "gpt2")
+
+
+def of_kernels(model: nn.Module, **options: int) -> TransformersTarget:
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    return TransformersTarget(model, kernels=True, layers=True, **{"slots": 4, "max_nodes": 12, **options})
+
+
+def opened(target: TransformersTarget, rng: random.Random, *lengths: int) -> list[SequenceState]:
+    texts = [SequenceState([rng.randrange(VOCABULARY) for _ in range(length)]) for length in lengths]
+    for text in texts:
+        target.open(text)
+    return texts
+
+
+@pytest.mark.parametrize("family", USUAL)
+def test_passes_of_usual_layers_score_as_the_model_does(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Biases, norms of heads, windows, layers without positions; passes of several sizes, and rows kept between."""
+    model, rng = build(SERVED[family]), random.Random(family)
+    target = of_kernels(model)
+    assert target.info.execution.layers
+    texts = opened(target, rng, 23, 1)
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+        for size in (4, 1):
+            trees = [random_tree(rng, text.root, size) for text in texts]
+            assert_scores_equal_own_forward(model, target, texts, trees)
+            paths = [tuple(tree.topology.path(len(tree) - 1)) for tree in trees]
+            target.commit(texts, [Verdict(path, 7) for path in paths])
+            for text, tree, path in zip(texts, trees, paths, strict=True):
+                text.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
+    assert not caplog.records, "a layer was refused"
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_layers_are_left_alone(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, rng = build(SERVED[family]), random.Random(family)
+    with caplog.at_level(logging.WARNING):
+        target = of_kernels(model)
+        texts = opened(target, rng, 9, 4)
+        assert_scores_equal_own_forward(model, target, texts, [random_tree(rng, text.root, 5) for text in texts])
+    assert not target.info.execution.layers
+    assert not caplog.records
+
+
+def test_a_layer_that_computes_something_else_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """One whose looks deceive: it is seen by what it computes, and the others are in few kernels still."""
+    model, rng = build(SERVED["llama"]), random.Random(3)
+    model.model.layers[1].mlp.act_fn.forward = lambda values: torch.nn.functional.silu(1.1 * values)
+    target = of_kernels(model)
+    texts = opened(target, rng, 9, 4)
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+        assert_scores_equal_own_forward(model, target, texts, [random_tree(rng, text.root, 5) for text in texts])
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == ["Layer 1 does not run in few kernels"]
+
+
+def test_slots_that_a_padded_pass_does_not_name_stay_as_they_are() -> None:
+    model = build(SERVED["qwen2"])
+    target = of_kernels(model, slots=3, max_nodes=16)
+    texts = opened(target, random.Random(1), 3, 4)
+    tree = DraftTree(torch.tensor([texts[0].root, 1, 2, 3]), (-1, 0, 0, 1))
+    alone = target.score(texts[:1], TreeBatch([tree])).logits[0, :4].clone()
+    others = [tensor[:, 1:].clone() for tensor in target.store._tensors.values()]
+    together = target.score(texts[:1], TreeBatch([tree] * 3, pad_shape=PadShape(nodes=8))).logits
+    torch.testing.assert_close(together[0, :4], alone, rtol=1e-5, atol=1e-5)
+    for tensor, before in zip(target.store._tensors.values(), others, strict=True):
+        assert torch.equal(tensor[:, 1:], before)
+
+
+def test_a_tree_at_the_end_of_its_slot_is_written_although_its_padding_has_no_rows() -> None:
+    model = build(SERVED["llama"])
+    target = of_kernels(model, slots=2, context=16, max_nodes=5)
+    texts = opened(target, random.Random(2), 16)
+    assert_scores_equal_own_forward(model, target, texts, [DraftTree.chain([texts[0].root, 4, 5, 6, 7])])
+
+
+# Kernel by kernel, against the same in torch
+
+
+def drawn(rng: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=rng).to(DEVICE)
+
+
+def normed(states: Tensor, norm: Tensor, epsilon: float) -> Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + epsilon) * norm
+
+
+@pytest.mark.parametrize(("rows", "width", "inner"), [(1, 24, 40), (17, 24, 100), (70, 150, 20)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_hand_on_what_the_next_norm_reads(rows: int, width: int, inner: int, biased: bool) -> None:
+    kernels = pytest.importorskip("branchwise.cuda.layers.rows", reason="needs Triton's interpreter")
+    rng = torch.Generator().manual_seed(rows)
+    states, given, norm = drawn(rng, rows, width), drawn(rng, rows, inner), drawn(rng, width)
+    weight, bias = drawn(rng, width, inner), drawn(rng, width) if biased else None
+    found = kernels.add(given, weight, bias, states, norm)
+    wanted = states + torch.nn.functional.linear(given, weight, bias)
+    torch.testing.assert_close(found.states, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.weighted, wanted * norm, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.squares.sum(1), wanted.square().sum(1), rtol=1e-4, atol=1e-4)
+    assert kernels.add(given, weight, bias, states, None).weighted.data_ptr() != states.data_ptr()
+    gates = drawn(rng, 2 * inner, width)
+    gate, up = torch.nn.functional.linear(normed(wanted, norm, 0.25), gates).chunk(2, dim=-1)
+    torch.testing.assert_close(
+        kernels.gate_up(found, 0.25, gates), torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_rows_that_come_from_elsewhere_are_weighted_and_summed() -> None:
+    kernels = pytest.importorskip("branchwise.cuda.layers.rows", reason="needs Triton's interpreter")
+    states, norm = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([2.0, -1.0])
+    rows = kernels.Rows.of(states, norm)
+    assert rows.weighted.tolist() == [[6.0, -4.0], [2.0, 0.0]]
+    assert rows.squares.tolist() == [[25.0], [1.0]]
+
+
+# The interpreter takes much that the compiler does not.
+
+
+@interpreted
+def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
+    layer = ["_read", "_add", "_gate_up", "_add"]
+    assert compiled_by("tests.test_layer_kernels", tmp_path) == 4 * layer
+
+
+def compile_all() -> None:
+    """Layers in the sizes of SmolLM2 and of Qwen2.5-Coder-1.5B, over few and many rows."""
+    from branchwise.cuda.layers import rows as kernels
+
+    for name in ("_read", "_add", "_gate_up"):
+        setattr(kernels, name, Compiled(getattr(kernels, name)))
+    vars(kernels)["early"] = as_on_hopper
+    for rows in (8, 512):
+        compile_layer(rows, 576, heads=9, kv_heads=3, head_width=64, inner=1536, biased=False)
+        compile_layer(rows, 1536, heads=12, kv_heads=2, head_width=128, inner=8960, biased=True)
+
+
+def compile_layer(
+    rows: int, width: int, *, heads: int, kv_heads: int, head_width: int, inner: int, biased: bool
+) -> None:
+    from branchwise.cuda.layers.rows import Goal, Rows, Turn, add, gate_up, read
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    states, norm, one = zeros(rows, width), zeros(width), torch.zeros(1, dtype=torch.int32)
+    every = (heads + 2 * kv_heads) * head_width
+    cache, turn = zeros(1, kv_heads, 2 * rows, head_width), Turn(zeros(1, rows, head_width), zeros(1, rows, head_width))
+    bias, norms = (zeros(every), None) if biased else (None, ((zeros(head_width), 1e-6), (zeros(head_width), 1e-6)))
+    goal, known = Goal(cache, cache, one, one), Rows.of(states, norm)
+    query = read(known, 1e-6, zeros(every, width), bias, turn, goal, nodes=rows, head_norms=norms)
+    attended = add(query.view(rows, -1), zeros(width, heads * head_width), None, states, norm)
+    add(gate_up(attended, 1e-6, zeros(2 * inner, width)), zeros(width, inner), None, states, norm)
