@@ -123,7 +123,6 @@ def test_products_hand_on_what_the_next_norm_reads(rows: int, width: int, inner:
     torch.testing.assert_close(found.states, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.weighted, wanted * norm, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.squares.sum(1), wanted.square().sum(1), rtol=1e-4, atol=1e-4)
-    assert kernels.add(given, weight, bias, states, None).weighted.data_ptr() != states.data_ptr()
     gates = drawn(rng, 2 * inner, width)
     gate, up = torch.nn.functional.linear(normed(wanted, norm, 0.25), gates).chunk(2, dim=-1)
     torch.testing.assert_close(
@@ -137,6 +136,9 @@ def test_rows_that_come_from_elsewhere_are_weighted_and_summed() -> None:
     rows = kernels.Rows.of(states, norm)
     assert rows.weighted.tolist() == [[6.0, -4.0], [2.0, 0.0]]
     assert rows.squares.tolist() == [[25.0], [1.0]]
+    wide, every = torch.ones(2, 48), torch.ones(48)
+    made = kernels.add(wide, torch.zeros(48, 48), None, wide, every)
+    assert torch.equal(kernels.Rows.of(wide, every).squares, made.squares), "another kernel for the first layer"
 
 
 # The interpreter takes much that the compiler does not.

@@ -208,7 +208,9 @@ def uncompiled_layers(
     with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
         target.score([text], TreeBatch([DraftTree(torch.tensor([14, 1, 2, 3, 4]), (-1, 0, 0, 1, 3))]))
     stream, added = (value.float().norm() for value in (seen[-2], seen[-1] - seen[-2]))
-    return [record.getMessage() for record in caplog.records if "does not run compiled" in record.getMessage()], stream / added
+    return [
+        record.getMessage() for record in caplog.records if "does not run compiled" in record.getMessage()
+    ], stream / added
 
 
 @pytest.mark.usefixtures("interpreter")

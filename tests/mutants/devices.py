@@ -70,7 +70,7 @@ FAMILIES = [
             ("if self.foresees and self.draw is Draw.FIXED:", "if self.draw is Draw.FIXED:"),
         ],
         "cuda/heads/best_tokens.py": [
-            ("mass = mass / wait\n", "mass = mass * wait\n"),
+            ("tl.sum(mass / wait, axis=1)", "tl.sum(mass * wait, axis=1)"),
             ("own_first = _waits(mix(key), own_block)", "own_first = 1.0"),
             ("real = first + number < end", "real = first + number <= end"),
         ],

@@ -57,7 +57,9 @@ class Loading:
     ] = "float"
     device: Annotated[str, Option(help="auto (a GPU if one is found), cpu or cuda.")] = "auto"
     threads: Annotated[int | None, Option(help="CPU threads.", show_default="all cores")] = None
-    compile: Annotated[bool, Option("--compile", help="Compile what has no GPU kernels of ours: faster, after seconds.")] = False
+    compile: Annotated[
+        bool, Option("--compile", help="Compile what has no GPU kernels of ours: faster, after seconds.")
+    ] = False
     warmup: Annotated[bool, Option(help="Prepare at load what requests need; else the first is slower.")] = True
     max_nodes: Annotated[
         int | None, Option(help="Nodes that one pass may score, at most 1024.", show_default="as trees need")

@@ -65,8 +65,11 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, states: Tensor, norm: Tensor) -> Rows:
-        """Of rows that come from elsewhere."""
-        return cls(states, states * norm, states.float().square().sum(dim=-1, keepdim=True))
+        """Of rows that come from elsewhere; in as many parts as `add` has, so that one kernel reads both."""
+        rows, width = states.shape
+        columns = tiling(rows, width, width, states.element_size()).columns
+        squares = states.float().square().view(rows, -1, columns if width % columns == 0 else width)
+        return cls(states, states * norm, squares.sum(dim=-1))
 
 
 class Turn(NamedTuple):
@@ -140,19 +143,17 @@ def gate_up(rows: Rows, epsilon: float, weight: Tensor) -> Tensor:
     return out
 
 
-def add(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, norm: Tensor | None) -> Rows:
+def add(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, norm: Tensor) -> Rows:
     """The states (rows, width), and added to them the inputs (rows, some) through a matrix, for a norm with these
-    weights; for none they are left as they are."""
+    weights."""
     count, width = states.shape
     tiles = tiling(count, weight.shape[1], width, states.element_size())
     parts = triton.cdiv(width, tiles.columns)
-    out, squares = torch.empty_like(states), torch.empty(count, parts, device=states.device)
-    weighted = out if norm is None else torch.empty_like(states)
+    out, weighted = torch.empty_like(states), torch.empty_like(states)
+    squares = torch.empty(count, parts, device=states.device)
     _add[(parts, triton.cdiv(count, tiles.tile))](
-        inputs, weight, weight if bias is None else bias, weight if norm is None else norm, states, out, weighted,
-        squares, count, width,
-        inputs=weight.shape[1], columns=tiles.columns, biased=bias is not None, weighs=norm is not None, parts=parts,
-        **_shape(tiles, states),
+        inputs, weight, weight if bias is None else bias, norm, states, out, weighted, squares, count, width,
+        inputs=weight.shape[1], columns=tiles.columns, biased=bias is not None, parts=parts, **_shape(tiles, states),
     )  # fmt: skip
     return Rows(out, weighted, squares)
 
@@ -263,8 +264,8 @@ def _gate_up(
 @triton.jit(do_not_specialize=["rows"])
 def _add(
     left, weight, bias, norm, states, out, weighted, squares, rows, width,
-    inputs: tl.constexpr, columns: tl.constexpr, biased: tl.constexpr, weighs: tl.constexpr, parts: tl.constexpr,
-    tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    inputs: tl.constexpr, columns: tl.constexpr, biased: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -283,7 +284,6 @@ def _add(
     found = (total + before.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + place, found, mask=mask)
     kept = tl.where(mask, found.to(tl.float32), 0.0)
-    if weighs:
-        weights = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        tl.store(weighted + place, (kept * weights).to(out.dtype.element_ty), mask=mask)
+    weights = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(weighted + place, (kept * weights).to(out.dtype.element_ty), mask=mask)
     tl.store(squares + row * parts + tl.program_id(0), tl.sum(kept * kept, axis=1), mask=real)

@@ -92,7 +92,8 @@ class UsualLayer:
         found = found.view(len(rows.states), -1)
         attended = add(found, out, weights.get("self_attn.o_proj.bias"), rows.states, inner_norm)
         inner = gate_up(attended, self._epsilons["post_attention_layernorm"], gates)
-        made = add(inner, down, weights.get("mlp.down_proj.bias"), attended.states, following)
+        next_norm = norm if following is None else following  # behind the last layer nobody reads what is weighted
+        made = add(inner, down, weights.get("mlp.down_proj.bias"), attended.states, next_norm)
         state = made.states.view(batch, nodes, width)
         self._last = None if following is None else (state, made)
         return state
