@@ -85,8 +85,14 @@ def test_a_compiled_pass_scores_as_the_model_does(family: str, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("nodes", [1, 8, 48])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "layers"),
+    [
+        (torch.bfloat16, True),
+        (torch.float16, True),
+        *((kind, False) for kind in (torch.bfloat16, torch.float16, torch.float32)),
+    ],
+)
 def test_every_layer_of_a_large_residual_stream_runs_in_few_kernels_or_compiled(
     dtype: torch.dtype, nodes: int, layers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
