@@ -57,6 +57,17 @@ def test_passes_of_usual_layers_score_as_the_model_does(family: str, caplog: pyt
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.parametrize("family", ["qwen2-window", "qwen3"])
+def test_layers_with_large_matrices_leave_products_to_the_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("branchwise.cuda.layers.rows", reason="needs Triton's interpreter")
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    model, rng = build(SERVED[family]), random.Random(family)
+    target = of_kernels(model)
+    texts = opened(target, rng, 9, 4)
+    assert_scores_equal_own_forward(model, target, texts, [random_tree(rng, text.root, 5) for text in texts])
+    assert len(target._fusion._agreed) == 3, "a layer was refused"  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_layers_are_left_alone(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model, rng = build(SERVED[family]), random.Random(family)
@@ -111,10 +122,15 @@ def normed(states: Tensor, norm: Tensor, epsilon: float) -> Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + epsilon) * norm
 
 
+@pytest.mark.parametrize("by_library", [False, True])
 @pytest.mark.parametrize(("rows", "width", "inner"), [(1, 24, 40), (17, 24, 100), (70, 150, 20)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_hand_on_what_the_next_norm_reads(rows: int, width: int, inner: int, biased: bool) -> None:
+def test_products_hand_on_what_the_next_norm_reads(
+    rows: int, width: int, inner: int, biased: bool, by_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels = pytest.importorskip("branchwise.cuda.layers.rows", reason="needs Triton's interpreter")
+    if by_library:
+        monkeypatch.setattr(kernels, "LARGE", 1)
     rng = torch.Generator().manual_seed(rows)
     states, given, norm = drawn(rng, rows, width), drawn(rng, rows, inner), drawn(rng, width)
     weight, bias = drawn(rng, width, inner), drawn(rng, width) if biased else None
@@ -147,7 +163,7 @@ def test_rows_that_come_from_elsewhere_are_weighted_and_summed() -> None:
 @interpreted
 def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
     layer = ["_read", "_add", "_gate_up", "_add"]
-    assert compiled_by("tests.test_layer_kernels", tmp_path) == 4 * layer
+    assert compiled_by("tests.test_layer_kernels", tmp_path) == 6 * layer
 
 
 def compile_all() -> None:
@@ -157,7 +173,7 @@ def compile_all() -> None:
     for name in ("_read", "_add", "_gate_up"):
         setattr(kernels, name, Compiled(getattr(kernels, name)))
     vars(kernels)["early"] = as_on_hopper
-    for rows in (8, 512):
+    for rows in (8, 512, 513):
         compile_layer(rows, 576, heads=9, kv_heads=3, head_width=64, inner=1536, biased=False)
         compile_layer(rows, 1536, heads=12, kv_heads=2, head_width=128, inner=8960, biased=True)
 

@@ -86,8 +86,8 @@ class TransformersTarget(SlottedTarget):
     ) -> None:
         """`tokenizer` is for drafters that must know what the tokens mean. `kernels` runs tree attention in our
         kernels, by default wherever there are some, and `graphs` records such passes; without them the model runs as it
-        does on a host. `layers` of the usual kind are computed in few kernels too, by default on a device in 16
-        bits, and `compile` compiles the others before they are recorded."""
+        does on a host. `layers` of the usual kind are computed in few kernels too, by default on a device in
+        bfloat16, and `compile` compiles the others before they are recorded."""
         super().__init__()
         self.model = model
         self.runner = ModelRunner(model)
@@ -98,8 +98,8 @@ class TransformersTarget(SlottedTarget):
             raise UnsupportedModel(f"{name} is spread over several devices; load it on one.")
         layout = _known.get(model) or self.runner.probe()
         kernels = have_kernels(device) if kernels is None else kernels
-        if layers is None:  # in float32 sums in a library's order round less, and the time is that of the products
-            layers = device.type != "cpu" and dtype.itemsize == 2
+        if layers is None:  # in float32 a library's sums round less, and float16 is too narrow for rows before a norm
+            layers = device.type != "cpu" and dtype == torch.bfloat16
         execution = Execution(kernels, graphs, compile, kernels and layers)
         if not execution.kernels:
             self.runner.settle(layout)

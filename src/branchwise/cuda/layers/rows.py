@@ -4,7 +4,8 @@ Between the products of a layer stand norms, rotary positions, the KV cache, a g
 is done by the product before or behind it, so that a layer is four kernels beside its attention. A norm is in two
 places: whoever writes rows multiplies them with the weights of the norm that reads them, and sums their squares in
 parts; the product behind divides by the root of these sums when it is done. Whatever a kernel needs in the end it asks
-for before its product. Without a CUDA device only tests import this file.
+for before its product. Products with large matrices, or of many rows, are left to the library, and a kernel does the
+rest behind them. Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -18,13 +19,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from branchwise.cuda.early import begin, early, fetch
 from branchwise.cuda.kernels import _operand
 from branchwise.cuda.products import asked, elements, lines, pair, scales
 
-MOST_EARLY = 128
+MOST_EARLY = 256
 """rows of kernels that start before the one in front of them is over; over more, each has use for the whole device"""
+FEW_ROWS = 128
+LARGE, MANY = 24 << 20, 512
+"""bytes of a matrix, and rows, from which on a library's product and a kernel behind it are faster than one kernel: on
+an H200, 36 microseconds instead of 52 for the last product of a layer of Llama 3 8B"""
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,13 @@ def tiling(rows: int, inputs: int, outputs: int, size: int, *, pair: bool = Fals
         return Tiling(max(16, min(64, triton.next_power_of_2(rows))), 16, min(piece, 32), stages=2)
     if rows <= 16:
         return Tiling(16, 16, piece, warps=2 if pair else 4, stages=6 if wide or not pair else 5)
-    if rows <= MOST_EARLY:
+    if rows <= FEW_ROWS:
         return Tiling(64 if wide else 32, 16, min(piece, 64), warps=4 if wide or not pair else 2, stages=6)
-    return Tiling(128 if wide and pair else 64, 64, min(piece, 64), warps=8)
+    return Tiling(64, 32, min(piece, 64) if wide or pair else piece)
+
+
+BEHIND = Tiling(16, 64, 16, stages=1)
+"""what follows a product of the library"""
 
 
 class Rows(NamedTuple):
@@ -67,7 +77,7 @@ class Rows(NamedTuple):
     def of(cls, states: Tensor, norm: Tensor) -> Rows:
         """Of rows that come from elsewhere; in as many parts as `add` has, so that one kernel reads both."""
         rows, width = states.shape
-        columns = tiling(rows, width, width, states.element_size()).columns
+        columns = tiling(rows, width, width, states.element_size()).columns if rows <= MANY else BEHIND.columns
         squares = states.float().square().view(rows, -1, columns if width % columns == 0 else width)
         return cls(states, states * norm, squares.sum(dim=-1))
 
@@ -116,17 +126,20 @@ def read(
     assert cos.stride() == sin.stride(), "cosines and sines do not lie alike"
     assert cos.stride(2) == 1, "cosines do not lie side by side"
     assert turn is None or cos.shape[2] == keys.shape[3], "only part of a head is turned"
-    tiles = tiling(count, width, weight.shape[0] // 2, weighted.element_size(), pair=True)
+    product = _by_library(weighted, weight)
+    alone = tiling(count, width, weight.shape[0] // 2, weighted.element_size(), pair=True)
+    tiles = alone if product is None else BEHIND
     whole = triton.next_power_of_2(half)
     chunk = max(16, whole if head_norms else min(tiles.columns, whole))
     (query_norm, head_epsilon), (key_norm, _) = head_norms or ((weight, 0.0), (weight, 0.0))
     query = weighted.new_empty(count // nodes, nodes, heads, head_width)
     _read[((heads + 2 * kv_heads) * triton.cdiv(half, chunk), triton.cdiv(count, tiles.tile))](
-        weighted, squares, weight, weight if bias is None else bias, query_norm, key_norm, cos, sin, query, keys,
-        values, slots, starts, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1), *keys.stride()[:3], count, nodes,
-        keys.shape[2], epsilon, head_epsilon,
+        weighted, squares, weight if product is None else product, weight if bias is None else bias, query_norm,
+        key_norm, cos, sin, query, keys, values, slots, starts, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1),
+        *keys.stride()[:3], count, nodes, keys.shape[2], epsilon, head_epsilon,
         inputs=width, heads=heads, kv_heads=kv_heads, head_width=head_width, chunk=chunk, biased=bias is not None,
-        normed=head_norms is not None, turned=turn is not None, parts=squares.shape[1], **_shape(tiles, weighted),
+        normed=head_norms is not None, turned=turn is not None, made=product is not None, parts=squares.shape[1],
+        **_shape(tiles, weighted),
     )  # fmt: skip
     return query
 
@@ -134,11 +147,13 @@ def read(
 def gate_up(rows: Rows, epsilon: float, weight: Tensor) -> Tensor:
     """(rows, MLP width): the gated inner values of the MLP; the lines of `weight` are those of the gate first."""
     count, inner = len(rows.states), weight.shape[0] // 2
-    out = rows.states.new_empty(count, inner)
-    tiles = tiling(count, weight.shape[1], inner, out.element_size(), pair=True)
+    out, product = rows.states.new_empty(count, inner), _by_library(rows.weighted, weight)
+    alone = tiling(count, weight.shape[1], inner, out.element_size(), pair=True)
+    tiles = alone if product is None else BEHIND
     _gate_up[(triton.cdiv(inner, tiles.columns), triton.cdiv(count, tiles.tile))](
-        rows.weighted, rows.squares, weight, out, count, inner, epsilon,
-        inputs=weight.shape[1], columns=tiles.columns, parts=rows.squares.shape[1], **_shape(tiles, rows.weighted),
+        rows.weighted, rows.squares, weight if product is None else product, out, count, inner, epsilon,
+        inputs=weight.shape[1], columns=tiles.columns, made=product is not None, parts=rows.squares.shape[1],
+        **_shape(tiles, rows.weighted),
     )  # fmt: skip
     return out
 
@@ -146,16 +161,24 @@ def gate_up(rows: Rows, epsilon: float, weight: Tensor) -> Tensor:
 def add(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, norm: Tensor) -> Rows:
     """The states (rows, width), and added to them the inputs (rows, some) through a matrix, for a norm with these
     weights."""
-    count, width = states.shape
-    tiles = tiling(count, weight.shape[1], width, states.element_size())
+    (count, width), product = states.shape, _by_library(inputs, weight)
+    tiles = tiling(count, weight.shape[1], width, states.element_size()) if product is None else BEHIND
     parts = triton.cdiv(width, tiles.columns)
     out, weighted = torch.empty_like(states), torch.empty_like(states)
     squares = torch.empty(count, parts, device=states.device)
     _add[(parts, triton.cdiv(count, tiles.tile))](
-        inputs, weight, weight if bias is None else bias, norm, states, out, weighted, squares, count, width,
-        inputs=weight.shape[1], columns=tiles.columns, biased=bias is not None, parts=parts, **_shape(tiles, states),
+        inputs, weight if product is None else product, weight if bias is None else bias, norm, states, out, weighted,
+        squares, count, width,
+        inputs=weight.shape[1], columns=tiles.columns, biased=bias is not None, made=product is not None, parts=parts,
+        **_shape(tiles, states),
     )  # fmt: skip
     return Rows(out, weighted, squares)
+
+
+def _by_library(rows: Tensor, weight: Tensor) -> Tensor | None:
+    """The product of rows with a matrix, if it is not the kernel's part to multiply."""
+    large = weight.numel() * weight.element_size() >= LARGE or len(rows) > MANY
+    return functional.linear(rows, weight) if large else None
 
 
 def _shape(tiles: Tiling, rows: Tensor) -> dict[str, object]:
@@ -169,15 +192,23 @@ def _shape(tiles: Tiling, rows: Tensor) -> dict[str, object]:
     }
 
 
+@triton.jit
+def _made(product, row, real, column, inside, outputs: tl.constexpr):
+    """(tile, columns): part of a product that is made."""
+    places = product + row[:, None].to(tl.int64) * outputs + column[None, :]
+    return tl.load(places, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows", "nodes", "capacity"])
 def _read(
-    weighted, squares, weight, bias, query_norm, key_norm, cos, sin, query, keys, values, slots, starts,
+    weighted, squares, factor, bias, query_norm, key_norm, cos, sin, query, keys, values, slots, starts,
     stride_text, stride_node, stride_slot, stride_head, stride_row, rows, nodes, capacity, epsilon, head_epsilon,
     inputs: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr, chunk: tl.constexpr,
-    biased: tl.constexpr, normed: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
-    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    biased: tl.constexpr, normed: tl.constexpr, turned: tl.constexpr, made: tl.constexpr, parts: tl.constexpr,
+    tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Part of the product of one head, of both of its halves, which rotary positions turn against each other."""
+    """Part of the product of one head, of both of its halves, which rotary positions turn against each other. A
+    `factor` is the matrix, or, where it is made, the product."""
     half: tl.constexpr = head_width // 2
     chunks: tl.constexpr = (half + chunk - 1) // chunk
     every: tl.constexpr = (heads + 2 * kv_heads) * head_width
@@ -186,8 +217,9 @@ def _read(
     real = row < rows
     element = tl.program_id(0) % chunks * chunk + tl.arange(0, chunk)
     inside, line = element < half, head * head_width + element
-    fetch(weight, line, every, inputs, early)
-    fetch(weight, line + half, every, inputs, early)
+    if not made:
+        fetch(factor, line, every, inputs, early)
+        fetch(factor, line + half, every, inputs, early)
     begin(early)
     text, node, mask = row // nodes, row % nodes, real[:, None] & inside[None, :]
     summed = asked(squares, row * parts, real, parts)
@@ -197,10 +229,14 @@ def _read(
         third, fourth = tl.load(sin + at, mask=mask, other=0.0), tl.load(sin + at + half, mask=mask, other=0.0)
     slot = tl.load(slots + text, mask=real, other=-1).to(tl.int64)
     cell = tl.load(starts + text, mask=real, other=0).to(tl.int64) + node
-    place = row.to(tl.int64) * inputs
-    lower, upper = pair(
-        weighted, place, real, weight, line, line + half, inside, inputs, inputs, chunk, tile, piece, operand
-    )
+    if made:
+        lower = _made(factor, row, real, line, inside, every)
+        upper = _made(factor, row, real, line + half, inside, every)
+    else:
+        lower, upper = pair(
+            weighted, row.to(tl.int64) * inputs, real, factor, line, line + half, inside, inputs, inputs, chunk, tile,
+            piece, operand,
+        )  # fmt: skip
     scale = scales(summed, epsilon, inputs)
     lower, upper = lower * scale, upper * scale
     if biased:
@@ -240,20 +276,25 @@ def _read(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gate_up(
-    weighted, squares, weight, out, rows, inner, epsilon,
-    inputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr, early: tl.constexpr,
+    weighted, squares, factor, out, rows, inner, epsilon,
+    inputs: tl.constexpr, columns: tl.constexpr, made: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real, inside = row < rows, column < inner
-    fetch(weight, column, 2 * inner, inputs, early)
-    fetch(weight, column + inner, 2 * inner, inputs, early)
+    if not made:
+        fetch(factor, column, 2 * inner, inputs, early)
+        fetch(factor, column + inner, 2 * inner, inputs, early)
     begin(early)
     summed, place = asked(squares, row * parts, real, parts), row.to(tl.int64) * inputs
-    gate, up = pair(
-        weighted, place, real, weight, column, column + inner, inside, inputs, inputs, columns, tile, piece, operand
-    )
+    if made:
+        gate = _made(factor, row, real, column, inside, 2 * inner)
+        up = _made(factor, row, real, column + inner, inside, 2 * inner)
+    else:
+        gate, up = pair(
+            weighted, place, real, factor, column, column + inner, inside, inputs, inputs, columns, tile, piece, operand
+        )
     scale = scales(summed, epsilon, inputs)
     gate, up = gate * scale, up * scale
     found = gate / (1 + tl.exp(-gate)) * up
@@ -263,22 +304,27 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add(
-    left, weight, bias, norm, states, out, weighted, squares, rows, width,
-    inputs: tl.constexpr, columns: tl.constexpr, biased: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
-    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    left, factor, bias, norm, states, out, weighted, squares, rows, width,
+    inputs: tl.constexpr, columns: tl.constexpr, biased: tl.constexpr, made: tl.constexpr, parts: tl.constexpr,
+    tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     real, inside = row < rows, column < width
-    fetch(weight, column, width, inputs, early)
+    if not made:
+        fetch(factor, column, width, inputs, early)
     begin(early)
     place, mask = row[:, None].to(tl.int64) * width + column[None, :], real[:, None] & inside[None, :]
     before = tl.load(states + place, mask=mask, other=0.0)
-    total = tl.zeros((tile, columns), tl.float32)
-    for start in range(0, inputs, piece):
-        at = start + tl.arange(0, piece)
-        part = elements(left, row.to(tl.int64) * inputs, real, at, inputs, operand)
-        total = tl.dot(part, lines(weight, column, inside, at, inputs, inputs, operand), total, input_precision="ieee")
+    if made:
+        total = _made(factor, row, real, column, inside, width)
+    else:
+        total = tl.zeros((tile, columns), tl.float32)
+        for start in range(0, inputs, piece):
+            at = start + tl.arange(0, piece)
+            part = elements(left, row.to(tl.int64) * inputs, real, at, inputs, operand)
+            right = lines(factor, column, inside, at, inputs, inputs, operand)
+            total = tl.dot(part, right, total, input_precision="ieee")
     if biased:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     found = (total + before.to(tl.float32)).to(out.dtype.element_ty)
