@@ -19,12 +19,14 @@ pytestmark = pytest.mark.usefixtures("interpreter")
         (3, 5, 24, 64, 1, 1),
         (2, 40, 32, 130, 20, 4),
         (1, 4, 8, 1400, 9, 3),
+        (1, 40, 16, 64, 1, 9),
     ],
 )
 def test_best_tokens_are_those_of_logits_in_memory(
     batch: int, rows: int, width: int, tokens: int, extra: int, count: int, warmth: float
 ) -> None:
-    """Tokens of few blocks of the vocabulary and of many, beside each other and alone; and texts that draw nothing."""
+    """Tokens of few blocks of the vocabulary and of many, beside each other and alone; texts that draw nothing; and
+    fewer tokens of a prompt than are wanted."""
     kernels = pytest.importorskip("branchwise.cuda.heads.best_tokens")
     rng = torch.Generator().manual_seed(tokens)
     vocabulary, depth = 1500, 2

@@ -98,6 +98,28 @@ def test_a_column_of_large_numbers_may_be_off_by_a_rounding_of_these(roundings: 
     assert (beyond_rounding(layer, fused, inputs) is None) is passes
 
 
+def test_only_nodes_that_tell_something_count() -> None:
+    """Most of a padded pass attends to nothing: medians over all of it would not see a fault in the rest."""
+
+    def faulty(*inputs: Any) -> tuple[Tensor]:
+        (found,) = compiled_layer(*inputs)
+        found[0, :2] *= 1.1
+        return (found,)
+
+    inputs = a_layer(torch.float32)
+    telling = torch.arange(inputs[2][0].shape[0] * inputs[2][0].shape[1]) < 2
+    assert beyond_rounding(decoder_layer, faulty, inputs) is None
+    assert beyond_rounding(decoder_layer, faulty, inputs, telling) is not None
+    assert beyond_rounding(decoder_layer, compiled_layer, inputs, telling) is None
+
+
+def test_a_layer_that_returns_something_of_another_form_is_another_layer() -> None:
+    def bare(*inputs: Any) -> Tensor:
+        return compiled_layer(*inputs)[0]
+
+    assert beyond_rounding(decoder_layer, bare, a_layer(torch.float32)) == "it returns something of another form"
+
+
 def test_a_few_nodes_that_are_routed_to_other_experts_are_no_fault() -> None:
     inputs = a_layer(torch.bfloat16)
 

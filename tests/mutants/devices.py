@@ -97,7 +97,7 @@ FAMILIES = [
     }),
     Family("layers", ["tests/test_layer_kernels.py"], {
         "cuda/layers/rows.py": [
-            ("states.float().square().sum(dim=-1, keepdim=True)", "states.float().square().mean(dim=-1, keepdim=True)"),
+            ("squares.sum(dim=-1)", "squares.mean(dim=-1)"),
             ("mask &= ((slot >= 0) & (cell < capacity))[:, None]", "mask &= (slot >= 0)[:, None]"),
             ("mask &= ((slot >= 0) & (cell < capacity))[:, None]", "mask &= (cell < capacity)[:, None]"),
             ("if head < heads + kv_heads:", "if head < heads:"),
@@ -108,14 +108,17 @@ FAMILIES = [
             ("tl.load(bias + line + half, mask", "tl.load(bias + line, mask"),
         ],
         "cuda/layers/usual.py": [
-            ("if self._last is not None and self._last[0] is hidden else None", "if self._last is not None else None"),
+            ("self._last[0] is hidden and ", ""),
             ("Turn(*position_embeddings) if self._turns else None", "Turn(*position_embeddings)"),
             ("attention_mask.size, self._scale", "None, self._scale"),
             ("rows.states, inner_norm)", "rows.weighted, inner_norm)"),
         ],
         "cuda/fuse.py": [
-            ("if (way, index) in self._agreed and not first:", "if not first:"),
+            ("if {(way, index), (way, key)} <= self._agreed:", "if (way, index) in self._agreed:"),
+            ("if {(way, index), (way, key)} <= self._agreed:", "if (way, key) in self._agreed:"),
             ("if reason is None:\n", "if True:\n"),
+            ("flatten(0, -2)[telling]", "flatten(0, -2)"),
+            ("return any(module._forward_hooks or module._forward_pre_hooks for module in parts)", "return False"),
         ],
     }),
     Family("host-layers", ["tests/test_host_layers.py", "tests/test_nested.py"], {

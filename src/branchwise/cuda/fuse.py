@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from branchwise.backends.transformers.attention import Window
+from branchwise.core.rows import WORD, unpack_bits
 from branchwise.cuda.counts import count
 from branchwise.cuda.inputs import PassTensors
 from branchwise.errors import first_line
@@ -206,8 +207,8 @@ class Fusion:
         self._usual = [self._of_kernels(layer) if kernels else None for layer in self._layers]
         self._compile = compile
         self._programs: dict[Any, Program | None] = {}
-        self._agreed: set[tuple[str, int]] = set()
-        """ways of programs, and layers whose own results and those of such a program agree"""
+        self._agreed: set[tuple[str, Any]] = set()
+        """ways of programs, and layers, or kinds of layers and passes, that such a program agreed with"""
 
     @property
     def has_own_layers(self) -> bool:
@@ -220,7 +221,7 @@ class Fusion:
         with joined(self._groups), ExitStack() as undo:
             for index, layer in enumerate(self._layers):
                 usual = self._usual[index]
-                if usual is not None or self._compile:
+                if (usual is not None or self._compile) and not _watched_inside(layer):
                     _patch(layer, self._fused(index, layer), undo)
                 if usual is not None:
                     undo.callback(usual.forget)
@@ -243,10 +244,12 @@ class Fusion:
             stacks = [(group.weight, group.bias) for group in groups]
             given, spec = pytree.tree_flatten((args, kwargs))
             tensors = [one for one in given if isinstance(one, Tensor)]
+            places = {number for number, one in enumerate(given) if isinstance(one, Tensor)}
+            settings = [None if isinstance(one, Tensor) else one for one in given]  # programs keep them
 
             def with_tensors(tensors: list[Tensor]) -> Any:
                 rest = iter(tensors)
-                whole = [next(rest) if isinstance(one, Tensor) else one for one in given]
+                whole = [one if number not in places else next(rest) for number, one in enumerate(settings)]
                 return pytree.tree_unflatten(whole, spec)
 
             def run(weights: dict[str, Tensor], other_stacks: list[Any], tensors: list[Tensor]) -> Any:
@@ -284,10 +287,10 @@ class Fusion:
                 *_settings(layer),
             )
             inputs = weights, stacks, tensors
-            if (key, index) not in self._programs:
+            if (key, index) not in self._programs and bool((telling := _telling(self._store.current)).any()):
                 ways = {"in few kernels": by_kernels, "compiled": by_a_compiler}
-                self._programs[key, index] = self._checked(key, index, ways, run, inputs)
-            program = self._programs[key, index]
+                self._programs[key, index] = self._checked(key, index, ways, run, inputs, telling)
+            program = self._programs.get((key, index))
             if program is None:
                 return run(*inputs)
             with self._at(index, self._store.current):
@@ -296,25 +299,31 @@ class Fusion:
         return forward
 
     def _checked(
-        self, key: Any, index: int, ways: Mapping[str, Callable[[], Program | None]], run: Program, inputs: Any
+        self,
+        key: Any,
+        index: int,
+        ways: Mapping[str, Callable[[], Program | None]],
+        run: Program,
+        inputs: Any,
+        telling: Tensor,
     ) -> Program | None:
         """The program of a layer, made in the first of some ways in which there is one that computes the same as the
-        layer. The first layer of a kind has it made; the others are tried with its program. In passes of another size
-        the first one is tried alone: what other layers have to themselves, their weights, is an input."""
+        layer in the nodes that tell. The first layer of a kind has it made; the others are tried with its program. In
+        passes of another size one layer is tried alone: what other layers have to themselves, their weights, is an
+        input."""
         pass_inputs = self._store.current
         for way, make in ways.items():
             try:
-                first = (way, key) not in self._programs
-                if first:
+                if (way, key) not in self._programs:
                     self._programs[way, key] = make()
                 program = self._programs[way, key]
                 if program is None:
                     continue
-                if (way, index) in self._agreed and not first:
+                if {(way, index), (way, key)} <= self._agreed:
                     return program
-                reason = beyond_rounding(run, partial(self._quietly, program, index, pass_inputs), inputs)
+                reason = beyond_rounding(run, partial(self._quietly, program, index, pass_inputs), inputs, telling)
                 if reason is None:
-                    self._agreed.add((way, index))
+                    self._agreed |= {(way, index), (way, key)}
                     return program
             except Exception as error:
                 reason = first_line(error)
@@ -349,6 +358,19 @@ class Fusion:
             _current.reset(before)
 
 
+def _watched_inside(layer: nn.Module) -> bool:
+    """Whether somebody wants to see or change what parts of a layer compute, which no program calls."""
+    parts = [module for module in layer.modules() if module is not layer]
+    return any(module._forward_hooks or module._forward_pre_hooks for module in parts)
+
+
+def _telling(inputs: PassTensors) -> Tensor:
+    """(batch * nodes,): whether a node tells how a layer attends. What pads a pass attends to nothing, and the first
+    node of a text to itself alone, however its queries and keys are made."""
+    own = unpack_bits(inputs.ancestor_bits, WORD * inputs.ancestor_bits.shape[2]).sum(dim=2)
+    return ((inputs.slots >= 0)[:, None] & (own > 0) & (inputs.lengths[:, None] + own > 1)).flatten()
+
+
 def _put(groups: list[Group], stacks: list[tuple[Tensor | None, Tensor | None]]) -> None:
     for group, (weight, bias) in zip(groups, stacks, strict=True):
         group.weight, group.bias = weight, bias
@@ -379,10 +401,13 @@ def compiled(graph: torch.fx.GraphModule) -> Callable[..., Any]:
 
 
 def beyond_rounding(
-    layer: Callable[..., Any], fused: Callable[..., Any], inputs: tuple[Any, Any, list[Tensor]]
+    layer: Callable[..., Any],
+    fused: Callable[..., Any],
+    inputs: tuple[Any, Any, list[Tensor]],
+    telling: Tensor | slice = slice(None),
 ) -> str | None:
-    """In words, how far `fused` is from `layer`, if rounding does not explain it. Both are functions of weights,
-    stacked weights and tensors, of which the first are the hidden states (…, width).
+    """In words, how far `fused` is from `layer` in some of the nodes, if rounding does not explain it. Both are
+    functions of weights, stacked weights and tensors, of which the first are the hidden states (…, width).
 
     The layer is run three times on the same input: as the model computes it, fused, and widened, in a precision in
     which rounding does not matter. How far the model's own result lies from the widened one is what rounding costs in
@@ -392,9 +417,11 @@ def beyond_rounding(
     hidden = inputs[2][0]
     if hidden.is_floating_point():
         inputs = _with_noise(layer, inputs)
-    exact = _rows(layer(*pytree.tree_map_only(Tensor, lambda tensor: _wide(tensor, hidden.dtype), inputs)))
-    own = (_rows(layer(*inputs)) - exact).abs()
-    other = (_rows(fused(*inputs)) - exact).abs()  # not in a generator, which Dynamo would try to trace
+    exact = _rows(layer(*pytree.tree_map_only(Tensor, lambda tensor: _wide(tensor, hidden.dtype), inputs)), telling)
+    said, found = layer(*inputs), fused(*inputs)
+    if pytree.tree_structure(said) != pytree.tree_structure(found):
+        return "it returns something of another form"
+    own, other = (_rows(said, telling) - exact).abs(), (_rows(found, telling) - exact).abs()
     # The median node: experts of almost equal weight may be routed differently, in a few nodes.
     one_rounding = torch.finfo(hidden.dtype).eps / 4
     allowed = torch.maximum(_size(own).median(), one_rounding * _size(exact).median())
@@ -426,10 +453,10 @@ def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.double() if dtype == torch.float32 else tensor.float()
 
 
-def _rows(found: Any) -> Tensor:
-    """(nodes, width): the hidden states that a layer returns, alone or before other things."""
+def _rows(found: Any, telling: Tensor | slice) -> Tensor:
+    """(nodes, width): of the hidden states that a layer returns, alone or before other things, those of some nodes."""
     hidden: Tensor = pytree.tree_leaves(found)[0]
-    return hidden.double().flatten(0, -2)
+    return hidden.double().flatten(0, -2)[telling]
 
 
 def _size(errors: Tensor) -> Tensor:

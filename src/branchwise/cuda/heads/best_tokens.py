@@ -318,7 +318,8 @@ def _merge(
         first, own_first = tl.max(ranks, axis=0), tl.max(own_ranks, axis=0)
         listed, found = _unranked(first)
         own, own_found = _unranked(own_first)
-        tl.store(best + row * count + rank, tl.maximum(listed, own))
-        tl.store(where + row * count + rank, tl.where(listed >= own, found, tokens + own_found))
-        ranks = tl.where(ranks == tl.where(listed >= own, first, TAKEN), TAKEN, ranks)
-        own_ranks = tl.where(own_ranks == tl.where(listed >= own, TAKEN, own_first), TAKEN, own_ranks)
+        theirs = (first >> 32) >= (own_first >> 32)  # what is taken has no value
+        tl.store(best + row * count + rank, tl.where(theirs, listed, own))
+        tl.store(where + row * count + rank, tl.where(theirs, found, tokens + own_found))
+        ranks = tl.where(ranks == tl.where(theirs, first, TAKEN), TAKEN, ranks)
+        own_ranks = tl.where(own_ranks == tl.where(theirs, TAKEN, own_first), TAKEN, own_ranks)

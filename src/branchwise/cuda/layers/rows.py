@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from branchwise.cuda.early import begin, early, fetch
-from branchwise.cuda.kernels import _operand
+from branchwise.cuda.kernels import _operand, shared_memory
 from branchwise.cuda.products import asked, elements, lines, pair, scales
 
 MOST_EARLY = 256
 """rows of kernels that start before the one in front of them is over; over more, each has use for the whole device"""
 FEW_ROWS = 128
+SPARE = 4096
+"""bytes of shared memory for sums of rows"""
 LARGE, MANY = 24 << 20, 512
 """bytes of a matrix, and rows, from which on a library's product and a kernel behind it are faster than one kernel: on
 an H200, 36 microseconds instead of 52 for the last product of a layer of Llama 3 8B"""
@@ -139,7 +141,7 @@ def read(
         *keys.stride()[:3], count, nodes, keys.shape[2], epsilon, head_epsilon,
         inputs=width, heads=heads, kv_heads=kv_heads, head_width=head_width, chunk=chunk, biased=bias is not None,
         normed=head_norms is not None, turned=turn is not None, made=product is not None, parts=squares.shape[1],
-        **_shape(tiles, weighted),
+        **_shape(tiles, weighted, 2 * chunk),
     )  # fmt: skip
     return query
 
@@ -153,7 +155,7 @@ def gate_up(rows: Rows, epsilon: float, weight: Tensor) -> Tensor:
     _gate_up[(triton.cdiv(inner, tiles.columns), triton.cdiv(count, tiles.tile))](
         rows.weighted, rows.squares, weight if product is None else product, out, count, inner, epsilon,
         inputs=weight.shape[1], columns=tiles.columns, made=product is not None, parts=rows.squares.shape[1],
-        **_shape(tiles, rows.weighted),
+        **_shape(tiles, rows.weighted, 2 * tiles.columns),
     )  # fmt: skip
     return out
 
@@ -170,7 +172,7 @@ def add(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, nor
         inputs, weight if product is None else product, weight if bias is None else bias, norm, states, out, weighted,
         squares, count, width,
         inputs=weight.shape[1], columns=tiles.columns, biased=bias is not None, made=product is not None, parts=parts,
-        **_shape(tiles, states),
+        **_shape(tiles, states, tiles.columns),
     )  # fmt: skip
     return Rows(out, weighted, squares)
 
@@ -181,13 +183,15 @@ def _by_library(rows: Tensor, weight: Tensor) -> Tensor | None:
     return functional.linear(rows, weight) if large else None
 
 
-def _shape(tiles: Tiling, rows: Tensor) -> dict[str, object]:
+def _shape(tiles: Tiling, rows: Tensor, outputs: int) -> dict[str, object]:
+    """How a program with so many outputs is launched. What is on its way at a time has to fit into shared memory."""
+    stage = (tiles.tile + outputs) * tiles.piece * rows.element_size()
     return {
         "tile": tiles.tile,
         "piece": tiles.piece,
         "operand": _operand(rows.dtype),
         "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
+        "num_stages": max(1, min(tiles.stages, (shared_memory(rows.device) - SPARE) // stage)),
         **(early(rows.device) if len(rows) <= MOST_EARLY else {"early": False}),
     }
 

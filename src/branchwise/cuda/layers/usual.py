@@ -6,6 +6,7 @@ with the model's own in every pass that is recorded (`cuda.fuse`).
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = "self_attn.q_norm", "self_attn.k_norm"
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 """names of parts: those of Llama, Mistral, Qwen 2 and 3, SmolLM and others"""
+READ_BY_ATTENTION = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "cache_position"}
+"""what an attention is given that knows positions by rotation alone; Ministral 3 makes later queries larger besides"""
 READS, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """those that read the same rows"""
 
@@ -48,12 +51,15 @@ class UsualLayer:
             raise ValueError("its MLP has another gate")
         self._reads = _place(groups, attention, READS)
         self._gates = _place(groups, mlp, GATES)
-        self._scale, self._width = float(attention.scaling), int(attention.head_dim)
+        read = inspect.signature(attention.forward).parameters.values()
+        if extra := {one.name for one in read if one.kind is not one.VAR_KEYWORD} - READ_BY_ATTENTION:
+            raise ValueError(f"its attention also reads {', '.join(sorted(extra))}")
+        self._scale = float(attention.scaling)
         self._epsilons = {name: _epsilon(module) for name, module in layer.named_modules() if name.endswith("norm")}
         self._head_norms = bool(names & head_norms)
         self._turns = bool(getattr(attention, "use_rope", True))  # SmolLM3 has layers that know no positions
-        self._last: tuple[Tensor, Rows] | None = None
-        """what the layer before found, as it gave it to the model, and as the next one reads it"""
+        self._last: tuple[Tensor, Tensor, Rows] | None = None
+        """what this layer found, as it gave it to the model, for which norm, and as a layer with this norm reads it"""
 
     def forget(self) -> None:
         """A pass is over."""
@@ -81,8 +87,9 @@ class UsualLayer:
         assert weight is not None, "weights are stacked before they are used"
         assert gates is not None, "weights are stacked before they are used"
         norm, inner_norm = weights["input_layernorm.weight"], weights["post_attention_layernorm.weight"]
-        rows = self._last[1] if self._last is not None and self._last[0] is hidden else None
-        if rows is None:
+        if self._last is not None and self._last[0] is hidden and self._last[1] is norm:
+            rows = self._last[2]
+        else:
             rows = Rows.of(hidden.reshape(-1, width).contiguous(), norm)
         query = read(
             rows, self._epsilons["input_layernorm"], weight, bias, Turn(*position_embeddings) if self._turns else None,
@@ -95,7 +102,7 @@ class UsualLayer:
         next_norm = norm if following is None else following  # behind the last layer nobody reads what is weighted
         made = add(inner, down, weights.get("mlp.down_proj.bias"), attended.states, next_norm)
         state = made.states.view(batch, nodes, width)
-        self._last = None if following is None else (state, made)
+        self._last = None if following is None else (state, following, made)
         return state
 
     def _of_heads(self, weights: Mapping[str, Tensor]) -> tuple[Norm, Norm] | None:
