@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from statistics import mean
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from branchwise.backends.toy import ToyTarget
-from branchwise.control.choice import LOSS, SHARE, SHORTEST_WAIT, TRIAL, WORTH, Rest, best
+from branchwise.control.choice import LOSS, SHARE, SHORTEST_WAIT, TRIAL, WORTH, Rest, Terms, best
 from branchwise.control.costs import PassCostModel, cost_model_of
 from branchwise.control.trust import Kept, Trust
 from branchwise.core.sequence import SequenceState
@@ -146,9 +147,9 @@ def test_a_size_is_left_only_for_one_that_is_clearly_better() -> None:
     assert best([1.0, 2.0, 3.0], [2.0, 2.0, 2.5]) == 2
 
 
-def rested(gains: Callable[[int], float], steps: int) -> list[int]:
+def rested(gains: Callable[[int], float], steps: int, texts: int = 1) -> list[int]:
     """The steps in which a source stood aside that gives so many tokens for each plain pass of time."""
-    rest, found = Rest(), []
+    rest, found = Rest(Terms().for_texts(texts)), []
     for step in range(steps):
         if rest.resting():
             found.append(step)
@@ -169,6 +170,15 @@ def test_a_source_that_pays_never_stands_aside_and_one_that_does_not_mostly_does
     assert max(back) < 1000 + LOSS / SHARE, "it is tried again, and kept"
     gone = rested(lambda step: 1.5 if step < 1000 else 0.5, 1200)
     assert min(gone) < 1000 + 2 * TRIAL
+
+
+@pytest.mark.parametrize("texts", [1, 4, 8, 64])
+def test_trials_of_many_texts_cost_a_smaller_share_of_all_steps(texts: int) -> None:
+    for gained in (0.9, 0.6):
+        drafted = 4000 - len(rested(lambda step, gained=gained: gained, 4000, texts))
+        assert 0 < (1 - gained) * drafted < 1.2 * SHARE / math.sqrt(texts) * 4000
+    back = rested(lambda step: 0.9 if step < 1000 else 1.5, 2000, texts)
+    assert max(back) < 1000 + LOSS / SHARE, "it is tried again, and kept"
 
 
 def test_what_was_done_for_a_text_in_vain_is_spread_over_many_steps() -> None:

@@ -10,6 +10,7 @@ WORTH = 1.03
 """the expected speed of a tree, in plain decoding, from which on it is drafted"""
 TRIAL = 12
 """steps after which a source that takes time itself is judged"""
+SHORTEST_TRIAL = 4
 LOSS = 4.0
 """passes that a trial may lose; then it is over at once"""
 SHARE = 0.05
@@ -47,9 +48,17 @@ class Terms:
     """whether one that has paid and then lost is tried again soon, like the first time"""
 
     def for_texts(self, texts: int) -> Terms:
-        """Steps of several texts say more of a source than as many of one, by the root of their number. So fewer passes
-        are enough to lose, which are dear: a batch makes few."""
-        return replace(self, first=self.first / math.sqrt(texts), again=self.again / math.sqrt(texts))
+        """Steps of several texts say more of a source than as many of one, by the root of their number, and differ less
+        from those before them. So fewer steps and fewer passes lost are enough for a trial, and trials may cost a
+        smaller share of all steps."""
+        root = math.sqrt(texts)
+        return replace(
+            self,
+            first=self.first / root,
+            again=self.again / root,
+            trial=max(SHORTEST_TRIAL, round(self.trial / root)),
+            share=self.share / root,
+        )
 
 
 class Rest:
