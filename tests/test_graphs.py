@@ -23,9 +23,9 @@ from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.topology import chain_topology, topology
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.advance import InputMover
-from branchwise.cuda.fuse import Group, groups_of, joined
 from branchwise.cuda.graphs import GraphedFunction, Pool
 from branchwise.cuda.inputs import BATCHES, NODES, PassInputs, Size, fitting, size_for
+from branchwise.cuda.layers.fuse import Group, groups_of, joined
 from branchwise.cuda.verify_graph import bring
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
@@ -304,7 +304,7 @@ def test_a_fused_pass_scores_as_the_model_does(family: str, monkeypatch: pytest.
 
         return run
 
-    monkeypatch.setattr("branchwise.cuda.fuse.compiled", as_it_is)
+    monkeypatch.setattr("branchwise.cuda.layers.fuse.compiled", as_it_is)
     model = build(SERVED[family])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     target = TransformersTarget(model, slots=1, max_nodes=8, kernels=True, compile=True)

@@ -46,7 +46,7 @@ def test_passes_of_usual_layers_score_as_the_model_does(family: str, caplog: pyt
     target = of_kernels(model)
     assert target.info.execution.layers
     texts = opened(target, rng, 23, 1)
-    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.layers.fuse"):
         for size in (4, 1):
             trees = [random_tree(rng, text.root, size) for text in texts]
             assert_scores_equal_own_forward(model, target, texts, trees)
@@ -67,7 +67,7 @@ def test_layers_with_large_matrices_leave_products_to_the_library(
     model, rng = build(SERVED[family]), random.Random(family)
     target = of_kernels(model)
     texts = opened(target, rng, 9, 4)
-    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.layers.fuse"):
         assert_scores_equal_own_forward(model, target, texts, [random_tree(rng, text.root, 5) for text in texts])
     assert not caplog.records, "a layer was refused"
 
@@ -89,7 +89,7 @@ def test_a_layer_that_computes_something_else_runs_as_it_is(caplog: pytest.LogCa
     model.model.layers[1].mlp.act_fn.forward = lambda values: torch.nn.functional.silu(1.1 * values)
     target = of_kernels(model)
     texts = opened(target, rng, 9, 4)
-    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.layers.fuse"):
         assert_scores_equal_own_forward(model, target, texts, [random_tree(rng, text.root, 5) for text in texts])
     said = [record.getMessage().split(":")[0] for record in caplog.records]
     assert said == ["Layer 1 does not run in few kernels"]
@@ -103,7 +103,7 @@ def test_a_layer_with_other_positions_is_seen_in_a_pass_that_is_mostly_padding(
     target = of_kernels(model, max_nodes=32)
     texts = opened(target, rng, 1)
     batch = TreeBatch([random_tree(rng, texts[0].root, 9)], pad_shape=PadShape(nodes=32))
-    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.layers.fuse"):
         target.score(texts, batch)
     said = [record.getMessage().split(":")[0] for record in caplog.records]
     assert said == [f"Layer {layer} does not run in few kernels" for layer in range(3)]
@@ -119,7 +119,7 @@ def test_each_layer_is_compared_until_one_agrees_in_a_pass_of_this_size(monkeypa
     target = of_kernels(build(SERVED["llama"]))
     texts = opened(target, random.Random(4), 5)
     answers: list[str | None] = []
-    monkeypatch.setattr("branchwise.cuda.fuse.beyond_rounding", lambda *given: answers.pop(0))
+    monkeypatch.setattr("branchwise.cuda.layers.fuse.beyond_rounding", lambda *given: answers.pop(0))
     for nodes, planned in ((4, [None] * 3), (2, ["planted", None]), (1, ["planted"] * 3), (4, [])):
         answers += planned
         target.score(texts, TreeBatch([DraftTree.chain([texts[0].root, *[7] * (nodes - 1)])]))

@@ -16,7 +16,7 @@ from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.fuse import beyond_rounding
+from branchwise.cuda.layers.rounding import beyond_rounding
 from tests.conformance.architectures import COMMON, build
 
 WIDTH, HEADS, INNER = 64, 4, 160
@@ -218,7 +218,7 @@ def uncompiled_layers(
     def program(graph: torch.fx.GraphModule) -> Callable[..., Any]:
         return lambda *inputs: Unrounded(graph, dtype, scale).run(*inputs)
 
-    monkeypatch.setattr("branchwise.cuda.fuse.compiled", program)
+    monkeypatch.setattr("branchwise.cuda.layers.fuse.compiled", program)
     model = build(LlamaConfig(**(COMMON | {"hidden_size": 64, "num_hidden_layers": 2})), dtype)
     model.get_input_embeddings().weight.mul_(embedding)
     target = TransformersTarget(model, slots=1, context=16, max_nodes=8, kernels=True, compile=True)
@@ -227,7 +227,7 @@ def uncompiled_layers(
     seen: list[Tensor] = []
     last = model.model.layers[-1]
     last.register_forward_hook(lambda module, given, found: seen.extend((given[0], found)))
-    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.layers.fuse"):
         target.score([text], TreeBatch([DraftTree(torch.tensor([14, 1, 2, 3, 4]), (-1, 0, 0, 1, 3))]))
     stream, added = (value.float().norm() for value in (seen[-2], seen[-1] - seen[-2]))
     return [

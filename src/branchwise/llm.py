@@ -135,17 +135,18 @@ def load(
     """Load a model by alias, hub id, folder or GGUF file, with a drafter and a verifier.
 
     These are a `method` by name, with the model that drafts for it, the index it retrieves from or the file of its
-    trained head, or `draft`, `tree` and `verify` one by one; without any of them it is the method `default`. `context`
-    limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences run together,
-    more wait their turn. `max_nodes` is how many nodes of a tree one pass may score, the root included: by default 128,
-    or as many as the trees of this method have, at most 1,024. On a CPU `weights` may be "int8" or "int4": the
-    quantised model is then the target, and "auto" takes int8 where a trial finds that it pays. `compile` compiles
-    layers before a GPU records them. `warmup` compiles and records at load what a request needs, so that the first
-    request runs at the speed of the second; on a CPU there is nothing to warm up. With a `guard` nothing is drafted
-    while the method is slower than plain decoding. With a `prefix_cache` a prompt that begins like another text, as the
-    next turn of a conversation does, is prefilled from there on: it is how many texts are kept for that when they have
-    ended, in slots that nobody needs, or True for as many as there are slots. A method that changes the output
-    distribution warns (`LossyWarning`), and so does one whose trees are cut (`CutWarning`).
+    trained head, or `draft`, `tree` and `verify` one by one; without any of them it is the method `default`.
+    `context` limits the tokens of a sequence (the model's own limit by default); `max_batch` is how many sequences
+    run together, more wait their turn. `max_nodes` is how many nodes of a tree one pass may score, the root
+    included: by default 128, or as many as the trees of this method have, at most 1,024. On a CPU `weights` may be
+    "int8" or "int4": the quantised model is then the target, and "auto" takes int8 where a trial finds that it
+    pays. `compile` compiles what has no kernels of ours before a GPU records it. `warmup` compiles and records at
+    load what a request needs, so that the first request runs at the speed of the second; on a CPU there is nothing
+    to warm up. With a `guard` nothing is drafted while the method is slower than plain decoding. With a
+    `prefix_cache` a prompt that begins like another text, as the next turn of a conversation does, is prefilled
+    from there on: it is how many texts are kept for that when they have ended, in slots that nobody needs, or True
+    for as many as there are slots. A method that changes the output distribution warns (`LossyWarning`), and so
+    does one whose trees are cut (`CutWarning`).
 
     A drafter that learns goes on with what is in the file `state`, if there is one yet; `LLM.save_state` writes it.
     """

@@ -111,7 +111,7 @@ def test_every_layer_of_a_large_residual_stream_runs_in_few_kernels_or_compiled(
     target = TransformersTarget(model, slots=1, max_nodes=64, compile=not layers, layers=layers)
     text = SequenceState(list(range(40)))
     target.open(text)
-    with caplog.at_level(logging.WARNING, "branchwise.cuda.fuse"):
+    with caplog.at_level(logging.WARNING, "branchwise.cuda.layers.fuse"):
         target.score([text], TreeBatch([DraftTree.chain([39, *[7] * (nodes - 1)])], "cuda"))
     assert [record.getMessage() for record in caplog.records] == []
 

@@ -113,12 +113,14 @@ FAMILIES = [
             ("attention_mask.size, self._scale", "None, self._scale"),
             ("rows.states, inner_norm)", "rows.weighted, inner_norm)"),
         ],
-        "cuda/fuse.py": [
+        "cuda/layers/fuse.py": [
             ("if {(way, index), (way, key)} <= self._agreed:", "if (way, index) in self._agreed:"),
             ("if {(way, index), (way, key)} <= self._agreed:", "if (way, key) in self._agreed:"),
             ("if reason is None:\n", "if True:\n"),
-            ("flatten(0, -2)[telling]", "flatten(0, -2)"),
             ("return any(module._forward_hooks or module._forward_pre_hooks for module in parts)", "return False"),
+        ],
+        "cuda/layers/rounding.py": [
+            ("flatten(0, -2)[telling]", "flatten(0, -2)"),
         ],
     }),
     Family("host-layers", ["tests/test_host_layers.py", "tests/test_nested.py"], {

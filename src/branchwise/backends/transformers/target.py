@@ -46,10 +46,10 @@ from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DeviceShape
 from branchwise.cuda.advance import InputMover
-from branchwise.cuda.fuse import Fusion, Group, groups_of
 from branchwise.cuda.graphs import Graphs, InflightPass, have_kernels
 from branchwise.cuda.inputs import BATCHES, PassInputs, PassTensors, fitting, size_for
 from branchwise.cuda.laid import lie_still
+from branchwise.cuda.layers.fuse import Fusion, Group, groups_of
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
 from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import nearest

@@ -1,1 +1,1 @@
-"""Decoder layers of a model as a few kernels."""
+"""Decoder layers of a model in other forms: a few kernels of our own, or compiled."""

@@ -1,7 +1,7 @@
 """Decoder layers of the usual kind, each of them a few kernels: attention behind a norm, a gated MLP behind another.
 
 A layer is known by its parts. Whether it computes what its kernels do is seen by their results: a layer is compared
-with the model's own in every pass that is recorded (`cuda.fuse`).
+with the model's own in every pass that is recorded (`cuda.layers.fuse`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class UsualLayer:
         self._scale = float(attention.scaling)
         self._epsilons = {name: _epsilon(module) for name, module in layer.named_modules() if name.endswith("norm")}
         self._head_norms = bool(names & head_norms)
-        self._turns = bool(getattr(attention, "use_rope", True))  # SmolLM3 has layers that know no positions
+        self._turns = bool(vars(attention).get("use_rope", True))  # SmolLM3 has layers that know no positions
         self._last: tuple[Tensor, Tensor, Rows] | None = None
         """what this layer found, as it gave it to the model, for which norm, and as a layer with this norm reads it"""
 

@@ -27,6 +27,7 @@ from branchwise.backends.transformers.attention import Window
 from branchwise.core.rows import WORD, unpack_bits
 from branchwise.cuda.counts import count
 from branchwise.cuda.inputs import PassTensors
+from branchwise.cuda.layers.rounding import beyond_rounding
 from branchwise.errors import first_line
 
 if TYPE_CHECKING:  # it needs Triton
@@ -39,13 +40,6 @@ Program = Callable[[Any, Any, Any], Any]
 MOST_ROWS = 2048
 """of a pass whose layers are computed in few kernels; beyond them a library's products are faster"""
 SCALARS = int | float | str | bool | None
-FARTHER = 2.0
-"""how many times as far as the layer's own result a typical node of the fused layer may lie from the widened one. On a
-CPU compiled layers lie 0.6 to 0.8 times as far in bfloat16 and 0.9 to 1.3 times in float32; in a small layer in
-bfloat16 an attention scale that is off by a tenth lies 4 to 9 times as far, the weights of another layer 100 times"""
-FARTHER_IN_A_COLUMN = 8.0
-"""the same for the worst element of the output, whose error in a pass over one node is a single draw: the largest of
-thousands of such draws is 4 to 5 times the typical one; a wrong column lies 25 times as far or more over eight nodes"""
 
 
 # Linear maps of one input
@@ -395,70 +389,3 @@ def _settings(layer: nn.Module) -> list[tuple[str, str, SCALARS]]:
 
 def compiled(graph: torch.fx.GraphModule) -> Callable[..., Any]:
     return torch.compile(graph, fullgraph=True, dynamic=False, options={"assert_indirect_indexing": False})
-
-
-# Rounding
-
-
-def beyond_rounding(
-    layer: Callable[..., Any],
-    fused: Callable[..., Any],
-    inputs: tuple[Any, Any, list[Tensor]],
-    telling: Tensor | slice = slice(None),
-) -> str | None:
-    """In words, how far `fused` is from `layer` in some of the nodes, if rounding does not explain it. Both are
-    functions of weights, stacked weights and tensors, of which the first are the hidden states (…, width).
-
-    The layer is run three times on the same input: as the model computes it, fused, and widened, in a precision in
-    which rounding does not matter. How far the model's own result lies from the widened one is what rounding costs in
-    this layer, however large its residual stream and however many operations it has; the fused result may lie a little
-    farther. It usually lies closer, because a compiler leaves out roundings between operations.
-    """
-    hidden = inputs[2][0]
-    if hidden.is_floating_point():
-        inputs = _with_noise(layer, inputs)
-    exact = _rows(layer(*pytree.tree_map_only(Tensor, lambda tensor: _wide(tensor, hidden.dtype), inputs)), telling)
-    said, found = layer(*inputs), fused(*inputs)
-    if pytree.tree_structure(said) != pytree.tree_structure(found):
-        return "it returns something of another form"
-    own, other = (_rows(said, telling) - exact).abs(), (_rows(found, telling) - exact).abs()
-    # The median node: experts of almost equal weight may be routed differently, in a few nodes.
-    one_rounding = torch.finfo(hidden.dtype).eps / 4
-    allowed = torch.maximum(_size(own).median(), one_rounding * _size(exact).median())
-    farther = float(_size(other).median() / allowed)
-    # A column of large numbers rounds by their size, even if the model's own result lies on the exact one by luck.
-    in_column = torch.maximum(own.median(0).values.clamp_min(allowed), one_rounding * exact.abs().median(0).values)
-    in_a_column = float((other.median(0).values / in_column).max())
-    if farther <= FARTHER and in_a_column <= FARTHER_IN_A_COLUMN:
-        return None
-    return f"it is {farther:.1f} times as far off as rounding, and {in_a_column:.1f} times in one column"
-
-
-def _with_noise(layer: Callable[..., Any], inputs: tuple[Any, Any, list[Tensor]]) -> tuple[Any, Any, list[Tensor]]:
-    """The same inputs with noise for hidden states, as large as what the layer adds to them: the residual stream of a
-    text may be thousands of times larger, and its rounding in bfloat16 would hide the layer, its faults included."""
-    weights, stacks, (hidden, *others) = inputs
-    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
-    # In memory as the hidden states are: what is compiled is compiled for their strides.
-    probe = torch.empty_like(hidden).copy_(noise)
-    found = pytree.tree_leaves(layer(weights, stacks, [probe, *others]))[0]
-    if found.shape == probe.shape and (added := float(_size((found - probe).double().flatten()))) > 0:
-        probe.mul_(added)
-    return weights, stacks, [probe, *others]
-
-
-def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype != dtype:
-        return tensor
-    return tensor.double() if dtype == torch.float32 else tensor.float()
-
-
-def _rows(found: Any, telling: Tensor | slice) -> Tensor:
-    """(nodes, width): of the hidden states that a layer returns, alone or before other things, those of some nodes."""
-    hidden: Tensor = pytree.tree_leaves(found)[0]
-    return hidden.double().flatten(0, -2)[telling]
-
-
-def _size(errors: Tensor) -> Tensor:
-    """The root of the mean square along the last dimension."""
-    return errors.square().mean(-1).sqrt()
