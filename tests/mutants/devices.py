@@ -123,6 +123,22 @@ FAMILIES = [
             ("flatten(0, -2)[telling]", "flatten(0, -2)"),
         ],
     }),
+    Family("bytes", ["tests/test_int8.py::test_whole_numbers_are_summed_exactly", "tests/test_int8.py::test_a_row_gives_the_same_bits_alone_and_among_others"], {
+        "backends/products.c": [
+            ("_mm512_sub_epi32(sums[r], zeros)", "sums[r]"),
+            ("all->scales[from + r]", "all->scales[r]"),
+            ("i < in; i += 4, rows += all->count", "i < in; i += 4, rows += count"),
+            ("(const int32_t *)all->rows + from;", "(const int32_t *)all->rows;"),
+            ("fours + i * count + 4 * r, bytes", "fours + i * count + r, bytes"),
+        ],
+        "backends/int8.py": [
+            ("self.zero * matrix.numbers.sum(", "127 * matrix.numbers.sum("),
+            ("functional.pad(rows, self._fill) if self._fill[1] else rows.contiguous()", "rows.contiguous()"),
+        ],
+        "backends/native.py": [
+            (".view(-1, PANEL, filled.shape[1] // 4, 4).transpose(1, 2)", ".view(-1, PANEL // 4, filled.shape[1], 4).transpose(1, 2)"),
+        ],
+    }),
     Family("host-layers", ["tests/test_host_layers.py", "tests/test_nested.py"], {
         "backends/attention.c": [
             ("depth < from[l] || ", ""),

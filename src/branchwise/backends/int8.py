@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from branchwise.backends.native import row_functions
+from branchwise.backends.native import PANEL, byte_panels, byte_product, row_functions
 from branchwise.backends.trials import copies, seconds
 
 log = logging.getLogger(__name__)
@@ -200,6 +200,35 @@ class IntMM(WholeNumbers):
         return sums.float().mul_(self._scale).mul_(scale)
 
 
+class Bytes(WholeNumbers):
+    """A product of our own (VNNI), which reads every weight once for up to sixteen rows."""
+
+    name, kind, zero = "our own", torch.uint8, 128
+
+    def __init__(self, matrix: Numbers) -> None:
+        product = byte_product()
+        if product is None:
+            raise ValueError("there is none for this CPU")
+        self._product, (self._out, width) = product, matrix.numbers.shape
+        self._fill = (0, -width % 4)
+        self._panels = byte_panels(functional.pad(matrix.numbers, self._fill))
+        more = (0, self._panels.shape[0] * PANEL - self._out)
+        self._scale = functional.pad(matrix.scale[:, 0], more)
+        self._zeros = functional.pad(self.zero * matrix.numbers.sum(dim=1, dtype=torch.int32), more)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        rows = functional.pad(rows, self._fill) if self._fill[1] else rows.contiguous()
+        size = len(self._scale)
+        out, scales = rows.new_empty(len(rows), size), rows.new_empty(len(rows))
+        room = torch.empty(2, *rows.shape, dtype=self.kind)
+        places = rows, room, scales, self._panels, self._scale, self._zeros, out
+        self._product(*(it.data_ptr() for it in places), *rows.shape, size, self.levels, LEAST, self.zero)
+        return out if size == self._out else out[:, : self._out].contiguous()
+
+    def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
+        raise NotImplementedError("rows are brought to bytes where they are multiplied")
+
+
 class FourBits(Way):
     """KleidiAI's product with 4 bits, in groups. It brings rows to 8 bits by itself, each by a scale and a zero of its
     own."""
@@ -245,7 +274,7 @@ def packed_nibbles(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
 
 
 WAYS: dict[int, tuple[type[Way], ...]] = {
-    8: (OneDnn, OneDnnSigned, Fbgemm, TwoNibbles, OneDnnSevenBits, FbgemmSevenBits, IntMM),
+    8: (Bytes, OneDnn, OneDnnSigned, Fbgemm, TwoNibbles, OneDnnSevenBits, FbgemmSevenBits, IntMM),
     4: (FourBits,),
 }
 """bits -> ways, the first of which are preferred where they are exact and equally fast"""

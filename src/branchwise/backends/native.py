@@ -56,6 +56,27 @@ def float_product() -> Callable[..., None] | None:
     return lambda *given: found(*given, torch.get_num_threads(), threads)
 
 
+@cache
+def byte_product() -> Callable[..., None] | None:
+    """Of rows, places for them in bytes, twice, and for their scales, panels of bytes, scales of outputs, what `zero`
+    makes of each of them, and a place for what is found, of which pointers are given; then how many rows, inputs and
+    outputs there are, how many levels a row has, the least scale and `zero`. None where there is none."""
+    threads = _threads()
+    library = _library() if threads else None
+    if library is None or not hasattr(library, "byte_product"):
+        return None
+    found: Any = library.byte_product
+    found.argtypes = [c_void_p] * 7 + [c_ssize_t] * 3 + [c_float] * 2 + [c_int, c_uint, c_void_p]
+    found.restype = None
+    return lambda *given: found(*given, torch.get_num_threads(), threads)
+
+
+def byte_panels(numbers: Tensor) -> Tensor:
+    """(outputs / 16, inputs / 4, 16, 4): a matrix of bytes (out, in) as it is read, filled up with zeros."""
+    filled = functional.pad(numbers, (0, 0, 0, -len(numbers) % PANEL))
+    return filled.view(-1, PANEL, filled.shape[1] // 4, 4).transpose(1, 2).contiguous()
+
+
 def panels(weight: Tensor) -> Tensor:
     """(outputs / 16, inputs, 16): a matrix (out, in) as it is read, filled up with zeros."""
     filled = functional.pad(weight, (0, 0, 0, -len(weight) % PANEL))
