@@ -211,19 +211,23 @@ class Bytes(WholeNumbers):
             raise ValueError("there is none for this CPU")
         self._product, (self._out, width) = product, matrix.numbers.shape
         self._fill = (0, -width % 4)
-        self._panels = byte_panels(functional.pad(matrix.numbers, self._fill))
-        more = (0, self._panels.shape[0] * PANEL - self._out)
-        self._scale = functional.pad(matrix.scale[:, 0], more)
-        self._zeros = functional.pad(self.zero * matrix.numbers.sum(dim=1, dtype=torch.int32), more)
+        panels = byte_panels(functional.pad(matrix.numbers, self._fill))
+        self._size = panels.shape[0] * PANEL
+        more = (0, self._size - self._out)
+        zeros = functional.pad(self.zero * matrix.numbers.sum(dim=1, dtype=torch.int32), more)
+        self._matrix = panels, functional.pad(matrix.scale[:, 0], more), zeros
 
     def __call__(self, rows: Tensor) -> Tensor:
         rows = functional.pad(rows, self._fill) if self._fill[1] else rows.contiguous()
-        size = len(self._scale)
-        out, scales = rows.new_empty(len(rows), size), rows.new_empty(len(rows))
-        room = torch.empty(2, *rows.shape, dtype=self.kind)
-        places = rows, room, scales, self._panels, self._scale, self._zeros, out
-        self._product(*(it.data_ptr() for it in places), *rows.shape, size, self.levels, LEAST, self.zero)
-        return out if size == self._out else out[:, : self._out].contiguous()
+        count, width = rows.shape
+        out, scales = rows.new_empty(count, self._size), rows.new_empty(count)
+        room = torch.empty(2, count, width, dtype=self.kind)
+        panels, columns, zeros = self._matrix
+        self._product(
+            rows.data_ptr(), room.data_ptr(), scales.data_ptr(), panels.data_ptr(), columns.data_ptr(),
+            zeros.data_ptr(), out.data_ptr(), count, width, self._size, self.levels, LEAST, self.zero,
+        )  # fmt: skip
+        return out if self._size == self._out else out[:, : self._out].contiguous()
 
     def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
         raise NotImplementedError("rows are brought to bytes where they are multiplied")

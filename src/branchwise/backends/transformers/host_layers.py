@@ -134,7 +134,7 @@ class HostLayer:
             jobs.turning.query_norm, jobs.turning.key_norm = (norm.data_ptr() for norm in self._head_norms)
         jobs.turning.keys, jobs.turning.values = keys.data_ptr(), values.data_ptr()
         functions.turn(jobs.turning)
-        found = mixed.new_empty(len(mixed), self._heads * self._width)
+        found = mixed.new_empty(mixed.shape[0], self._heads * self._width)
         jobs.attention.queries, jobs.attention.out = mixed.data_ptr(), found.data_ptr()
         jobs.attention.keys, jobs.attention.values = keys.data_ptr(), values.data_ptr()
         functions.attend(jobs.attention)
