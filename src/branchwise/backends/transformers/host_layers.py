@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -178,8 +179,9 @@ class Seal:
 
     def __init__(self, layer: nn.Module) -> None:
         inside = [*layer.modules()][1:]
-        owners = [part for module in (layer, *inside) for part in (module._modules, module._parameters)]
-        self._parts = [(owner, dict(owner)) for owner in owners]
+        self._owners = [part for module in (layer, *inside) for part in (module._modules, module._parameters)]
+        self._sizes = [*map(len, self._owners)]
+        self._parts = [(owner, [*owner], [*owner.values()]) for owner in self._owners if owner]
         self._weights: list[Tensor] = [*layer.parameters()]
         self._values = self._places()
         self._watchers = [hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)]
@@ -190,10 +192,9 @@ class Seal:
 
     @property
     def whole(self) -> bool:
-        same = all(
-            len(owner) == len(before) and all(owner.get(name, self) is one for name, one in before.items())
-            for owner, before in self._parts
-        )
+        same = [*map(len, self._owners)] == self._sizes
+        for owner, names, parts in self._parts:
+            same = same and [*owner] == names and all(map(is_, owner.values(), parts))
         watched = any(self._watchers) or any("forward" in attributes for attributes in self._attributes)
         return same and not watched and self._places() == self._values
 
