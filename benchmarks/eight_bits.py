@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import branchwise
-from branchwise.backends.int8 import WAYS, Numbers, Way, is_exact
+from branchwise.backends.exact import is_exact
+from branchwise.backends.int8 import WAYS, Numbers, Way
 from branchwise.backends.quantized import linear_layers
 from branchwise.bench.contest import Asked, Contestant, Ours
 from branchwise.bench.peers import build_peer

@@ -18,20 +18,9 @@ from torch import Tensor
 
 import branchwise
 from branchwise import models
-from branchwise.backends import int8, quantized
-from branchwise.backends.int8 import (
-    MOST,
-    WAYS,
-    IntMM,
-    Numbers,
-    TwoNibbles,
-    Way,
-    WholeNumbers,
-    is_exact,
-    nibbles,
-    same_sums,
-    slow_product,
-)
+from branchwise.backends import exact, quantized
+from branchwise.backends.exact import is_exact, same_sums, slow_product
+from branchwise.backends.int8 import MOST, WAYS, IntMM, Numbers, TwoNibbles, Way, WholeNumbers, nibbles
 from branchwise.backends.quantized import QuantizedLinear, choose_weights, conversion_of, layers_of_one_input
 from branchwise.backends.transformers import converted
 from branchwise.backends.transformers.converted import convert, load_converted
@@ -172,11 +161,11 @@ def test_a_way_that_is_not_exact_is_found(planted: type[IntMM], monkeypatch: pyt
     assert is_exact(IntMM(matrix), matrix)
     assert not is_exact(planted(matrix), matrix)
     monkeypatch.setitem(WAYS, 8, (planted, IntMM))
-    int8._tried.cache_clear()
+    exact._tried.cache_clear()
     try:
-        assert int8.tried([(40, 96), (96, 64)]).best is IntMM
+        assert exact.tried([(40, 96), (96, 64)]).best is IntMM
     finally:
-        int8._tried.cache_clear()
+        exact._tried.cache_clear()
 
 
 # Models
@@ -466,7 +455,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: 
 
 def test_auto_takes_eight_bits_where_they_pay(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gain(times: float) -> Any:
-        return lambda *_: int8.Trial({None: times, IntMM: 1.0})
+        return lambda *_: exact.Trial({None: times, IntMM: 1.0})
 
     monkeypatch.setattr(quantized, "tried", gain(1.1))
     monkeypatch.setattr(converted, "tried", gain(1.1))
@@ -510,12 +499,12 @@ def test_what_cannot_be_is_refused_with_a_remedy(folder: Path) -> None:
 
 def test_four_bits_are_refused_where_torch_has_no_product(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WAYS, 4, ())
-    int8._tried.cache_clear()
+    exact._tried.cache_clear()
     try:
         with pytest.raises(UsageError, match="use --weights int8"):
             loaded(folder, "int4")
     finally:
-        int8._tried.cache_clear()
+        exact._tried.cache_clear()
 
 
 def test_a_skeleton_is_the_model_without_its_weights(folder: Path) -> None:

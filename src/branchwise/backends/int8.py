@@ -14,9 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from branchwise.backends.native import PANEL, byte_panels, byte_product, row_functions
-from branchwise.backends.trials import copies, seconds
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +29,6 @@ MOST = 119
 """the largest number of 8 bits"""
 GROUP = 32
 """numbers of 4 bits that share a scale"""
-TRIAL_ROWS = (1, 5, 16)
-"""of the trial: a plain step, and trees"""
-TRIALS = 3
-TRIAL_OUT = 2048
-"""output rows of the trial at most: what larger matrices take grows with them"""
-EXACT_OUT = 256
-"""output rows over which sums are compared with exact ones"""
-HOPELESS = 4.0
-"""times the fastest, from which on a way is not tried any longer"""
-TOLERANCE = 0.03
-"""of the size of a product, within which 8 bits for its rows leave it"""
-LAST_BIT = 1e-6
 LEAST = 1e-30
 """no scale is smaller, so that a row of zeros can be divided by its scale"""
 
@@ -282,132 +267,6 @@ WAYS: dict[int, tuple[type[Way], ...]] = {
     4: (FourBits,),
 }
 """bits -> ways, the first of which are preferred where they are exact and equally fast"""
-
-Shape = tuple[int, int]
-
-
-class Trial(NamedTuple):
-    """What products with all matrices of a model took. The best way is exact here; those that are far slower were not
-    looked at any further."""
-
-    seconds: dict[type[Way] | None, float]
-    """of passes over `TRIAL_ROWS` rows together; None stands for floating point"""
-
-    @property
-    def best(self) -> type[Way] | None:
-        ways = [way for way in self.seconds if way is not None]
-        return min(ways, key=self.seconds.__getitem__, default=None)
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast as floating point the best way is."""
-        return 0.0 if self.best is None else self.seconds[None] / self.seconds[self.best]
-
-
-def tried(shapes: Iterable[Shape], bits: int = 8, dtype: torch.dtype = torch.float32) -> Trial:
-    """Try all ways on matrices of these shapes, beside products in `dtype`; the same is tried once in a process."""
-    return _tried(tuple(sorted(Counter(shapes).items())), bits, dtype, torch.get_num_threads())
-
-
-@cache
-def _tried(counts: tuple[tuple[Shape, int], ...], bits: int, dtype: torch.dtype, threads: int) -> Trial:
-    draw = torch.Generator().manual_seed(0)
-    weights = {shape: torch.randn(min(shape[0], TRIAL_OUT), shape[1], generator=draw) for shape, _ in counts}
-    matrices = {shape: Numbers.of(weight, bits) for shape, weight in weights.items()}
-    small = [Numbers.of(weight[:EXACT_OUT], bits) for weight in weights.values()]
-    totals: dict[type[Way] | None, float] = dict.fromkeys((None, *_exact_ways(small, bits)), 0.0)
-    for shape, count in counts:
-        weight, matrix = weights[shape], matrices[shape]
-        several = copies(matrix.nbytes, count)
-        for way in totals:
-            products = [
-                _Float(weight.to(dtype, copy=True)) if way is None else way(matrix.copy()) for _ in range(several)
-            ]
-            totals[way] += count * shape[0] / len(weight) * _seconds(products, shape[1])
-    log.info("Products take %s.", {name_of(way): f"{1e3 * spent:.1f} ms" for way, spent in totals.items()})
-    return Trial(totals)
-
-
-def _exact_ways(matrices: Sequence[Numbers], bits: int) -> list[type[Way]]:
-    """Those that this torch has, and that are exact on this CPU. One that takes several times as long as another is not
-    looked at any further, and neither is one of fewer bits if the same is exact with all."""
-    alone: dict[type[Way], float] = {}
-    for way in WAYS[bits]:
-        try:
-            alone[way] = sum(_seconds([way(one)], one.numbers.shape[1], TRIAL_ROWS[:1]) for one in matrices)
-        except (RuntimeError, AttributeError, ValueError) as error:  # no such product in this torch or on this CPU
-            log.info("%s is not used: %s", way.name, error)
-    found: list[type[Way]] = []
-    for way, spent in alone.items():
-        if spent > HOPELESS * min(alone.values()) and way is not IntMM:
-            log.info("%s is not used: it is slow", way.name)
-        elif not any(issubclass(way, other) and way.levels < other.levels for other in found):
-            try:
-                exact = all(is_exact(way(matrix), matrix) for matrix in matrices)
-            except (RuntimeError, ValueError):  # none for several rows
-                exact = False
-            if exact:
-                found.append(way)
-            else:
-                log.info("%s is not used: rows depend on each other, or sums overflow", way.name)
-    return found
-
-
-def name_of(way: type[Way] | None) -> str:
-    return "floating point" if way is None else way.name
-
-
-class _Float:
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return functional.linear(rows.to(self._weight.dtype), self._weight)
-
-
-@torch.inference_mode()
-def is_exact(product: Way, matrix: Numbers) -> bool:
-    """Whether rows give the same bits alone and among others, and these are the bits or, where a library rounds rows in
-    its own way, about the numbers that they should be. Among the rows are the largest ones there can be, in which sums
-    of too few bits overflow."""
-    draw = torch.Generator().manual_seed(1)
-    width = matrix.numbers.shape[1]
-    rows = torch.randn(max(TRIAL_ROWS), width, generator=draw)
-    rows[0], rows[1] = 1.0, -1.0  # all as large as the largest
-    rows[2] = matrix.numbers[0].float().sign() + 0.0  # the largest sum
-    rows[3] *= 1e-6
-    found = product(rows)
-    for count in range(1, len(rows)):
-        if not torch.equal(product(rows[:count].clone()), found[:count]):
-            return False
-    if not torch.equal(torch.cat([product(row[None].clone()) for row in rows]), found):
-        return False
-    if isinstance(product, WholeNumbers):
-        return same_sums(found, slow_product(rows, matrix, product.levels))
-    wanted = rows @ matrix.weight.t()
-    return bool(((found - wanted).norm(dim=1) <= TOLERANCE * wanted.norm(dim=1) + TOLERANCE * rows.norm(dim=1)).all())
-
-
-def slow_product(rows: Tensor, matrix: Numbers, levels: int) -> Tensor:
-    """What every way of `WholeNumbers` must find: sums of whole numbers are exact in float64."""
-    scale = rows.abs().amax(dim=1, keepdim=True).clamp_min(LEAST) / levels
-    sums = (rows / scale).round().double() @ matrix.numbers.double().t()
-    return sums.float() * matrix.scale[:, 0] * scale
-
-
-def same_sums(found: Tensor, wanted: Tensor) -> bool:
-    """Whether the same sums were scaled: in another order this changes the last bit, and an overflow changes more."""
-    largest = wanted.abs().amax(dim=1, keepdim=True)
-    return bool(((found - wanted).abs() <= LAST_BIT * largest).all())
-
-
-def _seconds(products: Sequence[Any], width: int, rows_of: Sequence[int] = TRIAL_ROWS) -> float:
-    total = 0.0
-    for count in rows_of:
-        rows = torch.linspace(-1, 1, count * width).view(count, width)
-        products[0](rows.clone())
-        total += min(seconds(products, rows) for _ in range(TRIALS))
-    return total
 
 
 def stacked(parts: Sequence[Numbers]) -> Numbers:

@@ -63,9 +63,12 @@ def byte_product() -> Callable[..., None] | None:
     outputs there are, how many levels a row has, the least scale and `zero`. None where there is none."""
     threads = _threads()
     library = _library() if threads else None
-    if library is None or not hasattr(library, "byte_product"):
+    try:
+        found: Any = library and library.byte_product
+    except AttributeError:  # the CPU has no such instructions
         return None
-    found: Any = library.byte_product
+    if found is None:
+        return None
     found.argtypes = [c_void_p] * 7 + [c_ssize_t] * 3 + [c_float] * 2 + [c_int, c_uint, c_void_p]
     found.restype = None
     return lambda *given: found(*given, torch.get_num_threads(), threads)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.int8 import GROUP, Numbers, Shape, Trial, Way, stacked, tried
+from branchwise.backends.exact import Shape, Trial, tried
+from branchwise.backends.int8 import GROUP, Numbers, Way, stacked
 from branchwise.backends.packed import PackedLayers, Product
 from branchwise.backends.packed import matrix as packed_matrix
 from branchwise.errors import UnsupportedModel, UsageError

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from branchwise.backends.int8 import Numbers, tried
+from branchwise.backends.exact import tried
+from branchwise.backends.int8 import Numbers
 from branchwise.backends.quantized import (
     AUTO,
     FORMAT,

@@ -196,23 +196,30 @@ class DeviceDraft(ABC):
             places = places.long()
         else:
             bare = functional.rms_norm(predict, predict.shape[-1:], eps=self.head.config.epsilon)
-            own = torch.einsum("brd,bed->bre", bare, self.cache.extra_rows[slots])
+            own = bare @ self.cache.extra_rows[slots].transpose(1, 2)
             own = own.masked_fill((known < 0)[:, None], -torch.inf)
             logits = torch.cat([self._product(self.head.output(predict), None), own], dim=-1).float()
             if self.grammars is not None:
                 allowed = self.grammars.allowed(len(self._embeddings))
                 theirs = allowed.gather(2, known.clamp_min(0)[:, None].expand(-1, predict.shape[1], -1))
                 logits = logits.masked_fill(~torch.cat([allowed[..., self._table], theirs], dim=-1), -torch.inf)
-            dice, temperatures = (part[slots] for part in self.cache.draws)
-            logits /= torch.where(temperatures > 0, temperatures, 1.0)[:, None, None]
-            keys = keys_of(dice, lengths + depth)[:, None].expand(-1, predict.shape[1])
-            listed, own = logits.split([size, own.shape[-1]], dim=-1)
-            chances = foreseen(listed, self._table, keys, temperatures > 0, own, known, len(self._embeddings))
+            chances = self._foreseen(logits, slots, lengths + depth, known)
             values, places = chances.topk(count, dim=-1)
         theirs = known[:, None].expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
         tokens = torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs)
         likely = Likely(tokens, values)
         return likely if self.grammars is None else self._forced(likely, self.grammars)
+
+    def _foreseen(self, logits: Tensor, slots: Tensor, positions: Tensor, known: Tensor) -> Tensor:
+        """The logarithms of chances, given logits for the tokens of the table and for those that each text has known of
+        besides, of which some are to be drawn in these positions."""
+        dice, temperatures = (part[slots] for part in self.cache.draws)
+        if logits.device.type == "cpu" and not bool(temperatures.any()):
+            return logits.log_softmax(dim=-1)
+        logits /= torch.where(temperatures > 0, temperatures, 1.0)[:, None, None]
+        keys, size = keys_of(dice, positions)[:, None].expand(-1, logits.shape[1]), len(self._table)
+        listed, own = logits.split([size, logits.shape[2] - size], dim=-1)
+        return foreseen(listed, self._table, keys, temperatures > 0, own, known, len(self._embeddings))
 
     def _forced(self, likely: Likely, levels: GrammarLevels) -> Likely:
         """The same where a grammar leaves no choice: its token may not even be in the table."""
