@@ -473,9 +473,9 @@ def test_auto_takes_eight_bits_where_they_pay(folder: Path, cache: Path, monkeyp
     monkeypatch.setattr(quantized, "tried", gain(1.1))
     assert loaded(folder, "auto").conversion is None
     assert device_name(torch.device("cpu")) != "another machine"
-    exact, _ = load_converted(str(folder), "auto", dtype=torch.bfloat16)
-    assert exact.dtype == torch.bfloat16
-    assert conversion_of(exact) is None
+    model, _ = load_converted(str(folder), "auto", dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert conversion_of(model) is None
 
 
 # What is refused

@@ -1,4 +1,4 @@
-"""Matrix products with weights of 8 or 4 bits on a CPU, by whatever torch offers there that is exact and fastest.
+"""Matrix products with weights of 8 or 4 bits on a CPU, by whatever is exact there and fastest (`backends.exact`).
 
 A weight matrix (out, in) is kept as small whole numbers and a scale for every output row (8 bits) or for every 32
 numbers of it (4 bits). The rows that it is multiplied with are brought to 8 bits on the fly, each by a scale of its
