@@ -20,7 +20,7 @@ import branchwise
 from branchwise import models
 from branchwise.backends import exact, quantized
 from branchwise.backends.exact import is_exact, same_sums, slow_product
-from branchwise.backends.int8 import MOST, WAYS, IntMM, Numbers, TwoNibbles, Way, WholeNumbers, nibbles
+from branchwise.backends.int8 import MOST, WAYS, Bytes, IntMM, Numbers, TwoNibbles, Way, WholeNumbers, nibbles
 from branchwise.backends.quantized import QuantizedLinear, choose_weights, conversion_of, layers_of_one_input
 from branchwise.backends.transformers import converted
 from branchwise.backends.transformers.converted import convert, load_converted
@@ -103,6 +103,15 @@ def test_whole_numbers_are_summed_exactly(out: int, width: int, count: int, seed
 
 def test_there_is_a_way_on_every_machine() -> None:
     assert IntMM in ways()
+
+
+def test_without_a_product_of_our_own_another_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("branchwise.backends.int8.byte_product", lambda: None)
+    exact._tried.cache_clear()
+    try:
+        assert exact.tried([(40, 96), (96, 64)]).best not in (None, Bytes)
+    finally:
+        exact._tried.cache_clear()
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 2**20))

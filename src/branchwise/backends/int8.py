@@ -91,13 +91,17 @@ class Way(ABC):
 
 
 class WholeNumbers(Way):
-    """A row is divided by its largest number over `levels`, rounded, and multiplied with whole numbers. Which library
-    sums these up makes no difference, up to the last bit of the scaled sum."""
+    """A row is divided by its largest number over `levels`, rounded, and multiplied with whole numbers. What sums these
+    up makes no difference, up to the last bit of the scaled sum."""
 
     kind: ClassVar[torch.dtype] = torch.float32
-    """in which the numbers of rows are given to `multiply`"""
+    """in which the numbers of rows are given"""
     zero: ClassVar[int] = 0
     """what stands for 0 in bytes"""
+
+
+class RowsFirst(WholeNumbers):
+    """One that is given rows as whole numbers."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         if (functions := row_functions()) is not None:
@@ -111,7 +115,7 @@ class WholeNumbers(Way):
         `rows` may be overwritten."""
 
 
-class OneDnn(WholeNumbers):
+class OneDnn(RowsFirst):
     """oneDNN's product of bytes (VNNI, AMX), with weights in the order in which they are read."""
 
     name, kind, zero = "onednn", torch.uint8, 128
@@ -129,7 +133,7 @@ class OneDnn(WholeNumbers):
         return found.mul_(scale)
 
 
-class Fbgemm(WholeNumbers):
+class Fbgemm(RowsFirst):
     """FBGEMM's product of bytes, which it makes of floats, with weights in the order in which they are read."""
 
     name = "fbgemm"
@@ -170,7 +174,7 @@ class FbgemmSevenBits(Fbgemm):
     name, levels, middle = "fbgemm with 7 bits", 63, 64
 
 
-class IntMM(WholeNumbers):
+class IntMM(RowsFirst):
     """torch's plain product of whole numbers, which every CPU has."""
 
     name, kind = "int_mm", torch.int8
@@ -186,7 +190,7 @@ class IntMM(WholeNumbers):
 
 
 class Bytes(WholeNumbers):
-    """A product of our own (VNNI), which reads every weight once for up to sixteen rows."""
+    """A product of our own (VNNI), which brings rows to bytes and reads every weight once for up to sixteen of them."""
 
     name, kind, zero = "our own", torch.uint8, 128
 
@@ -213,9 +217,6 @@ class Bytes(WholeNumbers):
             zeros.data_ptr(), out.data_ptr(), count, width, self._size, self.levels, LEAST, self.zero,
         )  # fmt: skip
         return out if self._size == self._out else out[:, : self._out].contiguous()
-
-    def multiply(self, rows: Tensor, scale: Tensor) -> Tensor:
-        raise NotImplementedError("rows are brought to bytes where they are multiplied")
 
 
 class FourBits(Way):
