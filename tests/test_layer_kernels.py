@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from branchwise.backends.base import Needs
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch
 from branchwise.core.sequence import SequenceState
@@ -130,9 +131,13 @@ def test_whoever_watches_parts_of_a_layer_sees_them() -> None:
     model, seen = build(SERVED["llama"]), []
     target = of_kernels(model)
     texts = opened(target, random.Random(6), 5)
-    model.model.layers[1].mlp.register_forward_hook(lambda *given: seen.append(given))
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *given: seen.append(given))
     target.score(texts, TreeBatch([DraftTree.chain([texts[0].root, 7])]))
     assert seen
+    hook.remove()
+    target.require(Needs(hidden_layers=("model.layers.2.mlp",)))
+    scored = target.score(texts, TreeBatch([DraftTree.chain([texts[0].root, 7])]))
+    assert scored.hidden["model.layers.2.mlp"].shape == (1, 2, 32)
 
 
 def test_slots_that_a_padded_pass_does_not_name_stay_as_they_are() -> None:

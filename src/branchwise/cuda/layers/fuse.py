@@ -1,9 +1,10 @@
 """Fewer and larger kernels in a recorded pass, whatever the model class.
 
 A pass over a few nodes of a small model is bound by the number of its kernels. So linear maps that read the same input
-are one product over their stacked weights, and a decoder layer is traced and compiled, once for all layers of its kind:
-weights are inputs of what is compiled, and attention is one opaque operation that looks up which layer's keys it works
-on. All of it happens within packed passes, recorded or not; outside them the model computes as it always did.
+are one product over their stacked weights. A decoder layer of the usual kind is a few kernels of our own, and another
+one can be traced and compiled, once for all layers of its kind: weights are inputs of what is compiled, and attention
+is one opaque operation that looks up which layer's keys it works on. All of it happens within packed passes, recorded
+or not; outside them the model computes as it always did.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Fusion:
         with joined(self._groups), ExitStack() as undo:
             for index, layer in enumerate(self._layers):
                 usual = self._usual[index]
-                if (usual is not None or self._compile) and not _watched_inside(layer):
+                if usual is not None or self._compile:
                     _patch(layer, self._fused(index, layer), undo)
                 if usual is not None:
                     undo.callback(usual.forget)
@@ -281,6 +282,8 @@ class Fusion:
                 *_settings(layer),
             )
             inputs = weights, stacks, tensors
+            if _watched_inside(layer):
+                return run(*inputs)
             if (key, index) not in self._programs and bool((telling := _telling(self._store.current)).any()):
                 ways = {"in few kernels": by_kernels, "compiled": by_a_compiler}
                 self._programs[key, index] = self._checked(key, index, ways, run, inputs, telling)
