@@ -21,6 +21,7 @@ from branchwise import models
 from branchwise.backends import exact, quantized
 from branchwise.backends.exact import is_exact, same_sums, slow_product
 from branchwise.backends.int8 import MOST, WAYS, Bytes, IntMM, Numbers, TwoNibbles, Way, WholeNumbers, nibbles
+from branchwise.backends.native import byte_product
 from branchwise.backends.quantized import QuantizedLinear, choose_weights, conversion_of, layers_of_one_input
 from branchwise.backends.transformers import converted
 from branchwise.backends.transformers.converted import convert, load_converted
@@ -103,6 +104,12 @@ def test_whole_numbers_are_summed_exactly(out: int, width: int, count: int, seed
 
 def test_there_is_a_way_on_every_machine() -> None:
     assert IntMM in ways()
+
+
+@pytest.mark.skipif(byte_product() is None, reason="needs a CPU with AVX-512 VNNI, and a C compiler")
+def test_our_own_product_is_exact_wherever_it_is() -> None:
+    """Were it not, the trial would leave it out, and nobody would know."""
+    assert Bytes in ways()
 
 
 def test_without_a_product_of_our_own_another_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
