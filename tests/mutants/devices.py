@@ -96,12 +96,14 @@ FAMILIES = [
         ],
     }),
     Family("layers", ["tests/test_layer_kernels.py"], {
-        "cuda/layers/rows.py": [
-            ("squares.sum(dim=-1)", "squares.mean(dim=-1)"),
+        "cuda/products.py": [
             ("mask &= ((slot >= 0) & (cell < capacity))[:, None]", "mask &= (slot >= 0)[:, None]"),
             ("mask &= ((slot >= 0) & (cell < capacity))[:, None]", "mask &= (cell < capacity)[:, None]"),
-            ("if head < heads + kv_heads:", "if head < heads:"),
             ("kind, kept = (head - heads) // kv_heads, (head - heads) % kv_heads", "kind, kept = (head - heads) % 2, (head - heads) // 2"),
+        ],
+        "cuda/layers/rows.py": [
+            ("squares.sum(dim=-1)", "squares.mean(dim=-1)"),
+            ("if head < heads + kv_heads:", "if head < heads:"),
             ("upper * second.to(tl.float32) + lower", "upper * first.to(tl.float32) + lower"),
             ("(kept * weights).to(", "kept.to("),
             ("found = (total + before.to(tl.float32))", "found = total"),

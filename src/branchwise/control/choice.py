@@ -11,6 +11,7 @@ WORTH = 1.03
 TRIAL = 12
 """steps after which a source that takes time itself is judged"""
 SHORTEST_TRIAL = 4
+"""the same, however many texts take part"""
 LOSS = 4.0
 """passes that a trial may lose; then it is over at once"""
 SHARE = 0.05

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from branchwise.cuda.early import begin, fetch
+
 
 class Summed(NamedTuple):
     """Rows whose sizes are known."""
@@ -94,3 +96,64 @@ def apart(
         theirs = lines(weight + shift, other, inside, at, width, stride, operand)
         beside = tl.dot(right, theirs, beside, input_precision="ieee")
     return found, beside
+
+
+@triton.jit
+def made_part(product, row, real, column, inside, outputs: tl.constexpr):
+    """(tile, columns): part of a product that is made."""
+    places = product + row[:, None].to(tl.int64) * outputs + column[None, :]
+    return tl.load(places, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def spread(
+    lower, upper, head, row, slot, cell, mask, element, query, keys, values, stride_slot, stride_head, stride_row,
+    capacity, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr,
+):  # fmt: skip
+    """Write both halves of a head (tile, elements) where they belong: queries one row behind the other, keys and values
+    to these cells of the cache. Heads of keys come behind those of queries, and those of values last."""
+    half: tl.constexpr = head_width // 2
+    if head < heads:
+        goal = (row[:, None].to(tl.int64) * heads + head) * head_width + element[None, :]
+        tl.store(query + goal, lower.to(query.dtype.element_ty), mask=mask)
+        tl.store(query + goal + half, upper.to(query.dtype.element_ty), mask=mask)
+    else:
+        mask &= ((slot >= 0) & (cell < capacity))[:, None]
+        kind, kept = (head - heads) // kv_heads, (head - heads) % kv_heads
+        place = slot * stride_slot + kept * stride_head + cell.to(tl.int64) * stride_row
+        goal = place[:, None] + element[None, :]
+        if kind == 0:
+            tl.store(keys + goal, lower.to(keys.dtype.element_ty), mask=mask)
+            tl.store(keys + goal + half, upper.to(keys.dtype.element_ty), mask=mask)
+        else:
+            tl.store(values + goal, lower.to(values.dtype.element_ty), mask=mask)
+            tl.store(values + goal + half, upper.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_up(
+    weighted, squares, factor, out, rows, inner, epsilon,
+    inputs: tl.constexpr, columns: tl.constexpr, made: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    """The gated inner values of an MLP. A `factor` is the matrix, or, where it is made, the product with it."""
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    real, inside = row < rows, column < inner
+    if not made:
+        fetch(factor, column, 2 * inner, inputs, early)
+        fetch(factor, column + inner, 2 * inner, inputs, early)
+    begin(early)
+    summed, place = asked(squares, row * parts, real, parts), row.to(tl.int64) * inputs
+    if made:
+        gate = made_part(factor, row, real, column, inside, 2 * inner)
+        up = made_part(factor, row, real, column + inner, inside, 2 * inner)
+    else:
+        gate, up = pair(
+            weighted, place, real, factor, column, column + inner, inside, inputs, inputs, columns, tile, piece, operand
+        )
+    scale = scales(summed, epsilon, inputs)
+    gate, up = gate * scale, up * scale
+    found = gate / (1 + tl.exp(-gate)) * up
+    goal = out + row[:, None].to(tl.int64) * inner + column[None, :]
+    tl.store(goal, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

@@ -66,8 +66,6 @@ def foreseen(
 
     The extra tokens of a block do not know of each other, and the others do not know of them; all share one sum.
     """
-    if logits.device.type == "cpu" and not bool(sampled.any()):
-        return torch.cat([logits, extra], dim=2).log_softmax(dim=2)
     top = torch.maximum(logits.amax(-1, keepdim=True), extra.amax(-1, keepdim=True)).clamp_min(-1e30)
     mass, more = (logits - top).exp(), (extra - top).exp().masked_fill((known < 0)[:, None], 0.0)
     blocks = torch.arange(-(-vocabulary // BLOCK), device=logits.device)

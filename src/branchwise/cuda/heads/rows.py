@@ -22,7 +22,7 @@ from torch import Tensor
 
 from branchwise.cuda.early import begin, early, fetch
 from branchwise.cuda.kernels import _operand
-from branchwise.cuda.products import Summed, apart, asked, elements, lines, pair, scales
+from branchwise.cuda.products import Summed, _gate_up, apart, asked, elements, lines, pair, scales, spread
 
 MOST_TAPS = 4
 """layers of the target that `join` reads"""
@@ -133,7 +133,7 @@ def gate_up(rows: Summed, weight: Tensor, epsilon: float) -> Tensor:
     out = weight.new_empty(count, inner)
     _gate_up[_grid(inner, count)](
         *rows, weight, out, count, inner, epsilon,
-        width=width, columns=COLUMNS, parts=rows.squares.shape[1], **_shape(weight, count),
+        inputs=width, columns=COLUMNS, made=False, parts=rows.squares.shape[1], **_shape(weight, count),
     )  # fmt: skip
     return out
 
@@ -325,45 +325,10 @@ def _read(
         cos, sin = tl.cos(angle), tl.sin(angle)
         lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
     mask = real[:, None] & inside[None, :]
-    if head < heads:
-        goal = (row[:, None] * heads + head).to(tl.int64) * head_width + element[None, :]
-        tl.store(query + goal, lower.to(query.dtype.element_ty), mask=mask)
-        tl.store(query + goal + half, upper.to(query.dtype.element_ty), mask=mask)
-    else:
-        at_cell = length + cell + number
-        mask &= ((slot >= 0) & (at_cell < capacity))[:, None]
-        kind, kept = (head - heads) // kv_heads, (head - heads) % kv_heads
-        place = slot * stride_slot + kept * stride_head + at_cell.to(tl.int64) * stride_row
-        goal = place[:, None] + element[None, :]
-        if kind == 0:
-            tl.store(keys + goal, lower.to(keys.dtype.element_ty), mask=mask)
-            tl.store(keys + goal + half, upper.to(keys.dtype.element_ty), mask=mask)
-        else:
-            tl.store(values + goal, lower.to(values.dtype.element_ty), mask=mask)
-            tl.store(values + goal + half, upper.to(values.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _gate_up(
-    states, squares, weight, out, rows, inner, epsilon,
-    width: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    row = tl.program_id(1) * tile + tl.arange(0, tile)
-    real, inside = row < rows, column < inner
-    fetch(weight, column, 2 * inner, width, early)
-    fetch(weight, column + inner, 2 * inner, width, early)
-    begin(early)
-    summed, place = asked(squares, row * parts, real, parts), row.to(tl.int64) * width
-    gate, up = pair(
-        states, place, real, weight, column, column + inner, inside, width, width, columns, tile, piece, operand
-    )
-    scale = scales(summed, epsilon, width)
-    gate, up = gate * scale, up * scale
-    found = gate / (1 + tl.exp(-gate)) * up
-    goal = out + row[:, None].to(tl.int64) * inner + column[None, :]
-    tl.store(goal, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    spread(
+        lower, upper, head, row, slot, length + cell + number, mask, element, query, keys, values, stride_slot,
+        stride_head, stride_row, capacity, heads, kv_heads, head_width,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from branchwise.cuda.early import begin, early, fetch
 from branchwise.cuda.kernels import _operand, shared_memory
-from branchwise.cuda.products import asked, elements, lines, pair, scales
+from branchwise.cuda.products import _gate_up, asked, elements, lines, made_part, pair, scales, spread
 
 MOST_EARLY = 256
 """rows of kernels that start before the one in front of them is over; over more, each has use for the whole device"""
@@ -31,8 +31,8 @@ FEW_ROWS = 128
 SPARE = 4096
 """bytes of shared memory for sums of rows"""
 LARGE, MANY = 24 << 20, 512
-"""bytes of a matrix, and rows, from which on a library's product and a kernel behind it are faster than one kernel: on
-an H200, 36 microseconds instead of 52 for the last product of a layer of Llama 3 8B"""
+"""bytes of a matrix, and rows, from which on a library multiplies: on an H200 cuBLAS takes 32 microseconds for
+eight rows and the last matrix of a layer of Llama 3 8B, and a kernel of ours 52 (docs/log.md)"""
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,6 @@ def _shape(tiles: Tiling, rows: Tensor, outputs: int) -> dict[str, object]:
     }
 
 
-@triton.jit
-def _made(product, row, real, column, inside, outputs: tl.constexpr):
-    """(tile, columns): part of a product that is made."""
-    places = product + row[:, None].to(tl.int64) * outputs + column[None, :]
-    return tl.load(places, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["rows", "nodes", "capacity"])
 def _read(
     weighted, squares, factor, bias, query_norm, key_norm, cos, sin, query, keys, values, slots, starts,
@@ -234,8 +227,8 @@ def _read(
     slot = tl.load(slots + text, mask=real, other=-1).to(tl.int64)
     cell = tl.load(starts + text, mask=real, other=0).to(tl.int64) + node
     if made:
-        lower = _made(factor, row, real, line, inside, every)
-        upper = _made(factor, row, real, line + half, inside, every)
+        lower = made_part(factor, row, real, line, inside, every)
+        upper = made_part(factor, row, real, line + half, inside, every)
     else:
         lower, upper = pair(
             weighted, row.to(tl.int64) * inputs, real, factor, line, line + half, inside, inputs, inputs, chunk, tile,
@@ -262,48 +255,10 @@ def _read(
                 lower * first.to(tl.float32) - upper * third.to(tl.float32),
                 upper * second.to(tl.float32) + lower * fourth.to(tl.float32),
             )
-    if head < heads:
-        goal = (row[:, None].to(tl.int64) * heads + head) * head_width + element[None, :]
-        tl.store(query + goal, lower.to(query.dtype.element_ty), mask=mask)
-        tl.store(query + goal + half, upper.to(query.dtype.element_ty), mask=mask)
-    else:
-        mask &= ((slot >= 0) & (cell < capacity))[:, None]
-        kind, kept = (head - heads) // kv_heads, (head - heads) % kv_heads
-        goal = (slot * stride_slot + kept * stride_head + cell * stride_row)[:, None] + element[None, :]
-        if kind == 0:
-            tl.store(keys + goal, lower.to(keys.dtype.element_ty), mask=mask)
-            tl.store(keys + goal + half, upper.to(keys.dtype.element_ty), mask=mask)
-        else:
-            tl.store(values + goal, lower.to(values.dtype.element_ty), mask=mask)
-            tl.store(values + goal + half, upper.to(values.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _gate_up(
-    weighted, squares, factor, out, rows, inner, epsilon,
-    inputs: tl.constexpr, columns: tl.constexpr, made: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
-    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    row = tl.program_id(1) * tile + tl.arange(0, tile)
-    real, inside = row < rows, column < inner
-    if not made:
-        fetch(factor, column, 2 * inner, inputs, early)
-        fetch(factor, column + inner, 2 * inner, inputs, early)
-    begin(early)
-    summed, place = asked(squares, row * parts, real, parts), row.to(tl.int64) * inputs
-    if made:
-        gate = _made(factor, row, real, column, inside, 2 * inner)
-        up = _made(factor, row, real, column + inner, inside, 2 * inner)
-    else:
-        gate, up = pair(
-            weighted, place, real, factor, column, column + inner, inside, inputs, inputs, columns, tile, piece, operand
-        )
-    scale = scales(summed, epsilon, inputs)
-    gate, up = gate * scale, up * scale
-    found = gate / (1 + tl.exp(-gate)) * up
-    goal = out + row[:, None].to(tl.int64) * inner + column[None, :]
-    tl.store(goal, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    spread(
+        lower, upper, head, row, slot, cell, mask, element, query, keys, values, stride_slot, stride_head, stride_row,
+        capacity, heads, kv_heads, head_width,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -321,7 +276,7 @@ def _add(
     place, mask = row[:, None].to(tl.int64) * width + column[None, :], real[:, None] & inside[None, :]
     before = tl.load(states + place, mask=mask, other=0.0)
     if made:
-        total = _made(factor, row, real, column, inside, width)
+        total = made_part(factor, row, real, column, inside, width)
     else:
         total = tl.zeros((tile, columns), tl.float32)
         for start in range(0, inputs, piece):
