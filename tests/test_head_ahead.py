@@ -6,8 +6,8 @@ plain way; `tests/gpu/test_heads.py` is the same on a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.head.drafter import HeadDrafter
+from branchwise.draft.head.following import Unread
+from branchwise.draft.head.trees.waiting import STEPS, Waiting
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS
 from tests import attention_twins
@@ -134,3 +136,50 @@ def test_a_text_that_moves_to_another_slot_is_found_there() -> None:
         noted.append((drafter.noted, first.token_ids, text.token_ids))
         assert not long.token_ids
     assert noted[0] == noted[1]
+
+
+class Waited(Noting):
+    """Reads rows that wait as those of a verdict are read, which is the way of a device."""
+
+    def bind(self, target: TargetInfo) -> None:
+        super().bind(target)
+        assert self._ahead is not None
+        self._ahead._waiting = Waiting(self._ahead._drafts[0], capture=False)
+
+
+class Read(NamedTuple):
+    texts: int
+    rows: int
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in OTHERS])
+@torch.no_grad()
+def test_what_waits_of_a_text_is_read_as_rows_of_a_verdict_are(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends of prompts whose beginnings were inherited, of one text or of several, and of more rows than one pass
+    reads; a very long end is read in one pass of the network."""
+    reads, own = [], Waiting.read
+
+    def read(self: Waiting, unread: Mapping[SequenceState, Unread]) -> None:
+        reads.append(Read(len(unread), max(map(len, unread.values()))))
+        own(self, unread)
+
+    monkeypatch.setattr(Waiting, "read", read)
+    beginning = tuple(range(3, 33))
+    ends = [(1,), (2, 3, 4), tuple(range(18)), tuple(range(40)) * 2, (7, 7)]
+    model, noted = model_of(), []
+    for kind in (Waited, LevelByLevel):
+        target = Watched(model, slots=3, context=200, max_nodes=32, kernels=True)
+        drafter = kind(trained(target, form), tree=build_policy("topk:12,depth=4,width=4"))
+        engine = Engine(target, drafter, VERIFIERS.build("match"), prefix_cache=True)
+        texts = [engine.submit(Request((*beginning, 5), max_new_tokens=30))]
+        while len(texts[0].token_ids) < 8:
+            engine.step()
+        texts += [engine.submit(Request((*beginning, *end), max_new_tokens=12)) for end in ends]
+        while engine.busy:
+            engine.step()
+        assert sum(text.stats.reused_tokens > 0 for text in texts) == len(ends)
+        noted.append((drafter.noted, [(text.token_ids, text.stats.accepted_tokens) for text in texts]))
+    assert noted[0] == noted[1]
+    assert {one.texts for one in reads} == {1, 2}
+    assert max(one.rows for one in reads) > 2 * STEPS
+    assert max(one.rows for one in reads) < len(ends[3])

@@ -113,7 +113,8 @@ def test_every_layer_of_a_large_residual_stream_runs_in_few_kernels_or_compiled(
     target.open(text)
     with caplog.at_level(logging.WARNING, "branchwise.cuda.layers.fuse"):
         target.score([text], TreeBatch([DraftTree.chain([39, *[7] * (nodes - 1)])], "cuda"))
-    assert [record.getMessage() for record in caplog.records] == []
+    ours = [record for record in caplog.records if record.name.startswith("branchwise.")]  # compilers write much more
+    assert [record.getMessage() for record in ours] == []
 
 
 def test_a_recording_that_breaks_off_at_its_end_leaves_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

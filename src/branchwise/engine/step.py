@@ -144,8 +144,8 @@ class Step:
         keys = np.zeros((2, size), dtype=np.int64)
         keys[0, : len(sequences)] = [sequence.rng_seed for sequence in sequences]
         keys[1, : len(sequences)] = [len(sequence.tokens) - 1 for sequence in sequences]
-        seeds, roots = torch.from_numpy(keys)
-        return SeededChance(seeds, roots, device=self.target.info.device)
+        both = torch.from_numpy(keys)
+        return SeededChance(both[0], both[1], device=self.target.info.device)
 
     def logprobs(
         self, generations: Sequence[Generation], batch: TreeBatch, scored: Scored, found: Verdicts

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 
 import torch
 
@@ -45,6 +46,8 @@ LONGER_PROMPTS: tuple[tuple[int, ...], ...] = (
     (350, 400) * 8,
     (350, 400) * 64,
 )
+TURNS = (1, 4, 16)
+"""texts that begin like one before them, and join together"""
 LONGER_STEPS = 4
 """tokens of prompts that are read together, at most as many as there are slots, and in how many steps: longer and more
 of them are read by other kernels, shorter ones padded, and all that fit want memory that a process asks for once"""
@@ -81,6 +84,9 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
         for lengths in LONGER_PROMPTS:
             for _ in _steps(engine, lengths[: info.slots], 0.0, LONGER_STEPS):
                 show(f"reading longer prompts{took}", done, whole)
+        for texts in TURNS:
+            show(f"reading prompts that begin alike{took}", done, whole)
+            _take_turns(engine, min(texts, info.slots))
     seconds = time.perf_counter() - start
     _remember(_key(engine), seconds)
     return seconds
@@ -111,6 +117,22 @@ def _steps(engine: Engine, lengths: Sequence[int], temperature: float, steps: in
     finally:
         for generation in generations:
             engine.cancel(generation)
+
+
+def _take_turns(engine: Engine, texts: int) -> None:
+    """Some steps of so many texts that begin like one before them, whose rows they inherit."""
+    first = _request(engine.target.info, 0, 0.0, PROMPT_TOKENS)
+    further = [_request(engine.target.info, number, 0.0, 2).prompt for number in range(texts)]
+    most = max(first.max_new_tokens - 2, 1)
+    turns = [replace(first, prompt=first.prompt + tokens, max_new_tokens=most) for tokens in further]
+    for requests in ([first], turns):
+        generations = [engine.submit(request) for request in requests]
+        try:
+            for _ in range(LONGER_STEPS):
+                engine.step()
+        finally:
+            for generation in generations:
+                engine.cancel(generation)
 
 
 def _request(info: TargetInfo, number: int, temperature: float, length: int) -> Request:

@@ -196,14 +196,14 @@ class HeadDrafter(SharingDrafter):
             if self._ahead.rests(len(sequences)):
                 return self.rest(sequences)
             self._propose(sequences)
+            waiting = {sequence: self._texts[sequence].unread for sequence in sequences}
             if self._ahead.stands_aside(sequences) or not any(known):
-                unread = [self._texts[sequence].unread for sequence in sequences]
-                Unread.settle(unread)
-                self._drafted = self._ahead.rest(sequences, read=not any(map(len, unread)))
+                Unread.settle([*waiting.values()])
+                self._drafted = self._ahead.rest(sequences, read=not any(map(len, waiting.values())))
             else:
                 self._read_prompts(sequences)
                 self._ahead.begin()
-                if behind := [sequence for sequence in sequences if len(self._texts[sequence].unread)]:
+                if behind := self._ahead.read(waiting):
                     self._roots(behind)
                 self._drafted = self._ahead.draft(sequences, budgets)
         return self._drafted

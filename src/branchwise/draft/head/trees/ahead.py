@@ -22,9 +22,12 @@ from branchwise.cuda.inputs import BATCHES, PinnedBuffer, fitting
 from branchwise.draft.base import Budget
 from branchwise.draft.constrained import GrammarLevels
 from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.following import Unread
 from branchwise.draft.head.network import Head
+from branchwise.draft.head.prompt import reads_at_once
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.device import DeviceDraft
+from branchwise.draft.head.trees.waiting import MOST, Waiting
 from branchwise.draft.policies.topk import TopK
 from branchwise.verify import Verdict, Verdicts
 
@@ -84,7 +87,9 @@ class Ahead:
         self._ends: dict[int, Ends] = {}
         """by the number of texts: a place for where their trees grow"""
         self._catch_up = GraphedFunction(self._caught_up, device, capture=capture)
-        self._grow = [GraphedFunction(self._in_place(draft.grow), device, capture=capture) for draft in self._drafts]
+        at_once = device.type != "cpu" and reads_at_once(self._drafts[0].head.config)
+        self._waiting = Waiting(self._drafts[0], capture=capture) if at_once else None
+        self._grow = [GraphedFunction(self._in_place(draft), device, capture=capture) for draft in self._drafts]
 
     def _caught_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
@@ -103,11 +108,12 @@ class Ahead:
         self._ends[texts].roots.copy_(roots)
         return self._ends[texts]
 
-    def _in_place(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def _in_place(self, draft: DeviceDraft) -> Callable[..., tuple[Tensor, ...]]:
         """A function that lays trees always at the same place. What reads them is recorded for a place, and what a
         verdict writes is in turn where the next trees come from."""
-        if self._target.device.type == "cpu":
-            return function  # where nothing is recorded, and trees may be as large as they like
+        function = draft.grow
+        if draft.lays_in_place or self._target.device.type == "cpu":
+            return function  # on a host nothing is recorded, and trees may be as large as they like
         places: dict[int, tuple[Tensor, ...]] = {}  # by the number of texts
 
         def laid(slots: Tensor, *ends: Tensor) -> tuple[Tensor, ...]:
@@ -119,6 +125,16 @@ class Ahead:
             return places[len(slots)]
 
         return laid
+
+    def read(self, unread: Mapping[SequenceState, Unread]) -> list[SequenceState]:
+        """Read the rows that wait in texts; returns the texts of which these are too many."""
+        behind = {sequence: rows for sequence, rows in unread.items() if len(rows)}
+        few = {sequence: rows for sequence, rows in behind.items() if self._waiting and len(rows) <= MOST}
+        if few:
+            self._hold(max(map(self._cache.held, few)) + self._room)
+        if few and self._waiting is not None:
+            self._waiting.read(few)
+        return [sequence for sequence in behind if sequence not in few]
 
     def rests(self, batch: int) -> bool:
         """A step of so many texts begins; whether nothing is to be drafted in it, and nothing to be read for it."""

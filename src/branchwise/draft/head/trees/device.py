@@ -44,6 +44,8 @@ class DeviceDraft(ABC):
     """of a whole tree, at most, the root included"""
     _cell_depths: Tensor
     """(cells,): the level of the nodes in each cell of a growing tree, 0 for the first"""
+    lays_in_place = False
+    """whether the trees of so many texts are always laid at the same place"""
     grammars: GrammarLevels | None = None
     """what grammars allow in trees that grow on a host; what is recorded on a device knows no grammar"""
 

@@ -1,0 +1,79 @@
+"""Rows of texts that wait to be read, as the end of a prompt whose beginning was inherited.
+
+A pass of the network over them is a hundred launches, whose time all texts of a batch wait. What reads the rows that a
+verdict kept is recorded, so it reads these too: a few of every text at a time, padded to few sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from branchwise.core.sequence import SequenceState
+from branchwise.cuda.graphs import GraphedFunction
+from branchwise.cuda.inputs import PinnedBuffer, fitting
+from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.following import Unread
+from branchwise.draft.head.trees.device import DeviceDraft
+
+STEPS = 8
+"""rows of a text that are read at a time"""
+MOST = 8 * STEPS
+"""rows of a text; more of them are read in larger passes, whose launches are worth it"""
+BATCHES = (1, 4, 16)
+"""texts that are read together"""
+
+
+class Places(NamedTuple):
+    """Where so many texts are read."""
+
+    numbers: PinnedBuffer
+    """slots, rows and following tokens, (batch,) each, then the tokens and the nodes of paths, (batch, steps)"""
+    hidden: list[Tensor]
+    """(batch, steps, width) a tap"""
+
+
+class Waiting:
+    def __init__(self, draft: DeviceDraft, *, capture: bool) -> None:
+        self._cache: HeadCache = draft.cache
+        self._device = draft.cache.store.device
+        self._places: dict[int, Places] = {}
+        self._read = GraphedFunction(draft.catch_up, self._device, capture=capture)
+
+    def read(self, unread: Mapping[SequenceState, Unread]) -> None:
+        """Read all that waits in these texts, whose cells there is room for."""
+        while behind := [sequence for sequence, rows in unread.items() if len(rows)]:
+            some = list(islice(behind, BATCHES[-1]))
+            self._pass({sequence: unread[sequence] for sequence in some})
+
+    def _pass(self, unread: Mapping[SequenceState, Unread]) -> None:
+        size, cache = fitting(len(unread), BATCHES), self._cache
+        states = [rows.by_tap(STEPS) for rows in unread.values()]
+        if size not in self._places:
+            self._places[size] = self._made(size, states[0])
+        numbers, hidden = self._places[size]
+        host = numbers.host
+        ends, steps = host[: 3 * size].reshape(3, size), host[3 * size :].reshape(2, size, STEPS)
+        ends[0], ends[1:], steps[0], steps[1] = cache.padding, 0, 0, -1
+        for row, (sequence, rows) in enumerate(unread.items()):
+            count, start = min(STEPS, len(rows)), cache.lengths[sequence]
+            tokens = sequence.tokens[start : start + count + 1]
+            assert len(tokens) == count + 1, "a head must know the token after every state that it reads"
+            ends[:, row] = cache.slot[sequence], start, tokens[-1]
+            steps[0, row, :count], steps[1, row, :count] = tokens[:-1], range(count)
+            for place, part in zip(hidden, states[row], strict=True):
+                place[row, :count] = part[:count]
+            rows.drop(count)
+            cache.lengths[sequence] = start + count
+        numbers.copy()
+        slots, lengths, following = numbers.device_copy[: 3 * size].view(3, size)
+        tokens, paths = numbers.device_copy[3 * size :].view(2, size, STEPS)
+        self._read(slots, lengths, tokens, paths, following, *hidden)
+
+    def _made(self, size: int, states: Sequence[Tensor]) -> Places:
+        hidden = [torch.zeros(size, STEPS, state.shape[1], dtype=state.dtype, device=self._device) for state in states]
+        return Places(PinnedBuffer(size * (3 + 2 * STEPS), self._device), hidden)
