@@ -22,10 +22,10 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.target_probs import WarpedProbs
 from branchwise.core.topology import chain_topology, topology
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.advance import InputMover
+from branchwise.cuda.advance import advance_inputs
 from branchwise.cuda.graphs import GraphedFunction, Pool
 from branchwise.cuda.inputs import BATCHES, NODES, PassInputs, Size, fitting, size_for
-from branchwise.cuda.layers.fuse import Group, groups_of, joined
+from branchwise.cuda.layers.groups import Group, groups_of, joined
 from branchwise.cuda.verify_graph import bring
 from branchwise.draft import build_drafter
 from branchwise.engine import Engine, Request
@@ -193,7 +193,7 @@ def test_tokens_of_a_device_are_copied_there_and_roots_are_told_from_the_host() 
     for turn in (1, 2):
         drafted = torch.tensor([[99, 2, 3], [99, 4, 0]]) * turn
         inputs.fill([0, 1], [5, 6 * turn], drafted, layout.depths, layout.ancestor_bits, roots=[7, 8], layout=layout)
-        InputMover(drafted.device, capture=False)(inputs, 2, drafted, None, None, still=False)
+        advance_inputs(inputs, 2, drafted, None, None)
         assert inputs.tokens.tolist() == [[7, 2 * turn, 3 * turn, 0], [8, 4 * turn, 0, 0]]
         assert inputs.positions[:, :3].tolist() == [[5, 6, 7], [6 * turn, 6 * turn + 1, 6 * turn]]
         assert inputs.ancestor_bits[..., 0].tolist() == [[1, 3, 7, 0], [1, 3, 0, 0]]

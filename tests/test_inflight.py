@@ -18,9 +18,7 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import topology
 from branchwise.core.tree import DraftTree
-from branchwise.cuda.advance import advance_inputs, bring_and_advance, brought_restored, inputs_restored, note_moves
 from branchwise.cuda.graphs import InflightPass
-from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget, Drafter, NoDrafter
 from branchwise.draft.head.drafter import HeadDrafter
@@ -484,46 +482,6 @@ def test_a_pass_is_begun_behind_moved_rows_and_lasts_until_slots_move_or_another
     assert again.intact()
     target.close(texts[0])
     assert not again.intact()
-
-
-def test_a_sheet_steps_on_behind_what_was_accepted() -> None:
-    inputs = PassInputs(Size(2, 3, 1), torch.device("cpu"))
-    told = inputs.tokens, inputs.positions, inputs.lengths, inputs.starts
-    for place, value in zip(told, (9, 20, 20, 22), strict=True):
-        place.fill_(value)
-    before = [place.clone() for place in told]
-    moves = torch.zeros(2, 2, dtype=torch.long)
-    note_moves(moves, torch.tensor([[0, 2, -1], [0, -1, -1]]), torch.tensor([41, 42]))
-    with inputs_restored(*told, moves):
-        advance_inputs(*told, moves)
-    assert all(torch.equal(place, value) for place, value in zip(told, before, strict=True))
-    advance_inputs(*told, moves)
-    assert inputs.lengths.tolist() == [22, 21]
-    assert inputs.starts.tolist() == [24, 23]
-    assert inputs.positions.tolist() == [[22] * 3, [21] * 3]
-    assert inputs.tokens.tolist() == [[41, 9, 9], [42, 9, 9]]
-
-
-def test_nodes_from_the_device_are_brought_and_moved_at_once() -> None:
-    inputs = PassInputs(Size(1, 3, 1), torch.device("cpu"))
-    told, positions, lengths, *shapes = inputs.places(1)
-    lengths.fill_(20)
-    inputs.starts.fill_(20)
-    places = told, positions, lengths, inputs.starts, inputs.drafted, *shapes
-    before = [place.clone() for place in places]
-    nodes = torch.tensor([[0, 7, 8]]), torch.tensor([[0, 1, 2]]), torch.tensor([[[1], [3], [7]]], dtype=torch.int32)
-    moves = torch.zeros(1, 2, dtype=torch.long)
-    note_moves(moves, torch.tensor([[0, 2, -1]]), torch.tensor([41]))
-    with brought_restored(*places, moves, *nodes):
-        bring_and_advance(*places, moves, *nodes)
-    assert all(torch.equal(place, value) for place, value in zip(places, before, strict=True))
-    bring_and_advance(*places, moves, *nodes)
-    assert inputs.tokens.tolist() == inputs.drafted.tolist() == [[41, 7, 8]]
-    assert inputs.positions.tolist() == [[22, 23, 24]]
-    assert (inputs.lengths.tolist(), inputs.starts.tolist()) == ([22], [22])
-    assert inputs.depths.tolist() == [[0, 1, 2]]
-    assert inputs.key_depths[0, :3].tolist() == [0, 1, 2]
-    assert inputs.ancestor_bits.tolist() == [[[1], [3], [7]]]
 
 
 def test_begun_is_for_the_same_texts_and_trees_behind_a_committed_verdict() -> None:

@@ -55,18 +55,17 @@ FAMILIES = [
             ("for rows in wanted]) - _seen(batch)", "for rows in wanted]) - _seen(1)"),
         ],
     }),
-    Family("begun", ["tests/test_inflight.py"], {
+    Family("begun", ["tests/test_advance.py", "tests/test_inflight.py"], {
         "cuda/advance.py": [
-            ("lengths += kept", "pass"),
-            ("starts += kept", "pass"),
-            ("positions += kept[:, None]", "pass"),
-            ("tokens[:, 0] = moves[:, 1]", "pass"),
-            ("(paths >= 0).sum(dim=1)", "paths.shape[1]"),
-            ("tokens[:, 1 : drafted.shape[1]] = drafted[:, 1:]", "tokens[:, : drafted.shape[1]] = drafted"),
-            ("key_depths[:, :nodes] = new_depths", "pass"),
-            ("torch.add(lengths[:, None], depths, out=positions)", "pass"),
-            ("restored(*places[:8])", "restored(*places[:5])"),
-            ("    known.copy_(tokens)\n\n\ndef advance_inputs", "\n\ndef advance_inputs"),
+            ("inputs.lengths[:batch] += kept", "pass"),
+            ("inputs.starts[:batch] += kept", "pass"),
+            ("inputs.positions[:batch] += kept[:, None]", "pass"),
+            ("inputs.tokens[:batch, 0] = after.tokens[:batch]", "pass"),
+            ("(after.paths[:batch] >= 0).sum(dim=1)", "after.paths.shape[1] * torch.ones_like(after.tokens[:batch])"),
+            ("[:batch, 1 : drafted.shape[1]] = drafted[:, 1:]", "[:batch, : drafted.shape[1]] = drafted"),
+            ("inputs.key_depths[:batch, :nodes] = laid.depths", "pass"),
+            ("torch.add(inputs.lengths[:batch, None], inputs.depths[:batch], out=inputs.positions[:batch])", "pass"),
+            ("        inputs.drafted[:batch] = inputs.tokens[:batch]", "        pass"),
         ],
         "cuda/graphs.py": [
             ("if not (self.committed and ", "if not ("),

@@ -164,11 +164,6 @@ class PassInputs(PassTensors):
             host["tokens"][: len(tokens), :nodes] = tokens
         self._numbers.copy()
 
-    def places(self, batch: int) -> tuple[Tensor, ...]:
-        """What differs between trees of one batch, as `cuda.advance` takes it."""
-        parts = self.tokens, self.positions, self.lengths, self.depths, self.key_depths, self.ancestor_bits
-        return tuple(part[:batch] for part in parts)
-
 
 @lru_cache(maxsize=4096)
 def size_for(batch: int, nodes: int, columns: int) -> Size:
