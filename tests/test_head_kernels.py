@@ -174,11 +174,13 @@ def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air()
         return tree.Proposed(*(torch.tensor([part], device=DEVICE) for part in (values, tokens, parents)))
 
     even = proposed([-1.0, -2.0, -1.0, -1.0, -2.0, -2.0], [5, 6, 7, 8, 9, 10], [-1, -1, 0, 0, 1, 1])
-    laid = tree.lay(even, levels, root, 5, 2)
+    laid = tree.Laid.place(1, 5, DEVICE)
+    tree.lay(even, levels, root, laid, 2)
     assert [part[0].tolist() for part in laid[:3]] == [[4, 5, 6, 7, 8], [-1, 0, 0, 1, 1], [0, 1, 1, 2, 2]]
     assert laid[3][0, :, 0].tolist() == [1, 0b11, 0b101, 0b1011, 0b10011]
     orphan = proposed([-1.0, -3.0, -2.5], [5, 6, 7], [-1, -1, 1])
-    laid = tree.lay(orphan, levels[[0, 1, 2]], root, 3, 2)
+    laid = tree.Laid.place(1, 3, DEVICE)
+    tree.lay(orphan, levels[[0, 1, 2]], root, laid, 2)
     assert [part[0].tolist() for part in laid[:3]] == [[4, 5, 0], [-1, 0, -1], [0, 1, 0]]
     assert laid[3][0, :, 0].tolist() == [1, 0b11, 0]
 

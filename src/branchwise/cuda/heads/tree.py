@@ -88,12 +88,29 @@ def propose_copy(proposed: Proposed, history: Tensor, slots: Tensor, lengths: Te
     )  # fmt: skip
 
 
-def lay(proposed: Proposed, levels: Tensor, roots: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Tokens, parents and depths (batch, nodes) of trees of the best proposed nodes, and their ancestors as bits.
+class Laid(NamedTuple):
+    """Trees (batch, nodes)."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    bits: Tensor
+    """(batch, nodes, words): their ancestors"""
+
+    @classmethod
+    def place(cls, batch: int, nodes: int, device: torch.device) -> Laid:
+        tokens, parents, depths = (torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in range(3))
+        return cls(
+            tokens, parents, depths, torch.empty(batch, nodes, words_for(nodes), dtype=torch.int32, device=device)
+        )
+
+
+def lay(proposed: Proposed, levels: Tensor, roots: Tensor, place: Laid, depth: int) -> None:
+    """Write trees of the best proposed nodes to their place, so many levels deep at most.
 
     `levels` (nodes,) says how deep each proposed node is. Of equally probable nodes the first is better.
     """
-    batch, count = proposed.values.shape
+    (batch, count), nodes = proposed.values.shape, place.tokens.shape[1]
     block = triton.next_power_of_2(count)
     ranks, numbers = torch.empty(2, batch, count, dtype=torch.int32, device=roots.device)
     piece = min(32, block)
@@ -102,15 +119,10 @@ def lay(proposed: Proposed, levels: Tensor, roots: Tensor, nodes: int, depth: in
         proposed.values, ranks, count, block=block, piece=piece, num_warps=4, **sooner
     )
     _number[(batch,)](ranks, numbers, count, nodes - 1, block=block, num_warps=4, **sooner)
-    words = words_for(nodes)
-    tokens, parents, depths = (torch.empty(batch, nodes, dtype=torch.int64, device=roots.device) for _ in range(3))
-    bits = torch.empty(batch, nodes, words, dtype=torch.int32, device=roots.device)
     _lay[(batch,)](
-        numbers, proposed.tokens, proposed.parents, levels, roots, tokens, parents, depths, bits,
-        roots.stride(0), count, nodes,
-        depth=depth, words=words, block=block, num_warps=4, **sooner,
+        numbers, proposed.tokens, proposed.parents, levels, roots, *place, roots.stride(0), count, nodes,
+        depth=depth, words=place.bits.shape[2], block=block, num_warps=4, **sooner,
     )  # fmt: skip
-    return tokens, parents, depths, bits
 
 
 def follow(

@@ -18,7 +18,7 @@ from torch.nn import Module
 from branchwise.core.rows import WORD, pack_bits, unpack_bits, words_for
 from branchwise.cuda.heads.best_tokens import best_tokens
 from branchwise.cuda.heads.rows import MOST_TAPS, Embedded, down, gate_up, join, mix, project, read, select
-from branchwise.cuda.heads.tree import Level, Proposed, follow, lay, pick, propose_copy, remember
+from branchwise.cuda.heads.tree import Laid, Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
 from branchwise.cuda.products import Summed
 from branchwise.draft.head.network import HeadConfig
@@ -60,6 +60,8 @@ class GateWeights(NamedTuple):
 class PickedDraft(BestFirstDraft):
     """Kernels choose and lay the nodes, and the network computes operation by operation, whatever its form."""
 
+    lays_in_place = True
+
     def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
         super().__init__(tree, *parts, copies=copies)
         if not self._kernels:  # in an interpreter
@@ -67,6 +69,8 @@ class PickedDraft(BestFirstDraft):
 
     def _shape(self, tree: TopK, copies: int) -> None:
         super()._shape(tree, copies)
+        self._places: dict[int, Laid] = {}
+        """by the number of texts: where trees of this shape lie"""
         copy_levels = torch.arange(1, copies + 1, device=self._levels.device)
         self._all_levels = torch.cat([self._levels, copy_levels])
 
@@ -93,7 +97,10 @@ class PickedDraft(BestFirstDraft):
             rows, at = self._level_rows(rows, level, slots, lengths, cell, depth), numbers(batch, width, device)
         if self._copies:
             propose_copy(proposed, self.cache.tokens, slots, lengths, log_hits(device), self._copies)
-        return lay(proposed, self._all_levels, roots, self.nodes, self.depth)
+        if batch not in self._places:
+            self._places[batch] = Laid.place(batch, self.nodes, device)
+        lay(proposed, self._all_levels, roots, self._places[batch], self.depth)
+        return self._places[batch]
 
     def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
         """Rows (rows, width) with what is predicted and carried on after roots, and which are theirs, (batch, 1)."""
@@ -161,7 +168,8 @@ class FusedDraft(PickedDraft):
         return ends
 
     def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
-        return Outputs(Summed.of(self.cache.predicted), Summed.of(self.cache.carried)), slots[:, None]
+        ends = Summed.of(self.cache.ends)  # both at once: each would be as many launches
+        return Outputs(*map(Summed, *ends)), slots[:, None]
 
     def _level_rows(
         self, above: Outputs, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int
