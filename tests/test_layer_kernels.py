@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +60,68 @@ def test_passes_of_usual_layers_score_as_the_model_does(family: str, caplog: pyt
                 text.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
     assert not caplog.records, "a layer was refused"
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+AROUND = ("embed", "look_up", "normed")
+
+
+def around(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each of the kernels around the layers is called from now on."""
+    ends, calls = (
+        pytest.importorskip("branchwise.cuda.layers.ends", reason="needs Triton's interpreter"),
+        Counter[str](),
+    )
+
+    def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            calls[name] += 1
+            return own(*given)
+
+        return call
+
+    for name in AROUND:
+        monkeypatch.setattr(ends, name, counting(name, getattr(ends, name)))
+    return calls
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("qwen3", torch.float32)])
+def test_what_stands_around_the_layers_is_one_kernel_each(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rng = build(SERVED[family]).to(dtype), random.Random(family)
+    calls = around(monkeypatch)
+    target = of_kernels(model)
+    texts = opened(target, rng, 23, 1)
+    calls.clear()
+    trees = [random_tree(rng, text.root, 5) for text in texts]
+    if dtype == torch.float32:
+        assert_scores_equal_own_forward(model, target, texts, trees)
+    else:
+        target.score(texts, TreeBatch(trees))
+    assert calls == dict.fromkeys(AROUND, 1)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "looked_up"),
+    [
+        ({"rope_type": "default"}, True),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, True),
+        ({"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}, False),
+    ],
+)
+def test_positions_that_depend_on_the_others_are_not_looked_up(
+    scaling: dict[str, Any], looked_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some turn all positions otherwise once a text is long."""
+    longest = {"original_max_position_embeddings": 32} if scaling["rope_type"] == "longrope" else {}
+    config = hf.LlamaConfig(**COMMON, **longest, rope_parameters={"rope_theta": 10_000.0, **scaling, **longest})
+    model, calls = build(config), around(monkeypatch)
+    target = of_kernels(model)
+    texts = opened(target, random.Random(3), 9)
+    calls.clear()
+    assert_scores_equal_own_forward(model, target, texts, [random_tree(random.Random(5), texts[0].root, 4)])
+    assert calls["look_up"] == looked_up
+    assert calls["embed"] == calls["normed"] == 1
 
 
 @pytest.mark.parametrize("family", ["qwen2-window", "qwen3"])
@@ -212,7 +277,8 @@ def test_rows_that_come_from_elsewhere_are_weighted_and_summed() -> None:
 @interpreted
 def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
     layer = ["_read", "_add", "_gate_up", "_add"]
-    assert compiled_by("tests.test_layer_kernels", tmp_path) == 7 * layer
+    around_layers = ["_embed", "_look_up", "_norm"]
+    assert compiled_by("tests.test_layer_kernels", tmp_path) == 7 * layer + 2 * around_layers
 
 
 def compile_all() -> None:
@@ -226,6 +292,20 @@ def compile_all() -> None:
     for rows in (8, 512, 513):
         compile_layer(rows, 576, heads=9, kv_heads=3, head_width=64, inner=1536, biased=False)
         compile_layer(rows, 1536, heads=12, kv_heads=2, head_width=128, inner=8960, biased=True)
+    compile_ends()
+
+
+def compile_ends() -> None:
+    from branchwise.cuda.layers import ends
+
+    for name in ("_embed", "_look_up", "_norm"):
+        setattr(ends, name, Compiled(getattr(ends, name)))
+    vars(ends)["early"] = as_on_hopper
+    for rows in (8, 600):
+        numbers, table = torch.zeros(rows, dtype=torch.int32), torch.zeros(50, 576, dtype=torch.bfloat16)
+        ends.embed(numbers, table, table[0])
+        ends.look_up(numbers, torch.zeros(50, 2, 64, dtype=torch.bfloat16))
+        ends.normed(torch.zeros(1, rows, 576, dtype=torch.bfloat16), table[0], 1e-6)
 
 
 def compile_layer(

@@ -110,7 +110,7 @@ FAMILIES = [
             ("tl.load(bias + line + half, mask", "tl.load(bias + line, mask"),
         ],
         "cuda/layers/usual.py": [
-            ("self._last[0] is hidden and ", ""),
+            ("self._last[0] is states and ", ""),
             ("Turn(*position_embeddings) if self._turns else None", "Turn(*position_embeddings)"),
             ("attention_mask.size, self._scale", "None, self._scale"),
             ("rows.states, inner_norm)", "rows.weighted, inner_norm)"),

@@ -45,11 +45,12 @@ from branchwise.core.batch import TreeBatch, TreeLayout
 from branchwise.core.rows import pack_array, top_tokens
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DeviceShape
-from branchwise.cuda.advance import InputMover
+from branchwise.cuda.advance import advance_inputs
 from branchwise.cuda.graphs import Graphs, InflightPass, have_kernels
 from branchwise.cuda.inputs import BATCHES, PassInputs, PassTensors, fitting, size_for
 from branchwise.cuda.laid import lie_still
-from branchwise.cuda.layers.fuse import Fusion, Group, groups_of
+from branchwise.cuda.layers.fuse import Fusion
+from branchwise.cuda.layers.groups import Group, groups_of
 from branchwise.cuda.verify_graph import CAPTURE_AFTER, CapturedVerifier
 from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import nearest
@@ -146,7 +147,6 @@ class TransformersTarget(SlottedTarget):
         self._topk = 0
         self._moved = False  # whether `commit_on_device` has moved the rows that the last pass accepted
         self._graphs: Graphs | None = None
-        self._move = InputMover(device, capture=graphs)
         self._filled: tuple[PassInputs, tuple[SequenceState, ...], tuple[int, ...]] | None = None
         """inputs of the pass that was made last, its sequences and their slots"""
         self._captured: dict[Any, Verifier] = {}
@@ -164,8 +164,8 @@ class TransformersTarget(SlottedTarget):
             every = [model.get_submodule(layer) for layer in self.info.layers[: len(layout.keys)]]
             groups = [] if model in _unfusible else groups
             self._fusion = Fusion(self.store, groups, every, kernels=execution.layers, compile=compile)
-            own = replace(execution, layers=self._fusion.has_own_layers)
-            self.info = replace(self.info, execution=own)
+            self._fusion.around(model, rows)
+            self.info = replace(self.info, execution=replace(execution, layers=self._fusion.has_own_layers))
             self._forget()
 
     def require(self, needs: Needs) -> None:
@@ -356,7 +356,7 @@ class TransformersTarget(SlottedTarget):
         pass_over = inputs, tuple(sequences), tuple(slots)
         if after is None or laid is None or not still or filled != pass_over:
             inputs.fill(slots, lengths, tokens, depths, ancestor_bits, rows, row_depths, roots=roots, layout=layout)
-        self._move(inputs, batch, tokens if isinstance(tokens, Tensor) else None, laid, after, still=still)
+        advance_inputs(inputs, batch, tokens if isinstance(tokens, Tensor) else None, laid, after)
         self._filled = pass_over
         return inputs, self._graphs.run(recorded, self.run_packed).cut(batch, nodes)
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,11 +26,13 @@ from branchwise.backends.transformers.attention import Window
 from branchwise.core.rows import WORD, unpack_bits
 from branchwise.cuda.counts import count
 from branchwise.cuda.inputs import PassTensors
+from branchwise.cuda.layers.groups import Group, joined, patch, patched
 from branchwise.cuda.layers.rounding import beyond_rounding
 from branchwise.errors import first_line
 
-if TYPE_CHECKING:  # it needs Triton
-    from branchwise.cuda.layers.usual import UsualLayer
+if TYPE_CHECKING:  # these need Triton
+    from branchwise.cuda.layers.ends import Ends
+    from branchwise.cuda.layers.usual import Handed, UsualLayer
 
 log = logging.getLogger(__name__)
 
@@ -41,107 +41,6 @@ Program = Callable[[Any, Any, Any], Any]
 MOST_ROWS = 2048
 """of a pass whose layers are computed in few kernels; beyond them a library's products are faster"""
 SCALARS = int | float | str | bool | None
-
-
-# Linear maps of one input
-
-
-@dataclass(eq=False)
-class Group:
-    """Linear maps that read the same input, and their weights one behind the other."""
-
-    maps: list[nn.Linear]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-    def refresh(self) -> None:
-        """Let each map hold its weights as a view of the stack; where one has got others, all are stacked anew."""
-        for name in ("weight", "bias"):
-            parts, whole = [getattr(one, name) for one in self.maps], getattr(self, name)
-            if parts[0] is None:
-                continue
-            sizes = [len(part) for part in parts]
-            if whole is None or any(
-                part.data_ptr() != place.data_ptr() for part, place in zip(parts, whole.split(sizes), strict=True)
-            ):
-                whole = torch.cat([part.detach() for part in parts])
-                setattr(self, name, whole)
-                for part, place in zip(parts, whole.split(sizes), strict=True):
-                    part.data = place
-
-
-@contextmanager
-def joined(groups: list[Group]) -> Iterator[None]:
-    """Let each group be computed by the first of its maps."""
-    with ExitStack() as undo:
-        for group in groups:
-            group.refresh()
-            found: dict[str, Any] = {}
-            for number, one in enumerate(group.maps):
-                _patch(one, partial(_part, group, number, found), undo)
-        yield
-
-
-def _part(group: Group, number: int, found: dict[str, Any], given: Tensor) -> Tensor:
-    """What one map of a group makes of an input, computed with what all others make of it by the first."""
-    if number == 0:
-        # From the group: a traced layer puts into it the weights of the layer that it runs for.
-        assert group.weight is not None, "weights are stacked before they are used"
-        sizes = [one.out_features for one in group.maps]
-        parts = nn.functional.linear(given, group.weight, group.bias).split(sizes, dim=-1)
-        found.update(given=given, parts=parts)
-    elif found.get("given") is not given:
-        return nn.functional.linear(given, group.maps[number].weight, group.maps[number].bias)
-    part: Tensor = found["parts"][number]
-    return part
-
-
-def _patched(module: nn.Module) -> bool:
-    return "forward" in module.__dict__
-
-
-def _patch(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    module.__dict__["forward"] = forward
-    undo.callback(module.__dict__.pop, "forward", None)
-
-
-_joined: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Group]]] = weakref.WeakKeyDictionary()
-"""The groups of a model: all its targets read one stack of their weights, which goes with the last of them. Were they
-stacked anew for one target, what another has recorded would read memory that is gone."""
-
-
-def groups_of(model: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """The linear maps of a model that can be joined, found once by watching a pass, which nobody else may run then. All
-    targets get them in one order: what is compiled for one layer reads the stacks of another in it."""
-    groups = [group for known in _joined.get(model, ()) if (group := known())]
-    if not groups:
-        groups = same_inputs(model, run)
-        _joined[model] = [weakref.ref(group) for group in groups]
-    return [group for group in groups if not any(map(_patched, group.maps))]
-
-
-def same_inputs(model: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """The linear maps of one module that read the very same tensor in a pass."""
-    readers: dict[tuple[int, int], list[nn.Linear]] = {}
-    kept: list[Tensor] = []  # or another tensor could take the place of one that is gone
-
-    def see(parent: nn.Module, module: nn.Module, given: tuple[Any, ...]) -> None:
-        kept.append(given[0])
-        readers.setdefault((id(parent), id(given[0])), []).append(module)  # type: ignore[arg-type]
-
-    with ExitStack() as undo:
-        for parent in model.modules():
-            for child in parent.children():
-                if type(child) is nn.Linear and not _patched(child):  # or somebody else wants to be in between
-                    undo.callback(child.register_forward_pre_hook(partial(see, parent)).remove)
-        run()
-    found = {tuple(map(id, maps)): maps for maps in readers.values()}
-    return [Group(maps) for maps in found.values() if _joinable(maps)]
-
-
-def _joinable(maps: list[nn.Linear]) -> bool:
-    kinds = {(one.weight.dtype, one.weight.device, one.bias is None) for one in maps}
-    return len(set(maps)) == len(maps) > 1 and len(kinds) == 1
 
 
 # Layers
@@ -196,9 +95,11 @@ class Fusion:
     ) -> None:
         """The decoder `layers`, in order, are computed by a few `kernels` of our own if they are of the usual kind;
         others may be compiled."""
+        self._handed: Handed | None = None
+        self._ends: Ends | None = None
         self._store = store
         self._groups = groups
-        self._layers = [] if any(map(_patched, layers)) else layers
+        self._layers = [] if any(map(patched, layers)) else layers
         self._usual = [self._of_kernels(layer) if kernels else None for layer in self._layers]
         self._compile = compile
         self._programs: dict[Any, Program | None] = {}
@@ -210,25 +111,51 @@ class Fusion:
         """Whether there are layers of the usual kind."""
         return any(self._usual)
 
+    def around(self, model: nn.Module, positions: int) -> None:
+        """If layers are of the usual kind, compute what a model of so many positions has around them in few kernels
+        too."""
+        if self.has_own_layers:
+            from branchwise.cuda.layers.ends import ends_of
+
+            parent = next(one for one in model.modules() if self._layers[0] in _listed(one))
+            first = self._usual[0]
+            self._ends = ends_of(model, parent, None if first is None else first.epsilon, positions)
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Within, the model computes in its fused form; nobody else may run it meanwhile."""
         with joined(self._groups), ExitStack() as undo:
             for index, layer in enumerate(self._layers):
-                usual = self._usual[index]
-                if usual is not None or self._compile:
-                    _patch(layer, self._fused(index, layer), undo)
-                if usual is not None:
-                    undo.callback(usual.forget)
+                if self._usual[index] is not None or self._compile:
+                    patch(layer, self._fused(index, layer), undo)
+            for module, forward in () if self._ends is None else self._ends.replaced:
+                patch(module, forward, undo)
+            if self._ends is not None and self._ends.embedding is not None and self._usual[0] is not None:
+                patch(self._ends.embedding, self._embedded, undo)
+            if self._handed is not None:
+                undo.callback(self._handed.forget)
             yield
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        assert self._ends is not None
+        assert self._handed is not None
+        norm = self._norm_of(0)
+        states, rows = self._ends.embedded(tokens, norm)
+        self._handed.put(states, norm, rows)
+        return states
+
+    def _norm_of(self, index: int) -> Tensor:
+        """Weights of the norm with which a layer begins."""
+        return self._layers[index].get_parameter("input_layernorm.weight")
 
     def _inside(self, layer: nn.Module) -> list[Group]:
         inside = set(layer.modules())
         return [group for group in self._groups if group.maps[0] in inside]
 
     def _of_kernels(self, layer: nn.Module) -> UsualLayer | None:
-        from branchwise.cuda.layers.usual import usual_layer
+        from branchwise.cuda.layers.usual import Handed, usual_layer
 
+        self._handed = self._handed or Handed()
         return usual_layer(layer, [group.maps for group in self._inside(layer)])
 
     def _fused(self, index: int, layer: nn.Module) -> Callable[..., Any]:
@@ -249,23 +176,23 @@ class Fusion:
 
             def run(weights: dict[str, Tensor], other_stacks: list[Any], tensors: list[Tensor]) -> Any:
                 args, kwargs = with_tensors(tensors)
-                patched = layer.__dict__.pop("forward")
+                own = layer.__dict__.pop("forward")
                 _put(groups, other_stacks)
                 try:
                     return torch.func.functional_call(layer, weights, args, kwargs)
                 finally:
-                    layer.__dict__["forward"] = patched
+                    layer.__dict__["forward"] = own
                     _put(groups, stacks)
 
             def by_kernels() -> Program | None:
-                usual, rows = self._usual[index], tensors[0].shape[0] * tensors[0].shape[1]
-                if usual is None or rows > MOST_ROWS:
+                usual, handed, rows = self._usual[index], self._handed, tensors[0].shape[0] * tensors[0].shape[1]
+                if usual is None or handed is None or rows > MOST_ROWS:
                     return None
 
                 def program(weights: dict[str, Tensor], stacks: list[Any], tensors: list[Tensor]) -> Tensor:
                     args, kwargs = with_tensors(tensors)
                     inputs, keys, values, following = _current.get()
-                    return usual(inputs, (keys, values), following, weights, stacks, *args, **kwargs)
+                    return usual(inputs, (keys, values), following, handed, weights, stacks, *args, **kwargs)
 
                 return program
 
@@ -346,13 +273,18 @@ class Fusion:
     def _at(self, index: int, inputs: PassTensors) -> Iterator[None]:
         following = None
         if index + 1 < len(self._layers) and self._usual[index + 1] is not None:
-            following = self._layers[index + 1].get_parameter("input_layernorm.weight")
+            following = self._norm_of(index + 1)
         cache = self._store.layers_keys[index], self._store.layers_values[index]
         before = _current.set(Place(inputs, *cache, following))
         try:
             yield
         finally:
             _current.reset(before)
+
+
+def _listed(module: nn.Module) -> list[nn.Module]:
+    """The members of lists that are parts of a module."""
+    return [one for child in module.children() if isinstance(child, nn.ModuleList) for one in child]
 
 
 def _watched_inside(layer: nn.Module) -> bool:

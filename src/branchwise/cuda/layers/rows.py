@@ -77,11 +77,17 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, states: Tensor, norm: Tensor) -> Rows:
-        """Of rows that come from elsewhere; in as many parts as `add` has, so that one kernel reads both."""
+        """Of rows that come from elsewhere."""
         rows, width = states.shape
-        columns = tiling(rows, width, width, states.element_size()).columns if rows <= MANY else BEHIND.columns
-        squares = states.float().square().view(rows, -1, columns if width % columns == 0 else width)
+        squares = states.float().square().view(rows, parts_of(rows, width, states.element_size()), -1)
         return cls(states, states * norm, squares.sum(dim=-1))
+
+
+def parts_of(rows: int, width: int, size: int) -> int:
+    """In how many parts the squares of so many rows are summed where they come from elsewhere: in as many as `add` has,
+    so that one kernel reads both."""
+    columns = tiling(rows, width, width, size).columns if rows <= MANY else BEHIND.columns
+    return width // columns if width % columns == 0 else 1
 
 
 class Turn(NamedTuple):

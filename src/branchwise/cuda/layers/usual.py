@@ -34,6 +34,27 @@ Stack = tuple[Tensor | None, Tensor | None]
 """weights and biases of layers that read the same rows, one behind the other"""
 
 
+class Handed:
+    """What one part of a pass hands to the next besides its states."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Tensor | None, Rows] | None = None
+        """states, as they were given to the model, for which norm, and as a layer with this norm reads them"""
+
+    def put(self, states: Tensor, norm: Tensor | None, rows: Rows) -> None:
+        self._last = states, norm, rows
+
+    def rows(self, states: Tensor, norm: Tensor) -> Rows:
+        """States (batch, nodes, width) as a layer reads them that begins with this norm."""
+        if self._last is not None and self._last[0] is states and self._last[1] is norm:
+            return self._last[2]
+        return Rows.of(states.reshape(-1, states.shape[2]).contiguous(), norm)
+
+    def forget(self) -> None:
+        """A pass is over."""
+        self._last = None
+
+
 class UsualLayer:
     """What a decoder layer is made of; its weights are given with every call."""
 
@@ -58,18 +79,13 @@ class UsualLayer:
         self._epsilons = {name: _epsilon(module) for name, module in layer.named_modules() if name.endswith("norm")}
         self._head_norms = bool(names & head_norms)
         self._turns = bool(vars(attention).get("use_rope", True))  # SmolLM3 has layers that know no positions
-        self._last: tuple[Tensor, Tensor, Rows] | None = None
-        """what this layer found, as it gave it to the model, for which norm, and as a layer with this norm reads it"""
-
-    def forget(self) -> None:
-        """A pass is over."""
-        self._last = None
 
     def __call__(
         self,
         inputs: PassTensors,
         cache: tuple[Tensor, Tensor],
         following: Tensor | None,
+        handed: Handed,
         weights: Mapping[str, Tensor],
         stacks: Sequence[Stack],
         hidden: Tensor,
@@ -80,17 +96,14 @@ class UsualLayer:
     ) -> Tensor:
         """(batch, nodes, width): what the layer with these weights makes of hidden states in a pass with these
         `inputs`, whose keys and values go to the `cache`, (slots, heads, rows, width) each. The weights of the norm of
-        the `following` layer are for what this one hands on."""
+        the `following` layer are for what this one hands on, as it was `handed` rows itself."""
         batch, nodes, width = hidden.shape
         (weight, bias), (gates, _) = stacks[self._reads], stacks[self._gates]
         out, down = weights["self_attn.o_proj.weight"], weights["mlp.down_proj.weight"]
         assert weight is not None, "weights are stacked before they are used"
         assert gates is not None, "weights are stacked before they are used"
         norm, inner_norm = weights["input_layernorm.weight"], weights["post_attention_layernorm.weight"]
-        if self._last is not None and self._last[0] is hidden and self._last[1] is norm:
-            rows = self._last[2]
-        else:
-            rows = Rows.of(hidden.reshape(-1, width).contiguous(), norm)
+        rows = handed.rows(hidden, norm)
         query = read(
             rows, self._epsilons["input_layernorm"], weight, bias, Turn(*position_embeddings) if self._turns else None,
             Goal(*cache, inputs.slots, inputs.starts), nodes=nodes, head_norms=self._of_heads(weights),
@@ -102,8 +115,13 @@ class UsualLayer:
         next_norm = norm if following is None else following  # behind the last layer nobody reads what is weighted
         made = add(inner, down, weights.get("mlp.down_proj.bias"), attended.states, next_norm)
         state = made.states.view(batch, nodes, width)
-        self._last = None if following is None else (state, following, made)
+        handed.put(state, following, made)
         return state
+
+    @property
+    def epsilon(self) -> float:
+        """That of the norm with which the layer begins."""
+        return self._epsilons["input_layernorm"]
 
     def _of_heads(self, weights: Mapping[str, Tensor]) -> tuple[Norm, Norm] | None:
         if not self._head_norms:

@@ -1,0 +1,198 @@
+"""What a model computes before and behind its layers, in one kernel each: embeddings, rotary positions, the last norm.
+
+As the operations of a library these are some twenty launches, a tenth of a pass over a small model. Embeddings come as
+the first layer reads them. Cosines and sines of a position are the same in every pass, so they are looked up. Each of
+these parts is compared with the model's own once; one that differs runs as it is. Without a CUDA device only tests
+import this file.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from branchwise.cuda.early import begin, early
+from branchwise.cuda.layers.rows import MOST_EARLY, Rows, parts_of
+from branchwise.errors import first_line
+
+log = logging.getLogger(__name__)
+
+MOST_POSITIONS = 1 << 16
+"""positions of a table at most; it is read by whoever needs one, and takes memory for all"""
+TRIED = 9
+"""rows of a comparison"""
+ROUNDING = 2**-6
+"""how far two norms may lie apart, as a part of an element: two roundings to bfloat16"""
+
+
+@dataclass(eq=False)
+class Ends:
+    """The parts that are computed so; None for one that is not."""
+
+    embedding: nn.Embedding | None
+    rotary: nn.Module | None
+    table: Tensor
+    """(positions, 2, width): cosines and sines"""
+    norm: nn.Module | None
+    epsilon: float
+
+    @property
+    def replaced(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """Modules and what stands for their forward; that of embeddings is `embedded`."""
+        if self.rotary is not None:
+            yield self.rotary, self.turns
+        if self.norm is not None:
+            yield self.norm, self.normed
+
+    def embedded(self, tokens: Tensor, norm: Tensor) -> tuple[Tensor, Rows]:
+        """(batch, nodes, width): the embeddings of tokens, and as a layer reads them that begins with this norm."""
+        assert self.embedding is not None
+        rows = embed(tokens.flatten(), self.embedding.weight, norm)
+        return rows.states.view(*tokens.shape, -1), rows
+
+    def turns(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (batch, nodes, width)."""
+        found = look_up(position_ids.flatten(), self.table).view(*position_ids.shape, 2, -1)
+        return found[:, :, 0], found[:, :, 1]
+
+    def normed(self, states: Tensor) -> Tensor:
+        assert self.norm is not None
+        return normed(states, self.norm.get_parameter("weight"), self.epsilon)
+
+
+@torch.inference_mode()
+def ends_of(model: nn.Module, parent: nn.Module, epsilon: float | None, positions: int) -> Ends:
+    """Those of a model whose layers and last norm, of this epsilon, if it has one that is known, and whose rotary
+    positions are parts of `parent`."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    parts = dict(parent.named_children())
+    rotary, norm = parts.get("rotary_emb"), parts.get("norm")
+    weight = embedding.weight
+    found = Ends(None, None, weight.new_empty(0, 2, 0), None, epsilon or 0.0)
+    noise = torch.randn(1, TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    if type(embedding) is nn.Embedding and embedding.max_norm is None:
+        found.embedding = embedding
+    if norm is not None and epsilon is not None and _same(norm, lambda: (norm(noise), _normed_as(found, norm, noise))):
+        found.norm = norm
+    if rotary is not None and positions <= MOST_POSITIONS:
+
+        def tables() -> tuple[Tensor, Tensor]:
+            """What few positions alone have, and what they have in a table of all."""
+            every = torch.arange(positions, device=weight.device)[None]
+            found.table = torch.stack(rotary(noise, every), dim=2)[0].contiguous()
+            some = torch.cat([every[:, :TRIED], every[:, -1:]], dim=1)
+            alone = [torch.stack(rotary(noise, part), dim=2) for part in (some[:, :TRIED], some[:, TRIED:])]
+            return torch.cat(alone, dim=1), torch.stack(found.turns(noise, some), dim=2)
+
+        if _same(rotary, tables, rounding=0.0):
+            found.rotary = rotary
+    return found
+
+
+def _normed_as(ends: Ends, norm: nn.Module, states: Tensor) -> Tensor:
+    return normed(states, norm.get_parameter("weight"), ends.epsilon)
+
+
+def _same(module: nn.Module, both: Callable[[], tuple[Tensor, Tensor]], rounding: float = ROUNDING) -> bool:
+    """Whether a module and what is to stand for it find the same."""
+    if "forward" in vars(module):
+        return False  # somebody else stands for it
+    try:
+        own, other = both()
+        return own.dtype == other.dtype and torch.allclose(own.float(), other.float(), rtol=rounding, atol=0.0)
+    except Exception as error:
+        log.info("A %s runs as it is: %s", type(module).__name__, first_line(error))
+        return False
+
+
+# Kernels
+
+
+def embed(tokens: Tensor, table: Tensor, norm: Tensor) -> Rows:
+    """The rows of a table for these tokens (rows,), for a norm with these weights."""
+    rows, width = len(tokens), table.shape[1]
+    states, weighted = (table.new_empty(rows, width) for _ in range(2))
+    parts = parts_of(rows, width, table.element_size())
+    squares = torch.empty(rows, parts, device=table.device)
+    _embed[(rows, parts)](
+        tokens, table, norm, states, weighted, squares, table.stride(0), width,
+        columns=width // parts, block=triton.next_power_of_2(width // parts), parts=parts, num_warps=1,
+        **_sooner(table, rows),
+    )  # fmt: skip
+    return Rows(states, weighted, squares)
+
+
+def look_up(positions: Tensor, table: Tensor) -> Tensor:
+    """(rows, …): of a table (positions, …) those of these positions (rows,)."""
+    count = table[0].numel()
+    out = table.new_empty(len(positions), *table.shape[1:])
+    _look_up[(len(positions),)](
+        positions, table, out, len(table), count, block=triton.next_power_of_2(count), num_warps=1,
+        **_sooner(table, len(positions)),
+    )  # fmt: skip
+    return out
+
+
+def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """States (…, width) by the root of their mean square, times the weights of a norm."""
+    states = states.contiguous()
+    rows, width, out = states.numel() // states.shape[-1], states.shape[-1], torch.empty_like(states)
+    _norm[(rows,)](
+        states, weight, out, epsilon, width=width, block=triton.next_power_of_2(width), num_warps=4,
+        **_sooner(states, rows),
+    )  # fmt: skip
+    return out
+
+
+def _sooner(tensor: Tensor, rows: int) -> dict[str, bool]:
+    return early(tensor.device) if rows <= MOST_EARLY else {"early": False}
+
+
+@triton.jit(do_not_specialize=["stride", "width"])
+def _embed(
+    tokens, table, norm, states, weighted, squares, stride, width,
+    columns: tl.constexpr, block: tl.constexpr, parts: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    begin(early)
+    row, part = tl.program_id(0), tl.program_id(1)
+    at = tl.arange(0, block)
+    inside = at < columns
+    column = part * columns + at
+    token = tl.maximum(tl.load(tokens + row), 0).to(tl.int64)
+    state = tl.load(table + token * stride + column, mask=inside, other=0.0)
+    wide = state.to(tl.float32)
+    times = wide * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    place = row.to(tl.int64) * width + column
+    tl.store(states + place, state, mask=inside)
+    tl.store(weighted + place, times.to(weighted.dtype.element_ty), mask=inside)
+    tl.store(squares + row * parts + part, tl.sum(wide * wide, axis=0))
+
+
+@triton.jit(do_not_specialize=["most", "count"])
+def _look_up(positions, table, out, most, count, block: tl.constexpr, early: tl.constexpr):
+    begin(early)
+    row, at = tl.program_id(0), tl.arange(0, block)
+    inside = at < count
+    position = tl.minimum(tl.maximum(tl.load(positions + row), 0), most - 1).to(tl.int64)  # padding may be anywhere
+    tl.store(out + row.to(tl.int64) * count + at, tl.load(table + position * count + at, mask=inside), mask=inside)
+
+
+@triton.jit
+def _norm(states, weight, out, epsilon, width: tl.constexpr, block: tl.constexpr, early: tl.constexpr):
+    begin(early)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    inside = at < width
+    state = tl.load(states + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(state * state, axis=0) / width + epsilon)
+    found = (state * scale).to(out.dtype.element_ty).to(tl.float32)
+    weights = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, (found * weights).to(out.dtype.element_ty), mask=inside)
