@@ -70,6 +70,26 @@ def test_quantised_weights_become_what_gguf_says(tmp_path: Path) -> None:
     assert not np.array_equal(converted, weight)
 
 
+def test_a_file_is_parsed_once_and_afterwards_everybody_reads_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, own = [], gguf.GGUFReader.__init__
+
+    def init(self: gguf.GGUFReader, path: str, *given: str) -> None:
+        parsed.append(str(path))
+        own(self, path, *given)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", init)
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    write_gguf(tmp_path / "x.gguf")
+    load(tmp_path / "x.gguf")
+    assert parsed == [str(tmp_path / "x.gguf")]
+    write_gguf(tmp_path / "y.gguf", extra={"blk.9.nonsense.weight": np.ones((2, 2), dtype=np.float32)})
+    with pytest.raises(ModelError, match="parameters"):
+        load(tmp_path / "y.gguf")
+    assert before == (gguf.GGUFReader, gguf.get_tensor_name_map)
+
+
 def test_tokenizer_of_a_gguf_keeps_text_and_special_tokens(tiny_folder: Path) -> None:
     model, tokenizer = load(tiny_folder)
     for text in ("hi  12\n\n\tx = 'é🙂世'  ", "<|im_start|>user\nhi<|im_end|>", "<tool>", " "):

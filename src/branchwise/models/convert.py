@@ -13,6 +13,7 @@ from typing import Any
 from branchwise.errors import ModelError, UnsupportedModel, first_line
 from branchwise.models.cache import cache_dir, require_space, workspace
 from branchwise.models.gguf import CONTROL, Header, read_header, tokenizer_of
+from branchwise.models.gguf_reading import read_once
 from branchwise.models.show import bar, quiet
 
 # Part of the name of every converted folder: raise it when a conversion would come out differently.
@@ -44,7 +45,7 @@ def convert_gguf(path: Path, digest: str, name: str, source: str, progress: bool
     with workspace() as work:
         require_space(4 * sum(tensor.elements for tensor in header.tensors), f"Converting {path.name}")
         new = work / "converted"
-        with quiet(), bar(f"Converting {path.name}, once", None, progress):
+        with quiet(), bar(f"Converting {path.name}, once", None, progress), read_once():
             _write_safetensors(path, header, new)
         about = {
             "name": name,
