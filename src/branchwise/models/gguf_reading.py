@@ -26,6 +26,7 @@ def read_once() -> Iterator[None]:
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         """Looks into the file as an array: every look into a mapped file costs as much as ten."""
 
+        data: Any
         _array: Any = None
 
         def _get(self, *given: Any, **options: Any) -> Any:

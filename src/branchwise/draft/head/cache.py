@@ -64,9 +64,9 @@ class HeadCache:
         self.tokens = torch.zeros(slots + 1, FIRST, dtype=torch.long, device=device)
         """(slots, cells): the token after that whose hidden states each row of a text read; not kept for a window"""
         self.columns = torch.arange(FIRST - 1, device=device)
-        self.ends = torch.zeros(2, slots + 1, width, **kind)
+        self.last = torch.zeros(2, slots + 1, width, **kind)
         """(2, slots, width): what the last row of every text predicted, and what it carried on"""
-        self.predicted, self.carried = self.ends
+        self.predicted, self.carried = self.last
         self.foreseen = torch.zeros(slots + 1, config.masks, width, **kind)
         """(slots, depths, width): what a parallel head predicted in the same pass for the levels below the root"""
         self.firsts = torch.zeros(slots + 1, dtype=torch.long, device=device)

@@ -168,8 +168,8 @@ class FusedDraft(PickedDraft):
         return ends
 
     def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
-        ends = Summed.of(self.cache.ends)  # both at once: each would be as many launches
-        return Outputs(*map(Summed, *ends)), slots[:, None]
+        last = Summed.of(self.cache.last)  # both at once: each would be as many launches
+        return Outputs(*map(Summed, *last)), slots[:, None]
 
     def _level_rows(
         self, above: Outputs, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int
