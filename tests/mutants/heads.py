@@ -21,9 +21,9 @@ FAMILIES = [
             ("value = (values[..., None] + likely.logprobs).flatten(1)", "value = likely.logprobs.flatten(1)"),
             ("bits[:nodes, : words_for(nodes)])", "bits[:nodes])"),
         ],
-        "draft/head/trees/ahead.py": [
+        "draft/head/trees/catching_up.py": [
             ("self._cache.lengths[sequence] += len(verdict.path)", "self._cache.lengths[sequence] += len(verdict.path) - 1"),
-            ("return self._expected == [(sequence, sequence.root) for sequence in sequences]", "return bool(self._expected)"),
+            ("return self._expected == [Expected.of(sequence, 0) for sequence in sequences]", "return bool(self._expected)"),
         ],
         "draft/head/drafter.py": [
             ("self.head.frequencies = self.trained.head.frequencies.float().to(target.device)", "pass"),
