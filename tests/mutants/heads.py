@@ -33,6 +33,21 @@ FAMILIES = [
             ("self.whole &= lengths[sequence] + len(self.unread) == before", "pass"),
         ],
     }),
+    Family("drawn-head", ["tests/test_head_drawn.py"], {
+        "draft/head/trees/drawn.py": [
+            ("now[slots] = before[slots]", "pass"),
+            ("if len(sequence.tokens) == length and ", "if "),
+            ("carry, own = self._carry[:, above], ", "carry, own = self._carry[:, above * 0], "),
+            ("torch.where(known, extra.tokens[:, None], self._table[0])", "extra.tokens[:, None].clamp_min(0)"),
+            ("if rests or any(place_of(sequence) is not None for sequence in sequences):", "if rests:"),
+        ],
+        "draft/drawn/paths.py": [
+            ("path if number else torch.zeros_like(path)", "torch.zeros_like(path)"),
+        ],
+        "draft/drawn/shapes.py": [
+            ("torch.tensor([before.index(self._shape.parents[node]) for node in nodes])", "torch.arange(len(nodes)) % len(before)"),
+        ],
+    }),
     Family("copies", [
         "tests/test_head_copies.py",
         "tests/test_head_drafter.py::test_a_prompt_longer_than_one_pass_is_read_as_in_training",

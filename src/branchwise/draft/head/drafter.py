@@ -37,7 +37,7 @@ from branchwise.draft.head.speculators import read_head
 from branchwise.draft.head.trees.ahead import ahead_of
 from branchwise.draft.head.trees.catching_up import CatchingUp
 from branchwise.draft.head.usual import DEVICE, check_options, usual_on
-from branchwise.draft.model.reading import Reading, Readings
+from branchwise.draft.model.reading import BatchReading, Reading, Readings
 from branchwise.draft.model.vocabulary import Vocabulary, kept_places
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import ExpandRequest
@@ -141,7 +141,7 @@ class HeadDrafter(SharingDrafter):
         copies = 0 if config.window else copies or 0  # of a text in a window tokens are not kept
         smaller = () if self._tree_given else usual.smaller
         pace = (self.cost or 0.0) if self.paces and on_host else None
-        self._ahead = ahead_of(self.tree, target, parts, copies, smaller, pace)
+        self._ahead = ahead_of(self.tree, target, self._batch_reading, parts, copies, smaller, pace)
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
@@ -389,6 +389,10 @@ class HeadDrafter(SharingDrafter):
             extra = self._cache.extra_tokens[self._cache.slot[request.sequence], :count]
             logits[:, extra] = self.head.logits(predict, self._output[extra], previous)
         return self._readings.of(request.sequence.sampling)(logits)
+
+    def _batch_reading(self, sampling: list[SamplingParams]) -> BatchReading:
+        own = [draft_params(params, self.temperature) for params in sampling]
+        return BatchReading(own, self._vocabulary, trimmed=False)
 
     def _reading(self, sampling: SamplingParams) -> Reading:
         return Reading(draft_params(sampling, self.temperature), self._vocabulary, trimmed=False)

@@ -27,6 +27,7 @@ from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.catching_up import CatchingUp
 from branchwise.draft.head.trees.device import DeviceDraft
+from branchwise.draft.head.trees.drawn import DrawnAhead, Reading
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.policies.template import Ranks
@@ -181,18 +182,19 @@ class Ahead(CatchingUp):
 def ahead_of(
     tree: TreePolicy,
     target: TargetInfo,
+    reading: Reading,
     parts: tuple[Any, ...],
     copies: int,
     smaller: Sequence[TopK],
     level_cost: float | None,
 ) -> CatchingUp | None:
-    """How the trees of a policy are made on the device of a target, given the parts of a head; None if only the host
-    can. Of the best trees there are `smaller` ones, so many tokens of them may be `copies`, and they are as large as
-    pays on a host where a level costs so many passes of the target."""
+    """How the trees of a policy are made on the device of a target, given the parts of a head and how its logits are
+    read; None if only the host can. Of the best trees there are `smaller` ones, so many tokens of them may be `copies`,
+    and they are as large as pays on a host where a level costs so many passes of the target."""
     if isinstance(tree, Ranks):
         return Ahead(target, RankedDraft(tree, *parts))
     if type(tree) is not TopK or tree.gain:
-        return None
+        return DrawnAhead.of(tree, target, reading, *parts)
     make = best_first if level_cost is None else partial(PacedDraft, target, level_cost)
     whole = make(tree, *parts, copies=copies)
     sizes = [whole.shaped(small, min(copies, small.nodes // 2)) for small in smaller]
