@@ -187,6 +187,29 @@ def test_heads_of_every_form_draw_so(form: str, tree: str, verify: str) -> None:
     assert both(tree, verify, WAYS[:2], form)[0].ahead > 10
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("tree", "verify"), [("chain:3", "block"), ("paths:2x2", "cascade")])
+def test_a_head_by_kernels_draws_what_the_host_draws(tree: str, verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of verdicts and levels both."""
+    fused = pytest.importorskip("branchwise.draft.head.trees.fused", reason="needs Triton's interpreter")
+    for place in ("trees.ahead", "trees.device"):
+        monkeypatch.setattr(f"branchwise.draft.head.{place}.have_kernels", lambda device: True)
+    found, drafters = [], []
+    for kind in (Noting, LevelByLevel):
+        target = target_of()
+        drafters.append(kind(head_for(target.info), tree=build_policy(tree)))
+        engine = Engine(target, drafters[-1], VERIFIERS.build(verify))
+        asked = [engine.submit(Request(prompt, WAYS[0], max_new_tokens=9)) for prompt in PROMPTS[:2]]
+        while engine.busy:
+            engine.step()
+        found.append([one.token_ids for one in asked])
+    assert isinstance(drafters[0]._ahead, DrawnAhead)
+    assert isinstance(drafters[0]._ahead._head, fused.FusedDrawnHead)
+    assert found[0] == found[1]
+    assert_same(*drafters)
+    assert drafters[0].ahead > 3
+
+
 @pytest.mark.parametrize(("tree", "depth"), [("chain:4", 4), ("rsd-c:2,2", 2)])
 def test_trees_of_known_shapes_are_drawn_without_the_host(tree: str, depth: int) -> None:
     """One call draws all levels, and the pass over them begins before the host knows what they are."""

@@ -142,6 +142,10 @@ SLOW: dict[str, str | int] = {
     "test_head_drawn.py::test_a_verdict_that_never_counted_is_undone": "(before-chain:3|after-paths:2x3)-carry",
     "test_head_drawn.py::test_where_a_distribution_has_too_few_tokens_the_host_grows_the_tree": NONE,
     "test_head_drawn.py::test_options_of_the_drafter_count": NONE,
+    "test_head_drawn.py::test_a_head_by_kernels_draws_what_the_host_draws": "paths:2x2.*",
+    "test_head_kernels.py::test_what_follows_the_nodes_of_drawn_trees_is_the_same_without_kernels": (
+        r"paths:3x3-\{'carry': True, 'gate': 'full'\}|template:mcsd-\{'layers': 2, 'carry': True\}"
+    ),
     "test_head_drafter.py::test_forks_and_texts_that_come_and_go_are_predicted_as_in_training": "parallel longspec",
     "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "window",
     "test_head_drafter.py::test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host": "fork-eagle",

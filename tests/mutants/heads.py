@@ -33,7 +33,11 @@ FAMILIES = [
             ("self.whole &= lengths[sequence] + len(self.unread) == before", "pass"),
         ],
     }),
-    Family("drawn-head", ["tests/test_head_drawn.py"], {
+    Family("drawn-head", [
+        "tests/test_head_drawn.py::test_a_verdict_that_never_counted_is_undone",
+        "tests/test_head_drawn.py::test_under_a_grammar_the_host_draws",
+        "tests/test_head_drawn.py",
+    ], {
         "draft/head/trees/drawn.py": [
             ("now[slots] = before[slots]", "pass"),
             ("if len(sequence.tokens) == length and ", "if "),

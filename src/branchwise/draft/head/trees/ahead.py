@@ -22,12 +22,13 @@ from branchwise.cuda.graphs import GraphedFunction, have_kernels
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import TreePolicy
 from branchwise.draft.constrained import GrammarLevels
+from branchwise.draft.drawn.drawing import tree_draft_of
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.catching_up import CatchingUp
 from branchwise.draft.head.trees.device import DeviceDraft
-from branchwise.draft.head.trees.drawn import DrawnAhead, Reading
+from branchwise.draft.head.trees.drawn import DrawnAhead, DrawnHead, Reading
 from branchwise.draft.head.trees.paced import PacedDraft
 from branchwise.draft.head.trees.ranks import RankedDraft
 from branchwise.draft.policies.template import Ranks
@@ -194,11 +195,30 @@ def ahead_of(
     if isinstance(tree, Ranks):
         return Ahead(target, RankedDraft(tree, *parts))
     if type(tree) is not TopK or tree.gain:
-        return DrawnAhead.of(tree, target, reading, *parts)
+        return drawn_ahead(tree, target, reading, *parts)
     make = best_first if level_cost is None else partial(PacedDraft, target, level_cost)
     whole = make(tree, *parts, copies=copies)
     sizes = [whole.shaped(small, min(copies, small.nodes // 2)) for small in smaller]
     return Ahead(target, *sizes, whole)
+
+
+def drawn_ahead(
+    tree: TreePolicy, target: TargetInfo, reading: Reading, head: Head, cache: HeadCache, *parts: Any
+) -> DrawnAhead | None:
+    """How trees are drawn there, as large as a pass of the target can score; None where only the host can draw them, or
+    where nothing is recorded and it is as fast."""
+    make = tree_draft_of(tree, target.vocabulary, target.device)
+    if make is None or not target.execution.kernels:
+        return None
+    draft = make([Budget(target.max_nodes, target.context)])
+    if not draft.depth:
+        return None
+    kind: type[DrawnHead] = DrawnHead
+    if have_kernels(cache.store.device):
+        from branchwise.draft.head.trees.fused import FusedDrawnHead
+
+        kind = FusedDrawnHead if FusedDrawnHead.fits(head.config) else DrawnHead
+    return DrawnAhead(target, draft, kind(draft, target.vocabulary, head, cache, *parts), reading)
 
 
 def best_first(tree: TopK, head: Head, cache: HeadCache, *parts: Any, copies: int) -> BestFirstDraft:

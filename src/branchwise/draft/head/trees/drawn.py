@@ -20,9 +20,8 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
-from branchwise.draft.builder import TreePolicy
 from branchwise.draft.constrained import place_of
-from branchwise.draft.drawn.drawing import RESTS, Drawing, Told, arrived, fetched, tree_draft_of
+from branchwise.draft.drawn.drawing import RESTS, Drawing, Told, arrived, fetched
 from branchwise.draft.drawn.trees import Drawn, Passes, Roots, TreeDraft
 from branchwise.draft.head.trees.catching_up import CatchingUp, Ends
 from branchwise.draft.head.trees.device import HeadOnDevice
@@ -72,7 +71,8 @@ class DrawnHead(HeadOnDevice):
         """(…, cells): all that a whole tree takes."""
         return functional.pad(cells, (0, self.cells - cells.shape[-1]))
 
-    def passes(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> HeadPasses:
+    def passes(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> Passes:
+        """Over trees below these roots, of texts with so many rows; (batch,) each."""
         return HeadPasses(self, slots, lengths.long(), roots.long())
 
     def extra(self, slots: Tensor) -> Extra:
@@ -93,8 +93,9 @@ class DrawnHead(HeadOnDevice):
 
 
 class HeadPasses(Passes):
+    """Operation by operation."""
+
     def __init__(self, head: DrawnHead, slots: Tensor, lengths: Tensor, roots: Tensor) -> None:
-        """Below these roots, of texts with so many rows (batch,)."""
         self._head, self._slots, self._lengths = head, slots, lengths
         self._extra = head.extra(slots)
         predict, self._carry = head._at_roots(slots, roots)
@@ -121,16 +122,6 @@ class DrawnAhead(CatchingUp):
     """Trees that a policy draws, as large as a pass of the target can score."""
 
     draws = True
-
-    @classmethod
-    def of(cls, tree: TreePolicy, target: TargetInfo, reading: Reading, *parts: Any) -> DrawnAhead | None:
-        """None where only the host can draw such trees, or where that is as fast: without recordings. `parts` are those
-        of the head, its table the fifth of them."""
-        make = tree_draft_of(tree, len(parts[4]), target.device)
-        if make is None or not target.execution.kernels:
-            return None
-        draft = make([Budget(target.max_nodes, target.context)])
-        return cls(target, draft, DrawnHead(draft, target.vocabulary, *parts), reading) if draft.depth else None
 
     def __init__(self, target: TargetInfo, draft: TreeDraft, head: DrawnHead, reading: Reading) -> None:
         self._draft, self._drawn_head = draft, head
