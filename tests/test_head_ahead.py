@@ -20,11 +20,14 @@ from branchwise.draft import build_drafter, build_policy
 from branchwise.draft.base import Budget, Drafter
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.following import Unread
+from branchwise.draft.head.prompt import MOST_ROWS
+from branchwise.draft.head.prompt_graphs import RecordedPrompts, size_of, together
+from branchwise.draft.head.trees.catching_up import CatchingUp
 from branchwise.draft.head.trees.waiting import STEPS, Waiting
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS
 from tests import attention_twins
-from tests.test_head_drafter import FORMS, model_of, trained
+from tests.test_head_drafter import FORMS, VOCABULARY, model_of, trained
 from tests.test_inflight import Watched
 
 PROMPTS = ((1, 2, 3), tuple(range(20)), (5, 30))
@@ -138,15 +141,6 @@ def test_a_text_that_moves_to_another_slot_is_found_there() -> None:
     assert noted[0] == noted[1]
 
 
-class Waited(Noting):
-    """Reads rows that wait as those of a verdict are read, which is the way of a device."""
-
-    def bind(self, target: TargetInfo) -> None:
-        super().bind(target)
-        assert self._ahead is not None
-        self._ahead._waiting = Waiting(self._ahead._drafts[0], capture=False)
-
-
 class Read(NamedTuple):
     texts: int
     rows: int
@@ -154,32 +148,55 @@ class Read(NamedTuple):
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in OTHERS])
 @torch.no_grad()
-def test_what_waits_of_a_text_is_read_as_rows_of_a_verdict_are(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ends of prompts whose beginnings were inherited, of one text or of several, and of more rows than one pass
-    reads; a very long end is read in one pass of the network."""
-    reads, own = [], Waiting.read
+def test_what_waits_of_texts_is_read_by_what_is_recorded(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device: whole prompts, of one text or of several, and the ends of those whose beginnings were inherited,
+    also of more rows than one pass reads; a very long end is read in one pass of the network."""
+    ends: list[Read] = []
+    prompts: list[Read] = []
 
-    def read(self: Waiting, unread: Mapping[SequenceState, Unread]) -> None:
-        reads.append(Read(len(unread), max(map(len, unread.values()))))
-        own(self, unread)
+    def noted_by(reads: list[Read], kind: type[Waiting | RecordedPrompts]) -> None:
+        own = kind.read
 
-    monkeypatch.setattr(Waiting, "read", read)
+        def read(self: Any, unread: Mapping[SequenceState, Unread]) -> None:
+            reads.append(Read(len(unread), max(map(len, unread.values()))))
+            own(self, unread)
+
+        monkeypatch.setattr(kind, "read", read)
+
+    noted_by(ends, Waiting)
+    noted_by(prompts, RecordedPrompts)
     beginning = tuple(range(3, 33))
-    ends = [(1,), (2, 3, 4), tuple(range(18)), tuple(range(40)) * 2, (7, 7)]
+    further = [(1,), (2, 3, 4), tuple(range(18)), tuple(range(40)) * 2, (7, 7)]
+    others = [tuple(range(70)), (6,) * 20]
+    first = [(*beginning, 5), *(tuple(token % VOCABULARY for token in one) for one in others)]
     model, noted = model_of(), []
-    for kind in (Waited, LevelByLevel):
-        target = Watched(model, slots=3, context=200, max_nodes=32, kernels=True)
-        drafter = kind(trained(target, form), tree=build_policy("topk:12,depth=4,width=4"))
-        engine = Engine(target, drafter, VERIFIERS.build("match"), prefix_cache=True)
-        texts = [engine.submit(Request((*beginning, 5), max_new_tokens=30))]
-        while len(texts[0].token_ids) < 8:
-            engine.step()
-        texts += [engine.submit(Request((*beginning, *end), max_new_tokens=12)) for end in ends]
-        while engine.busy:
-            engine.step()
-        assert sum(text.stats.reused_tokens > 0 for text in texts) == len(ends)
+    for kind in (Noting, LevelByLevel):
+        with monkeypatch.context() as device:
+            device.setattr(CatchingUp, "_records", kind is Noting)
+            target = Watched(model, slots=3, context=200, max_nodes=32, kernels=True)
+            drafter = kind(trained(target, form), tree=build_policy("topk:12,depth=4,width=4"))
+            engine = Engine(target, drafter, VERIFIERS.build("match"), prefix_cache=True)
+            texts = [engine.submit(Request(first[0], max_new_tokens=40))]
+            texts += [engine.submit(Request(prompt, max_new_tokens=9)) for prompt in first[1:]]
+            while len(texts[0].token_ids) < 16:
+                engine.step()
+            texts += [engine.submit(Request((*beginning, *end), max_new_tokens=12)) for end in further]
+            while engine.busy:
+                engine.step()
+        assert sum(text.stats.reused_tokens > 0 for text in texts) > len(further) - 2
         noted.append((drafter.noted, [(text.token_ids, text.stats.accepted_tokens) for text in texts]))
     assert noted[0] == noted[1]
-    assert {one.texts for one in reads} == {1, 2}
-    assert max(one.rows for one in reads) > 2 * STEPS
-    assert max(one.rows for one in reads) < len(ends[3])
+    assert {one.texts for one in ends} == {1, 2}
+    assert 2 * STEPS < max(one.rows for one in ends) < len(further[3])
+    assert max(one.texts for one in prompts) > 1
+    assert max(one.rows for one in prompts) == len(others[0]) - 1
+
+
+def test_prompts_share_a_pass_while_there_is_room_for_it() -> None:
+    texts = [SequenceState([0]) for _ in range(40)]
+    rows = dict(zip(texts, [60, 60, 400, 4000, 4000, 10, *[500] * 34], strict=True))
+    groups = together(rows)
+    assert [one for group in groups for one in group] == texts
+    sizes = [size_of(len(group), max(rows[one] for one in group)) for group in groups]
+    assert all(size.texts * size.rows <= MOST_ROWS for size in sizes)
+    assert [len(group) for group in groups] == [3, 1, 1, 16, 16, 3]

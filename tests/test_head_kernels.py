@@ -11,9 +11,12 @@ from torch import Tensor
 
 from branchwise.backends.base import CachedRows
 from branchwise.draft import build_policy
+from branchwise.draft.base import Budget
+from branchwise.draft.drawn.drawing import tree_draft_of
 from branchwise.draft.head.cache import MOST_EXTRA, HeadCache
 from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.head.trees.best_first import BestFirstDraft
+from branchwise.draft.head.trees.drawn import DrawnHead
 from branchwise.draft.policies.topk import TopK
 from tests.test_attention import Compiled, as_on_hopper, compiled_by, interpreted
 
@@ -66,6 +69,7 @@ class Drafts:
             assert cache.extra_tokens.shape[1] == MOST_EXTRA
         parts = embeddings, output, table, None, cached
         kind = fused.FusedDraft if fused.FusedDraft.fits(head.config) else fused.PickedDraft
+        self.head, self.parts = head, parts
         self.fused: BestFirstDraft = kind(tree, head, self.caches[0], *parts, copies=copies)
         self.fused._kernels = True
         self.plain = BestFirstDraft(tree, head, self.caches[1], *parts, copies=copies)
@@ -132,6 +136,36 @@ def test_trees_of_any_form_are_laid_as_without_kernels(options: dict[str, Any]) 
     found, wanted = (draft.grow(drawn[0].int(), drawn[1].int(), drawn[2]) for draft in (drafts.fused, drafts.plain))
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.long(), theirs.long())
+    drafts.compare_caches()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", ["paths:3x3", "template:mcsd", "chain:1"])
+@torch.inference_mode()
+def test_what_follows_the_nodes_of_drawn_trees_is_the_same_without_kernels(options: dict[str, Any], shape: str) -> None:
+    fused = pytest.importorskip("branchwise.draft.head.trees.fused", reason="needs Triton's interpreter")
+    rng = torch.Generator().manual_seed(2)
+    drafts = Drafts("topk:2,depth=2,width=2", rng, **options)
+    make = tree_draft_of(build_policy(shape), VOCABULARY, DEVICE)
+    assert make is not None
+    draft = make([Budget(64, 64)])
+    slots, lengths, roots = (torch.tensor(part, device=DEVICE) for part in ([3, 0, SLOTS], [9, 41, 0], [5, 60, 7]))
+    found = []
+    for kind, cache, kernels in zip((fused.FusedDrawnHead, DrawnHead), drafts.caches, (True, False), strict=True):
+        head = kind(draft, VOCABULARY, drafts.head, cache, *drafts.parts)
+        head._kernels = kernels
+        noise = torch.Generator().manual_seed(3)
+        passes = head.passes(slots, lengths.int(), roots.int())
+        said = [passes.roots.logits]
+        for number, level in enumerate(draft.levels):
+            tokens = torch.randint(VOCABULARY, (3, len(level.above)), generator=noise)
+            tokens[0, 0] = -1  # as where a distribution had no more
+            said.append(passes.below(tokens.to(DEVICE), number + 1))
+        found.append((passes.roots.positions, passes.roots.tokens, *said))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert found[0][2].shape == (3, 1, VOCABULARY)
+    assert bool(found[0][2].isinf().any()), "every token is in the table"
     drafts.compare_caches()
 
 

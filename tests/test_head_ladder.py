@@ -49,7 +49,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return best_first(tree, *parts, copies=copies)
 
     monkeypatch.setattr(drafter_module, "usual_on", lambda device: WHOLE)
-    monkeypatch.setattr(drafter_module, "PacedDraft", draft)
+    monkeypatch.setattr(ahead_module, "PacedDraft", draft)
 
 
 def written(target: Watched, drafter: Drafter, tokens: int = 12) -> list[Generation]:
@@ -91,14 +91,14 @@ def test_a_head_that_stands_aside_reads_no_prompt_and_drafts_for_the_next_text(
     target: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    own = drafter_module.read_prompts
+    own = prompt_module.read_prompts
 
     def watched(*given: Any) -> None:
         read.append(len(given[3]))
         own(*given)
 
     aside = True
-    monkeypatch.setattr(drafter_module, "read_prompts", watched)
+    monkeypatch.setattr(prompt_module, "read_prompts", watched)
     monkeypatch.setattr(Ladder, "rung", lambda ladder, batch, texts: 0 if aside else 2)
     drafter = HeadDrafter(random_head(target.info, table=90))
     engine = Engine(target, drafter, VERIFIERS.build("match"))

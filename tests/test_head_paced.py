@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import branchwise.draft.head.drafter as drafter_module
+import branchwise.draft.head.prompt as prompt_module
 from branchwise.backends.toy import ToyTarget
 from branchwise.control.choice import SHORTEST_WAIT, TRIAL, Terms
 from branchwise.core.sequence import SequenceState
@@ -150,13 +150,13 @@ def test_a_head_that_does_not_pay_stands_aside_and_reads_later_what_it_missed(mo
 
 def test_a_prompt_is_not_read_by_a_head_that_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    own = drafter_module.read_prompts
+    own = prompt_module.read_prompts
 
     def watched(*given: Any) -> None:
         read.extend(given[5])
         own(*given)
 
-    monkeypatch.setattr(drafter_module, "read_prompts", watched)
+    monkeypatch.setattr(prompt_module, "read_prompts", watched)
     sizes(monkeypatch, Costs(0.0), ((1, 2, 3), (4, 5, 6, 7)), tokens=6)
     assert sorted(read) == [2, 3], "all but the root, when something is drafted first"
     read.clear()

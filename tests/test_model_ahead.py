@@ -24,11 +24,13 @@ from branchwise.core.tree import DraftTree
 from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
-from branchwise.draft.model import choice, reading
+from branchwise.draft.drawn import choice
+from branchwise.draft.drawn.drawing import Drawing
+from branchwise.draft.drawn.trees import Drawn, TreeDraft
+from branchwise.draft.model import reading
 from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
-from branchwise.draft.model.passes import Drawn, TreeDraft
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.model.vocabulary import Vocabulary, save_counts
 from branchwise.engine import Engine, Generation, Request
@@ -170,10 +172,10 @@ def test_as_on_a_device_trees_lie_at_one_place_and_the_host_never_sees_their_tok
     expected = write(levels, verify, ways)
     places: dict[tuple[int, int], Drawn] = {}
 
-    def place(self: ModelAhead, draft: TreeDraft, size: int) -> Drawn:
+    def place(self: Drawing, draft: TreeDraft, size: int) -> Drawn:
         return places.setdefault((id(draft), size), draft.place(size, VOCABULARY))
 
-    monkeypatch.setattr(ModelAhead, "_place", place)
+    monkeypatch.setattr(Drawing, "_place", place)
     monkeypatch.setattr(TreeBatch, "host_tokens", None)
     ahead, target = Noting(close_to(), tree=build_policy(tree)), target_of()
     found = write(ahead, verify, ways, target)

@@ -135,6 +135,17 @@ SLOW: dict[str, str | int] = {
         "parallel longspec-topk:12,.*|longspec with states-ranks:mcsd"
     ),
     "test_head_ahead.py::test_sampled_texts_are_those_of_plain_decoding": "parallel with bias",
+    "test_head_drawn.py::test_trees_are_those_of_level_by_level": (
+        "(chain:4-block|paths:3x3-cascade)-of all kinds|template.*-drawn"
+    ),
+    "test_head_drawn.py::test_heads_of_every_form_draw_so": "longspec with states-paths.*|parallel with bias-chain.*",
+    "test_head_drawn.py::test_a_verdict_that_never_counted_is_undone": "(before-chain:3|after-paths:2x3)-carry",
+    "test_head_drawn.py::test_where_a_distribution_has_too_few_tokens_the_host_grows_the_tree": NONE,
+    "test_head_drawn.py::test_options_of_the_drafter_count": NONE,
+    "test_head_drawn.py::test_a_head_by_kernels_draws_what_the_host_draws": "paths:2x2.*",
+    "test_head_kernels.py::test_what_follows_the_nodes_of_drawn_trees_is_the_same_without_kernels": (
+        r"paths:3x3-\{'carry': True, 'gate': 'full'\}|template:mcsd-\{'layers': 2, 'carry': True\}"
+    ),
     "test_head_drafter.py::test_forks_and_texts_that_come_and_go_are_predicted_as_in_training": "parallel longspec",
     "test_head_drafter.py::test_a_cache_with_a_window_does_not_grow_with_the_text": "window",
     "test_head_drafter.py::test_a_tree_of_ranks_is_drafted_on_the_device_as_on_the_host": "fork-eagle",

@@ -68,9 +68,9 @@ def test_trees_are_those_of_level_by_level(tree: str, verify: str, ways: list[Sa
     assert ahead.ahead > 3
     if not tree.startswith("paths"):
         assert target.served > 2, "passes waited for the host"
-    recorded = [function for _, function in ahead._ahead._ways.values() if function._recorded]
+    recorded = [function for _, function in ahead._ahead._drawing._ways.values() if function._recorded]
     assert recorded, "nothing was recorded"
-    assert all(function.captures for _, function in ahead._ahead._ways.values())
+    assert all(function.captures for _, function in ahead._ahead._drawing._ways.values())
 
 
 @pytest.mark.parametrize("ways", KINDS[:2], ids=["drawn", "greedy"])

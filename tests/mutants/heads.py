@@ -21,9 +21,9 @@ FAMILIES = [
             ("value = (values[..., None] + likely.logprobs).flatten(1)", "value = likely.logprobs.flatten(1)"),
             ("bits[:nodes, : words_for(nodes)])", "bits[:nodes])"),
         ],
-        "draft/head/trees/ahead.py": [
+        "draft/head/trees/catching_up.py": [
             ("self._cache.lengths[sequence] += len(verdict.path)", "self._cache.lengths[sequence] += len(verdict.path) - 1"),
-            ("return self._expected == [(sequence, sequence.root) for sequence in sequences]", "return bool(self._expected)"),
+            ("return self._expected == [Expected.of(sequence, 0) for sequence in sequences]", "return bool(self._expected)"),
         ],
         "draft/head/drafter.py": [
             ("self.head.frequencies = self.trained.head.frequencies.float().to(target.device)", "pass"),
@@ -31,6 +31,25 @@ FAMILIES = [
         "draft/head/following.py": [
             ("self.unread.cut(before - lengths[sequence])", "pass"),
             ("self.whole &= lengths[sequence] + len(self.unread) == before", "pass"),
+        ],
+    }),
+    Family("drawn-head", [
+        "tests/test_head_drawn.py::test_a_verdict_that_never_counted_is_undone",
+        "tests/test_head_drawn.py::test_under_a_grammar_the_host_draws",
+        "tests/test_head_drawn.py",
+    ], {
+        "draft/head/trees/drawn.py": [
+            ("now[slots] = before[slots]", "pass"),
+            ("if len(sequence.tokens) == length and ", "if "),
+            ("carry, own = self._carry[:, above], ", "carry, own = self._carry[:, above * 0], "),
+            ("torch.where(known, extra.tokens[:, None], self._table[0])", "extra.tokens[:, None].clamp_min(0)"),
+            ("if rests or any(place_of(sequence) is not None for sequence in sequences):", "if rests:"),
+        ],
+        "draft/drawn/paths.py": [
+            ("path if number else torch.zeros_like(path)", "torch.zeros_like(path)"),
+        ],
+        "draft/drawn/shapes.py": [
+            ("torch.tensor([before.index(self._shape.parents[node]) for node in nodes])", "torch.arange(len(nodes)) % len(before)"),
         ],
     }),
     Family("copies", [

@@ -31,16 +31,14 @@ from branchwise.draft.head.cache import MOST_EXTRA, HeadCache, look_at
 from branchwise.draft.head.file import TrainedHead, own_or_shared
 from branchwise.draft.head.following import Following, Unread, along, draft_params, packed, stacked
 from branchwise.draft.head.network import Look
-from branchwise.draft.head.prompt import MOST, joined, read_prompts, reads_at_once, together
+from branchwise.draft.head.prompt import read_unread, reads_at_once
 from branchwise.draft.head.sharing import SharingDrafter
 from branchwise.draft.head.speculators import read_head
-from branchwise.draft.head.trees.ahead import Ahead, best_first
-from branchwise.draft.head.trees.paced import PacedDraft
-from branchwise.draft.head.trees.ranks import RankedDraft
+from branchwise.draft.head.trees.ahead import ahead_of
+from branchwise.draft.head.trees.catching_up import CatchingUp
 from branchwise.draft.head.usual import DEVICE, check_options, usual_on
-from branchwise.draft.model.reading import Reading, Readings
+from branchwise.draft.model.reading import BatchReading, Reading, Readings
 from branchwise.draft.model.vocabulary import Vocabulary, kept_places
-from branchwise.draft.policies.template import Ranks
 from branchwise.draft.policies.topk import TopK
 from branchwise.draft.tree_drafter import ExpandRequest
 from branchwise.errors import ModelError, UsageError
@@ -77,7 +75,7 @@ class HeadDrafter(SharingDrafter):
             raise UsageError(f"The tokens of {file} are not in the order of frequency; leave out table={table}.")
         self._taps = self.trained.head.config.taps
         self.wanted, self.trim, self.temperature = table, trim, temperature
-        self._ahead: Ahead | None = None
+        self._ahead: CatchingUp | None = None
         """drafts on the device, if trees are such that it can and passes are recorded"""
         self._rests = False
         """whether nothing is drafted in this step"""
@@ -138,17 +136,12 @@ class HeadDrafter(SharingDrafter):
             return  # the target does not show where its cache lies
         cached = partial(target.cached_layer, config.cross) if target.cached_layer and config.cross else None
         parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows, cached, product_of
-        if isinstance(self.tree, Ranks):
-            self._ahead = Ahead(target, RankedDraft(self.tree, *parts))
-        elif type(self.tree) is TopK and not self.tree.gain:
-            on_host = target.device.type == "cpu"
-            self.paces = not self._tree_given and (reads_at_once(config) or not on_host)
-            make = partial(PacedDraft, target, self.cost or 0.0) if self.paces and on_host else best_first
-            copies = 0 if config.window else copies or 0  # of a text in a window tokens are not kept
-            whole = make(self.tree, *parts, copies=copies)
-            smaller = () if self._tree_given else usual.smaller
-            sizes = [whole.shaped(tree, min(copies, tree.nodes // 2)) for tree in smaller]
-            self._ahead = Ahead(target, *sizes, whole)
+        laid, on_host = type(self.tree) is TopK and not self.tree.gain, target.device.type == "cpu"
+        self.paces = laid and not self._tree_given and (reads_at_once(config) or not on_host)
+        copies = 0 if config.window else copies or 0  # of a text in a window tokens are not kept
+        smaller = () if self._tree_given else usual.smaller
+        pace = (self.cost or 0.0) if self.paces and on_host else None
+        self._ahead = ahead_of(self.tree, target, self._batch_reading, parts, copies, smaller, pace)
 
     @torch.inference_mode()
     def start(self, sequence: SequenceState, prefill: Prefill) -> None:
@@ -174,39 +167,40 @@ class HeadDrafter(SharingDrafter):
         """Read the prompts of which nothing is read, where that takes one pass."""
         texts, fits = self._texts, reads_at_once(self.head.config)
         fresh = [one for one in sequences if fits and not self._cache.lengths[one] and len(texts[one].unread)]
-        for group in together(fresh, self._table.device):
-            unread = [texts[sequence].unread for sequence in group]
-            counts = [min(MOST, len(one)) for one in unread]
-            by_tap = zip(*(one.by_tap(MOST) for one in unread), strict=True)
-            features = self._features([*map(joined, by_tap)], sum(counts))
-            read_prompts(self.head, self._cache, self._embeddings, group, features, counts)
-            for one, count in zip(unread, counts, strict=True):
-                one.drop(count)
+        read_unread(self.head, self._cache, self._embeddings, {one: texts[one].unread for one in fresh}, self._features)
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         self._rests, self._kept = False, []
         known = [self.knows(sequence) for sequence in sequences]
-        alone = self._ahead is None or self.kept_probs is not None  # whoever keeps distributions wants them on the host
-        if alone or self._table.device.type == "cpu":
-            # On a device a tree below states that are not its text's costs nothing: a poor one, and no wrong one.
+        ahead = self._ahead if self.kept_probs is None else None  # whoever keeps distributions wants them on the host
+        if ahead is None or ahead.draws or self._table.device.type == "cpu":
+            # On a device a tree of likely tokens below states that are not its text's is a poor one, and costs nothing.
             budgets = [budget if knows else NOTHING for knows, budget in zip(known, budgets, strict=True)]
-        if alone or self._ahead is None:
+        trees = None if ahead is None else self._draft_ahead(ahead, sequences, budgets, any(known))
+        if trees is None:
+            if self._ahead is not None:
+                self._ahead.leave()
             return super().draft(sequences, budgets)
-        with torch.inference_mode():
-            if self._ahead.rests(len(sequences)):
-                return self.rest(sequences)
-            self._propose(sequences)
-            waiting = {sequence: self._texts[sequence].unread for sequence in sequences}
-            if self._ahead.stands_aside(sequences) or not any(known):
-                Unread.settle([*waiting.values()])
-                self._drafted = self._ahead.rest(sequences, read=not any(map(len, waiting.values())))
-            else:
-                self._read_prompts(sequences)
-                self._ahead.begin()
-                if behind := self._ahead.read(waiting):
-                    self._roots(behind)
-                self._drafted = self._ahead.draft(sequences, budgets)
-        return self._drafted
+        self._drafted = trees
+        return trees
+
+    @torch.inference_mode()
+    def _draft_ahead(
+        self, ahead: CatchingUp, sequences: Sequence[SequenceState], budgets: Sequence[Budget], known: bool
+    ) -> list[DraftTree] | None:
+        """Trees of texts of which some are `known`; None if the host has to grow them."""
+        if ahead.rests(len(sequences)):
+            return self.rest(sequences)
+        self._propose(sequences)
+        waiting = {sequence: self._texts[sequence].unread for sequence in sequences}
+        if ahead.stands_aside(sequences) or not known:
+            Unread.settle([*waiting.values()])
+            return ahead.rest(sequences, read=not any(map(len, waiting.values())))
+        self._read_prompts(ahead.read(waiting))
+        ahead.begin()
+        if behind := [sequence for sequence, unread in waiting.items() if len(unread)]:
+            self._roots(behind)
+        return ahead.draft(sequences, budgets)
 
     def rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
         """States that it does not read now it reads together later."""
@@ -395,6 +389,10 @@ class HeadDrafter(SharingDrafter):
             extra = self._cache.extra_tokens[self._cache.slot[request.sequence], :count]
             logits[:, extra] = self.head.logits(predict, self._output[extra], previous)
         return self._readings.of(request.sequence.sampling)(logits)
+
+    def _batch_reading(self, sampling: list[SamplingParams]) -> BatchReading:
+        own = [draft_params(params, self.temperature) for params in sampling]
+        return BatchReading(own, self._vocabulary, trimmed=False)
 
     def _reading(self, sampling: SamplingParams) -> Reading:
         return Reading(draft_params(sampling, self.temperature), self._vocabulary, trimmed=False)

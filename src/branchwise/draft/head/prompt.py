@@ -7,7 +7,7 @@ the target's pass over the prompt, which the host does not wait for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.nn.attention import sdpa_kernel
 
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.head.cache import KERNELS, HeadCache
+from branchwise.draft.head.following import Unread
 from branchwise.draft.head.network import Head, HeadConfig
 
 MOST = 4096
@@ -67,6 +68,24 @@ def _halved(group: Sequence[SequenceState]) -> Iterator[list[SequenceState]]:
         size = 1 << (len(group).bit_length() - 1)
         yield [*group[:size]]
         group = group[size:]
+
+
+def read_unread(
+    head: Head,
+    cache: HeadCache,
+    embeddings: Tensor,
+    unread: Mapping[SequenceState, Unread],
+    features: Callable[[Sequence[Tensor], int], Tensor],
+) -> None:
+    """Write the first rows of texts of which nothing is read, as few passes as may be; `features` turns so many hidden
+    states (rows, width) a tap into what rows read."""
+    for group in together([*unread], embeddings.device):
+        texts = [unread[sequence] for sequence in group]
+        counts = [min(MOST, len(text)) for text in texts]
+        by_tap = zip(*(text.by_tap(MOST) for text in texts), strict=True)
+        read_prompts(head, cache, embeddings, group, features([*map(joined, by_tap)], sum(counts)), counts)
+        for text, count in zip(texts, counts, strict=True):
+            text.drop(count)
 
 
 def read_prompts(

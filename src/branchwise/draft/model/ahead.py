@@ -9,9 +9,9 @@ paths once, when their tree is wanted.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,21 +22,15 @@ from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.graphs import GraphedFunction
-from branchwise.cuda.inputs import BATCHES, PassTensors, PinnedBuffer, fitting
+from branchwise.cuda.inputs import BATCHES, PassTensors, fitting
 from branchwise.draft.base import Budget
+from branchwise.draft.drawn.drawing import RESTS, Drawing, Told, arrived, fetched
+from branchwise.draft.drawn.trees import Drawn, TreeDraft
 from branchwise.draft.model.draft_model import TREE_ROWS, DraftKVCache
-from branchwise.draft.model.passes import Drawn, Run, Texts, TreeDraft, gain
+from branchwise.draft.model.passes import ModelLevels, ModelPasses, Run, gain
 from branchwise.draft.model.reading import BatchReading
 from branchwise.verify import Verdict, Verdicts
 
-MOST_WAYS = 16
-"""ways of sampling, for a number of texts, that are kept recorded, those used last"""
-
-RESTS = 16
-"""batches that are left to the host after one that it had to grow: what a text lacks once it lacks often"""
-
-Drafting = tuple[BatchReading, GraphedFunction[Drawn]]
-"""for one number of texts and one structure of their sampling: how logits are read, and all that follows"""
 Passing = Callable[[int], AbstractContextManager[None]]
 """held while so many passes of the draft model are made, or recorded"""
 
@@ -64,28 +58,24 @@ class ModelAhead:
         following: DraftKVCache,
         target: TargetInfo,
         context: int,
+        own: int,
         reading: Callable[[list[SamplingParams]], BatchReading],
         passing: Passing,
     ) -> None:
         """`made` makes trees for budgets; `context` is the most tokens of the draft model, whose tokens are those of
-        the target, and `reading` reads its logits for texts that are sampled so."""
+        the target as far as its `own` vocabulary goes, and `reading` reads its logits for texts that are sampled so."""
         self._made, self._following, self._target = made, following, target
-        self._context, self._reading, self._passing = context, reading, passing
+        self._context, self._own, self._passing = context, own, passing
+        self._drawing = Drawing(target, reading)
         self._draft: TreeDraft | None = None
         self._slots: weakref.ref[Any] | None = None
         """the slots that it drafts in, and that all recordings read and write"""
-        self._ways: OrderedDict[Any, Drafting] = OrderedDict()
-        self._last: tuple[int, list[SamplingParams], Drafting] | None = None
-        self._places: dict[int, Drawn] = {}  # by the number of texts
-        self._buffers: dict[tuple[str, int], PinnedBuffer] = {}
-        self._uploaded: dict[tuple[str, int], list[int]] = {}
-        """what they hold"""
         self._gain = GraphedFunction(gain, target.device, capture=target.execution.graphs)
         self._sequences: tuple[SequenceState, ...] = ()
         """texts of the pass that is made next or was made last, if their trees were drawn here"""
         self._found: Drawn | None = None
         """trees below the tokens of the last verdicts"""
-        self._told: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._told: Told | None = None
         """what the host has to know of them, on its way"""
         self._expected: list[Foreseen] = []
         self._next: list[DraftTree] | None = None
@@ -145,12 +135,12 @@ class ModelAhead:
         if longest + draft.steps + draft.depth >= self._context:
             return
         size = len(nodes.slots)
-        gained = self._fields("gained", size, 2 + draft.steps).device_copy.view(-1, size)
-        self._uploaded.pop(("gained", size), None)
+        gained = self._drawing.place("gained", size, 2 + draft.steps)
+        self._drawing.overwritten("gained", size)
         paths = verdicts.paths[:, : draft.steps]  # a recorded verdict has columns for longer ones
         with torch.inference_mode():
             self._gain(gained, nodes.lengths, nodes.tokens, paths, verdicts.tokens)
-        self._found = self._drawn(draft, sequences, size)
+        self._found = self._drawn(draft, sequences, size, gained)
         self._told = fetched(self._found.told) if draft.tells else None
 
     def follow(
@@ -175,7 +165,7 @@ class ModelAhead:
 
     def _grown(self, draft: TreeDraft, sequences: Sequence[SequenceState], texts: Sequence[list[int]]) -> Drawn | None:
         """Trees below the roots of texts that the host knows; None if there is no room for them."""
-        if max(map(len, texts)) + draft.depth >= self._context or draft.rows > TREE_ROWS:
+        if max(map(len, texts)) + draft.depth >= self._context or draft.steps + draft.below > TREE_ROWS:
             return None
         ahead = self._following.unwritten(sequences, texts, draft.steps)
         if draft is not self._draft or self._slots is None or self._slots() is not self._following.slots:
@@ -183,47 +173,21 @@ class ModelAhead:
         size = fitting(len(sequences), BATCHES)
         written = [len(self._following.cached(sequence)) for sequence in sequences]
         numbers = [[start, len(new), *new] for start, new in zip(written, ahead, strict=True)]
-        self._upload("gained", size, numbers, [0] * (2 + draft.steps))
-        found = self._drawn(draft, sequences, size)
+        gained = self._drawing.upload("gained", size, numbers, [0] * (2 + draft.steps))
+        found = self._drawn(draft, sequences, size, gained)
         self._following.count(sequences, ahead)
         return found
 
     def _begin(self, draft: TreeDraft) -> None:
         """Draft so, in the slots at hand; whatever is recorded belongs to these."""
-        self._draft, self._slots, self._last = draft, weakref.ref(self._following.slots), None
-        for held in (self._ways, self._places, self._buffers, self._uploaded):
-            held.clear()
+        self._draft, self._slots = draft, weakref.ref(self._following.slots)
+        self._drawing.start(draft, partial(ModelPasses, self._run(), ModelLevels(draft, self._own)))
 
-    def _drawn(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int) -> Drawn:
+    def _drawn(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int, gained: Tensor) -> Drawn:
         """Trees of texts, padded to so many, given what each has gained."""
-        _, grow = self._way(draft, sequences, size)
-        about, gained = self._about(draft, sequences, size), self._buffers["gained", size].device_copy.view(-1, size)
-        with self._passing(draft.depth), torch.inference_mode():
-            return grow(about, gained)
-
-    def _way(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int) -> Drafting:
-        """How to draft for these texts, padded to so many."""
-        sampling = [sequence.sampling for sequence in sequences]
-        if self._last is not None and self._last[:2] == (size, sampling):
-            return self._last[2]
-        reading = self._reading([*sampling, *sampling[-1:] * (size - len(sampling))])
-        some = {params.greedy for params in sampling}
-        key = size, True in some, False in some, *reading.structure
-        if key not in self._ways:
-            reading.bring()
-            how, run = self._target.execution, self._run()
-            choose = draft.choice(reading, greedy=True in some, drawn=False in some, compile=how.compile)
-
-            def draw_trees(about: Tensor, gained: Tensor) -> Drawn:
-                return draft.grow(run, choose, self._place(draft, size), Texts(*about), gained)
-
-            self._ways[key] = reading, GraphedFunction(draw_trees, self._target.device, capture=how.graphs)
-            if len(self._ways) > MOST_WAYS:
-                self._ways.popitem(last=False)
-        self._ways.move_to_end(key)
-        self._ways[key][0].assign(reading)
-        self._last = size, sampling, self._ways[key]
-        return self._ways[key]
+        slots = self._following.seats(sequences, draft.steps + draft.below)
+        with self._passing(draft.depth):
+            return self._drawing(sequences, size, slots, -1, gained)
 
     def _run(self) -> Run:
         """A pass in the slots at hand, which it does not keep."""
@@ -234,57 +198,3 @@ class ModelAhead:
             return found
 
         return logits
-
-    def _place(self, draft: TreeDraft, size: int) -> Drawn:
-        """Where trees are written: always the same place on a device, because what reads them is recorded for it. On a
-        host nothing is, and trees keep what they hold."""
-        if size not in self._places or self._target.device.type == "cpu":
-            with torch.inference_mode(mode=False):  # whoever reads them need not know how they were written
-                self._places[size] = draft.place(size, self._target.vocabulary)
-        return self._places[size]
-
-    # Numbers of the host
-
-    def _about(self, draft: TreeDraft, sequences: Sequence[SequenceState], size: int) -> Tensor:
-        """(3, size): slots and seeds of texts, and which are greedy."""
-        slots = self._following.seats(sequences, draft.rows)
-        numbers = [
-            [slot, sequence.rng_seed, int(sequence.sampling.greedy)]
-            for slot, sequence in zip(slots, sequences, strict=True)
-        ]
-        return self._upload("about", size, numbers, [-1, 0, 0])
-
-    def _upload(self, kind: str, size: int, rows: list[list[int]], padding: list[int]) -> Tensor:
-        """(fields, size): numbers of texts at a fixed place of the device; rows may be shorter than their padding."""
-        filled = [[*row, *padding[len(row) :]] for row in rows] + [padding] * (size - len(rows))
-        numbers = [number for column in zip(*filled, strict=True) for number in column]
-        key, buffer = (kind, size), self._fields(kind, size, len(padding))
-        if self._uploaded.get(key) != numbers:
-            self._uploaded.pop(key, None)  # after an interrupt nothing counts as uploaded
-            buffer.host[:] = numbers
-            buffer.copy()
-            self._uploaded[key] = numbers
-        return buffer.device_copy.view(len(padding), size)
-
-    def _fields(self, kind: str, size: int, count: int) -> PinnedBuffer:
-        """The place of so many numbers of every text."""
-        if (kind, size) not in self._buffers:
-            self._buffers[kind, size] = PinnedBuffer(count * size, self._target.device, torch.int64)
-        return self._buffers[kind, size]
-
-
-def fetched(told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Numbers on their way to the host: what is enqueued from now on does not delay them."""
-    if told.device.type != "cuda":
-        return told, None
-    numbers, over = told.to("cpu", non_blocking=True), torch.cuda.Event()
-    over.record(torch.cuda.current_stream(told.device))
-    return numbers, over
-
-
-def arrived(told: tuple[Tensor, torch.cuda.Event | None]) -> list[int]:
-    numbers, over = told
-    if over is not None:
-        over.synchronize()
-    found: list[int] = numbers.tolist()
-    return found

@@ -26,17 +26,13 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
+from branchwise.draft.drawn.drawing import tree_draft_of
 from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import DraftKVCache, Head, Weights
-from branchwise.draft.model.passes import TreeDraft
-from branchwise.draft.model.paths import PathDraft
 from branchwise.draft.model.reading import BatchReading, Reading, Readings
-from branchwise.draft.model.shapes import Shaped, ShapeDraft, shape_of
-from branchwise.draft.model.usual import RankedShape
 from branchwise.draft.model.vocabulary import Vocabulary, common, frequent_tokens
-from branchwise.draft.policies.paths import Chain, Paths
-from branchwise.draft.policies.rsd import Branching
-from branchwise.draft.policies.template import Ranks, Template
+from branchwise.draft.policies.paths import Chain
+from branchwise.draft.policies.template import Ranks
 from branchwise.draft.tree_drafter import ExpandRequest, TargetProbsMixer, TreeDrafter
 from branchwise.errors import ModelError, UsageError
 from branchwise.models import ALIASES, resolve
@@ -234,21 +230,11 @@ class ModelDrafter(TreeDrafter):
     def _on_device(self, target: TargetInfo) -> ModelAhead | None:
         """Drafting ahead of the host, where passes are made by kernels, in tokens that both models share. A policy that
         decides as it goes, and recall, decide on the host."""
-        made = self._trees_on(target)
+        made = tree_draft_of(self.tree, len(self.vocabulary.tokens), target.device)
         if made is None or not target.execution.kernels or not self.vocabulary.same or self.recall is not None:
             return None
-        return ModelAhead(made, self._following, target, self._context, self._batch_reading, self._passing)
-
-    def _trees_on(self, target: TargetInfo) -> Callable[[Sequence[Budget]], TreeDraft] | None:
-        """Makes trees of the policy on a device; None if only the host can."""
-        tree, own = self.tree, self.vocabulary.own
-        if isinstance(tree, Paths) and type(tree) in (Paths, Chain):
-            return lambda budgets: PathDraft(tree, max(map(tree.within, budgets)), own, target.device)
-        if isinstance(tree, Shaped) and type(tree) in (Template, Branching, Ranks, RankedShape):
-            whole = not isinstance(tree, Branching) or shape_of(tree, 0).depth == len(tree.branching)
-            width = len(self.vocabulary.tokens)
-            return (lambda budgets: ShapeDraft(tree, width, own, target.device)) if whole else None
-        return None
+        own = self.vocabulary.own
+        return ModelAhead(made, self._following, target, self._context, own, self._batch_reading, self._passing)
 
     def _batch_reading(self, sampling: list[SamplingParams]) -> BatchReading:
         own = [self._sampling(params) for params in sampling]

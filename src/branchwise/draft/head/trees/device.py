@@ -1,7 +1,7 @@
 """A head that drafts on the device, from the verdict to the next tokens, without the host.
 
-Two functions of tensors follow each other: `catch_up` writes the rows of the tokens that a verdict kept, `grow` lays
-trees below the roots. Between them stands what the last row of every text predicted and carried on
+Two functions of tensors follow each other: `catch_up` writes the rows of the tokens that a verdict kept, and another
+one lays or draws trees below the roots. Between them stands what the last row of every text predicted and carried on
 (`HeadCache.predicted`, `carried`), and in a parallel head what its masks predicted (`foreseen`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,19 +35,11 @@ class Likely(NamedTuple):
     logprobs: Tensor
 
 
-class DeviceDraft(ABC):
-    cells: int
-    """cells behind a text that a growing tree takes"""
-    depth: int
-    """levels of a whole tree"""
-    nodes: int
-    """of a whole tree, at most, the root included"""
+class HeadOnDevice:
+    """The rows of a head: of texts, and of the nodes of trees while they grow."""
+
     _cell_depths: Tensor
     """(cells,): the level of the nodes in each cell of a growing tree, 0 for the first"""
-    lays_in_place = False
-    """whether the trees of so many texts are always laid at the same place"""
-    grammars: GrammarLevels | None = None
-    """what grammars allow in trees that grow on a host; what is recorded on a device knows no grammar"""
 
     def __init__(
         self,
@@ -66,41 +58,10 @@ class DeviceDraft(ABC):
         self.head, self.cache = head, cache
         # In the order of the vocabulary, in blocks of which draws go.
         self._table, order = table.sort()
-        self._embeddings, self._cached = embeddings, cached
+        self.embeddings, self._output, self._cached = embeddings, output, cached
         self._rows = (output[table] if rows is None else rows)[order].contiguous()
         self._product = product_of(self._rows)
         self._kernels = have_kernels(table.device)
-        self._normed_rows = self._rows
-        if self._kernels:
-            self._list_for_kernels()
-
-    def _list_for_kernels(self) -> None:
-        """The table as kernels read it."""
-        from branchwise.cuda.heads.best_tokens import Parts
-
-        self._normed_rows = with_norm(self._rows, self.head.output_norm.weight)
-        self._table_parts = Parts.of(self._table, len(self._embeddings))
-
-    @abstractmethod
-    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
-        """Trees below these roots, of texts with so many rows; a row for each text, the tokens (batch, nodes) first."""
-
-    @abstractmethod
-    def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
-        """What `grow` found, cut to budgets; there may be fewer budgets than rows."""
-
-    def rests(self, batch: int) -> bool:
-        """A step of so many texts begins; whether nothing is to be drafted in it."""
-        return False
-
-    def begin(self) -> None:
-        """Prompts are read, and what belongs to this step alone begins."""
-
-    def drafted(self, trees: Sequence[DraftTree]) -> None:
-        """These trees are scored next."""
-
-    def scored(self, verdicts: Sequence[Verdict]) -> None:
-        """The verdicts on them are known."""
 
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
@@ -118,7 +79,7 @@ class DeviceDraft(ABC):
         depths = torch.arange(steps, device=device).expand(len(paths), -1)
         if not self.cache.window:  # what pads a path is written behind it, where nobody reads it before it is rewritten
             self.cache.tokens[slots[:, None], lengths[:, None] + depths] = after
-        features, embeddings = self.head.features(states), self._embeddings[after]
+        features, embeddings = self.head.features(states), self.embeddings[after]
         if masks := self.head.config.masks:  # each text has its own behind the cells of the longest path
             features, embeddings = self._with_masks(features, embeddings)
             depths = torch.cat([depths, kept[:, None] + torch.arange(masks, device=device)], dim=1)
@@ -155,7 +116,7 @@ class DeviceDraft(ABC):
         rows: Rows = self.head(features, embeddings, lengths[:, None] + behind.depths, attend, look)
         return rows
 
-    # Trees
+    # Nodes of trees
 
     def _at_roots(self, slots: Tensor, roots: Tensor) -> Rows:
         """What is predicted after roots (batch,), and carried on, (batch, 1, width) each."""
@@ -173,11 +134,60 @@ class DeviceDraft(ABC):
             return Rows(self._corrected(foreseen.expand_as(carry), tokens), carry)
         depths = torch.full_like(tokens, depth - 1)
         behind = Behind(first, own, depths, self._cell_depths.expand(len(tokens), -1))
-        return self._read(slots, lengths, carry, self._embeddings[tokens], behind, accepted=0)
+        return self._read(slots, lengths, carry, self.embeddings[tokens], behind, accepted=0)
 
     def _corrected(self, predict: Tensor, tokens: Tensor) -> Tensor:
         """What is predicted after tokens (batch, rows), of a head with a bias by these."""
-        return self.head.corrected(predict, self._embeddings[tokens]) if self.head.config.bias else predict
+        return self.head.corrected(predict, self.embeddings[tokens]) if self.head.config.bias else predict
+
+
+class DeviceDraft(HeadOnDevice, ABC):
+    """Trees of the most probable tokens."""
+
+    cells: int
+    """cells behind a text that a growing tree takes"""
+    depth: int
+    """levels of a whole tree"""
+    nodes: int
+    """of a whole tree, at most, the root included"""
+    lays_in_place = False
+    """whether the trees of so many texts are always laid at the same place"""
+    grammars: GrammarLevels | None = None
+    """what grammars allow in trees that grow on a host; what is recorded on a device knows no grammar"""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._normed_rows = self._rows
+        if self._kernels:
+            self._list_for_kernels()
+
+    def _list_for_kernels(self) -> None:
+        """The table as kernels read it."""
+        from branchwise.cuda.heads.best_tokens import Parts
+
+        self._normed_rows = with_norm(self._rows, self.head.output_norm.weight)
+        self._table_parts = Parts.of(self._table, len(self.embeddings))
+
+    @abstractmethod
+    def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
+        """Trees below these roots, of texts with so many rows; a row for each text, the tokens (batch, nodes) first."""
+
+    @abstractmethod
+    def trees(self, found: tuple[Tensor, ...], budgets: Sequence[Budget]) -> list[DraftTree]:
+        """What `grow` found, cut to budgets; there may be fewer budgets than rows."""
+
+    def rests(self, batch: int) -> bool:
+        """A step of so many texts begins; whether nothing is to be drafted in it."""
+        return False
+
+    def begin(self) -> None:
+        """Prompts are read, and what belongs to this step alone begins."""
+
+    def drafted(self, trees: Sequence[DraftTree]) -> None:
+        """These trees are scored next."""
+
+    def scored(self, verdicts: Sequence[Verdict]) -> None:
+        """The verdicts on them are known."""
 
     def _best(self, predict: Tensor, slots: Tensor, lengths: Tensor, depth: int, count: int) -> Likely:
         """The tokens of the table and of each text's prompt that are most likely to come `depth` levels below the
@@ -202,7 +212,7 @@ class DeviceDraft(ABC):
             own = own.masked_fill((known < 0)[:, None], -torch.inf)
             logits = torch.cat([self._product(self.head.output(predict), None), own], dim=-1).float()
             if self.grammars is not None:
-                allowed = self.grammars.allowed(len(self._embeddings))
+                allowed = self.grammars.allowed(len(self.embeddings))
                 theirs = allowed.gather(2, known.clamp_min(0)[:, None].expand(-1, predict.shape[1], -1))
                 logits = logits.masked_fill(~torch.cat([allowed[..., self._table], theirs], dim=-1), -torch.inf)
             chances = self._foreseen(logits, slots, lengths + depth, known)
@@ -221,7 +231,7 @@ class DeviceDraft(ABC):
         logits /= torch.where(temperatures > 0, temperatures, 1.0)[:, None, None]
         keys, size = keys_of(dice, positions)[:, None].expand(-1, logits.shape[1]), len(self._table)
         listed, own = logits.split([size, logits.shape[2] - size], dim=-1)
-        return foreseen(listed, self._table, keys, temperatures > 0, own, known, len(self._embeddings))
+        return foreseen(listed, self._table, keys, temperatures > 0, own, known, len(self.embeddings))
 
     def _forced(self, likely: Likely, levels: GrammarLevels) -> Likely:
         """The same where a grammar leaves no choice: its token may not even be in the table."""

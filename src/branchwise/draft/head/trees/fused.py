@@ -1,7 +1,8 @@
-"""The best trees of a head by a few kernels a level: `BestFirstDraft` where Triton's kernels run.
+"""The trees of a head by a few kernels a level: `BestFirstDraft` where Triton's kernels run, and the network of a
+`DrawnHead`.
 
-A level is nine launches instead of eighty, twelve with a gate: the products of the layer (`cuda.heads.rows`),
-attention, the best tokens of the table (`cuda.heads.best_tokens`) and the choice of the next nodes
+A level of the best tree is nine launches instead of eighty, twelve with a gate: the products of the layer
+(`cuda.heads.rows`), attention, the best tokens of the table (`cuda.heads.best_tokens`) and the choice of the next nodes
 (`cuda.heads.tree`). A network whose form these products do not know is computed by torch, and all the rest is the same.
 """
 
@@ -21,10 +22,12 @@ from branchwise.cuda.heads.rows import MOST_TAPS, Embedded, down, gate_up, join,
 from branchwise.cuda.heads.tree import Laid, Level, Proposed, follow, lay, pick, propose_copy, remember
 from branchwise.cuda.kernels import tree_attention
 from branchwise.cuda.products import Summed
+from branchwise.draft.drawn.trees import Passes, Roots
 from branchwise.draft.head.network import HeadConfig
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.copies import log_hits
-from branchwise.draft.head.trees.device import with_norm
+from branchwise.draft.head.trees.device import HeadOnDevice, with_norm
+from branchwise.draft.head.trees.drawn import DrawnHead
 from branchwise.draft.policies.topk import TopK
 
 OPTIONS = "width", "taps", "heads", "kv_heads", "head_width", "mlp", "layers", "carry", "gate", "epsilon"
@@ -118,16 +121,16 @@ class PickedDraft(BestFirstDraft):
         return Outputs(Summed.of(predict.flatten(0, 1)), Summed.of(carry.flatten(0, 1)))
 
 
-class FusedDraft(PickedDraft):
+class FusedHead(HeadOnDevice):
     """Kernels compute the network too: the states of a root lie in its slot, those of a node where its row does."""
 
-    def __init__(self, tree: TopK, *parts: Any, copies: int = 0) -> None:
-        super().__init__(tree, *parts, copies=copies)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         head = self.head
         self._join = with_norm(head.join.weight, *(norm.get_parameter("weight") for norm in head.tap_norms))
         self._blocks = [self._weights(number, block) for number, block in enumerate(head.blocks)]
         self._gate = None if head.gate is None else self._gate_weights(head.gate)
-        self._sizes = Summed.of(self._embeddings).squares
+        self._sizes = Summed.of(self.embeddings).squares
 
     def _gate_weights(self, gate: Module) -> GateWeights:
         of, norm = gate.get_parameter, self.head.embedding_norm.weight
@@ -167,24 +170,19 @@ class FusedDraft(PickedDraft):
         remember(rows.states, last, slots, self.cache.predicted, self.cache.carried)
         return ends
 
-    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
-        last = Summed.of(self.cache.last)  # both at once: each would be as many launches
-        return Outputs(*map(Summed, *last)), slots[:, None]
-
-    def _level_rows(
-        self, above: Outputs, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int
+    def _level_of(
+        self,
+        states: Summed,
+        at: Tensor,
+        tokens: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        bits: Tensor,
+        cell: int,
+        depth: int,
     ) -> Outputs:
-        found = self._layers(
-            above.carry,
-            level.states,
-            level.tokens,
-            slots,
-            lengths,
-            level.bits,
-            cell=cell,
-            position=depth - 1,
-            advance=0,
-        )
+        """What nodes predict and carry on that stand so many levels below the roots, as `_layers` takes the rest."""
+        found = self._layers(states, at, tokens, slots, lengths, bits, cell=cell, position=depth - 1, advance=0)
         outputs = found.states.shape[1] // self.head.config.width
         return Outputs(found.part(0, outputs), found.part(outputs - 1, outputs))
 
@@ -209,7 +207,7 @@ class FusedDraft(PickedDraft):
         (batch, count), device = at.shape, slots.device
         depths = filled(0, torch.int32, device, batch, count)  # these two only windows need
         columns = filled(0, torch.int32, device, batch, WORD * bits.shape[2])
-        embedded, own = Embedded(self._embeddings, self._sizes, tokens), numbers(batch, count, device)
+        embedded, own = Embedded(self.embeddings, self._sizes, tokens), numbers(batch, count, device)
         if self._gate is not None:
             mixed = mix(states, at, embedded, self._gate.mix, self._gate.bias, config.epsilon)
             inner = select(mixed, embedded, self._gate.select, config.epsilon)
@@ -226,6 +224,57 @@ class FusedDraft(PickedDraft):
             inner = gate_up(attended, weights.gate_up, config.epsilon)
             states, at = down(inner, weights.down, attended.states), own
         return states
+
+
+class FusedDraft(FusedHead, PickedDraft):
+    """Kernels do all of it."""
+
+    def _root_rows(self, slots: Tensor, roots: Tensor) -> tuple[Outputs, Tensor]:
+        last = Summed.of(self.cache.last)  # both at once: each would be as many launches
+        return Outputs(*map(Summed, *last)), slots[:, None]
+
+    def _level_rows(
+        self, above: Outputs, level: Level, slots: Tensor, lengths: Tensor, cell: int, depth: int
+    ) -> Outputs:
+        return self._level_of(above.carry, level.states, level.tokens, slots, lengths, level.bits, cell, depth)
+
+
+class FusedDrawnHead(FusedHead, DrawnHead):
+    """Kernels compute the network, and torch what is drawn."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._bits = [pack_bits(level.own) for level in self._inner]
+
+    def passes(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> Passes:
+        return FusedPasses(self, slots, lengths.int(), roots.long())
+
+
+class FusedPasses(Passes):
+    """By the kernels of a level: those of the first read the states of roots in their slots."""
+
+    def __init__(self, head: FusedDrawnHead, slots: Tensor, lengths: Tensor, roots: Tensor) -> None:
+        self._head, self._slots, self._lengths = head, slots.int(), lengths
+        self._extra = head.extra(slots)
+        self._carry, self._at = Summed.of(head.cache.carried), slots[:, None]
+        self.roots = Roots(lengths.long(), roots, head.logits(head.cache.predicted[slots][:, None], self._extra))
+
+    def below(self, tokens: Tensor, level: int) -> Tensor:
+        (first, above, _), bits = self._head._inner[level - 1], self._head._bits[level - 1]
+        batch, rows = tokens.shape
+        tokens = tokens.clamp_min(0).contiguous()  # -1 where a distribution had no more
+        found = self._head._level_of(
+            self._carry,
+            self._at[:, above].contiguous(),
+            tokens,
+            self._slots,
+            self._lengths,
+            bits.expand(batch, -1, -1).contiguous(),
+            first,
+            level,
+        )
+        self._carry, self._at = found.carry, numbers(batch, rows, tokens.device)
+        return self._head.logits(found.predict.states.unflatten(0, (batch, rows)), self._extra)
 
 
 # Constants; a recorded graph reads them where they lie

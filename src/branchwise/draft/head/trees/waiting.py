@@ -18,7 +18,7 @@ from branchwise.cuda.graphs import GraphedFunction
 from branchwise.cuda.inputs import PinnedBuffer, fitting
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.following import Unread
-from branchwise.draft.head.trees.device import DeviceDraft
+from branchwise.draft.head.trees.device import HeadOnDevice
 
 STEPS = 8
 """rows of a text that are read at a time"""
@@ -38,11 +38,11 @@ class Places(NamedTuple):
 
 
 class Waiting:
-    def __init__(self, draft: DeviceDraft, *, capture: bool) -> None:
-        self._cache: HeadCache = draft.cache
-        self._device = draft.cache.store.device
+    def __init__(self, head: HeadOnDevice, *, capture: bool) -> None:
+        self._cache: HeadCache = head.cache
+        self._device = head.cache.store.device
         self._places: dict[int, Places] = {}
-        self._read = GraphedFunction(draft.catch_up, self._device, capture=capture)
+        self._read = GraphedFunction(head.catch_up, self._device, capture=capture)
 
     def read(self, unread: Mapping[SequenceState, Unread]) -> None:
         """Read all that waits in these texts, whose cells there is room for."""

@@ -1,5 +1,5 @@
-"""Trees of a draft model whose shape is given, drawn on the device: which node is passed over when, and what it attends
-to, are constants.
+"""Trees whose shape is given, drawn on the device: which node is passed over when, and what it attends to, are
+constants.
 
 Siblings are drawn without replacement, or are the most probable tokens. A distribution may carry fewer tokens than the
 shape has children, and then the tree has another shape: such trees, which are rare, are for the host to grow. The host
@@ -9,6 +9,7 @@ asks only when it has read the verdict before them, and by then a pass over them
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.topology import Topology, branched, topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
-from branchwise.draft.model.choice import Orders
-from branchwise.draft.model.passes import Choose, Drawn, Level, Run, Texts, TreeDraft, draw_keys
+from branchwise.draft.drawn.choice import Orders
+from branchwise.draft.drawn.trees import Choose, Drawn, Level, Passes, Texts, TreeDraft, draw_keys
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.policies.rsd import Branching
 from branchwise.draft.policies.template import Ranks, Template, places_in
@@ -52,7 +53,7 @@ class ShapeDraft(TreeDraft):
 
     resident = True
 
-    def __init__(self, policy: Shaped, width: int, own: int, device: torch.device) -> None:
+    def __init__(self, policy: Shaped, width: int, device: torch.device) -> None:
         """`width` is how many tokens can be proposed."""
         self._policy, self._width = policy, width
         self._shape = shape = shape_of(policy, width)
@@ -66,7 +67,7 @@ class ShapeDraft(TreeDraft):
         self._depths = torch.tensor(shape.depths, device=device)
         self._last = max(shape.parents) + 1
         self._parts: dict[tuple[int, ...], Tensor] = {}
-        super().__init__([self._level(nodes, cells) for nodes in inner[1:]], own, device)
+        super().__init__([self._level(*nodes, cells) for nodes in pairwise(inner)], device)
 
     def _plan(self, depth: int, nodes: list[int], device: torch.device) -> Inner:
         shape = self._shape
@@ -83,13 +84,14 @@ class ShapeDraft(TreeDraft):
         found, numbers, children, elder = (torch.tensor(part, device=device) for part in lists)
         return Inner(found, numbers, children, elder, width)
 
-    def _level(self, nodes: list[int], cells: dict[int, int]) -> Level:
+    def _level(self, before: list[int], nodes: list[int], cells: dict[int, int]) -> Level:
         depths, first = self._shape.depths, cells[nodes[0]]
         columns = [depths[node] - 1 for node, cell in cells.items() if cell < first + len(nodes)]
         seen = torch.zeros(len(nodes), len(columns), dtype=torch.bool)
         for row, node in enumerate(nodes):
             seen[row, [cells[above] for above in self._shape.path(node)[1:]]] = True
-        return Level(first, torch.full((len(nodes),), depths[nodes[0]] - 1), torch.tensor(columns), seen)
+        above = torch.tensor([before.index(self._shape.parents[node]) for node in nodes])
+        return Level(first, torch.full((len(nodes),), depths[nodes[0]] - 1), torch.tensor(columns), seen, above)
 
     def serves(self, budgets: Sequence[Budget]) -> bool:
         return True
@@ -117,14 +119,13 @@ class ShapeDraft(TreeDraft):
     def choice(self, reading: BatchReading, *, greedy: bool, drawn: bool, compile: bool) -> Choose:
         return Orders(reading, greedy=greedy or self._ranked, drawn=drawn and not self._ranked, compile=compile)
 
-    def grow(self, run: Run, choose: Choose, place: Drawn, texts: Texts, gained: Tensor) -> Drawn:
+    def grow(self, passes: Passes, choose: Choose, place: Drawn, texts: Texts) -> Drawn:
         """The host is told the first level of which a token is missing."""
-        lengths, roots, logits = self._catch_up(run, texts, gained)
+        positions, roots, logits = passes.roots
         place.tokens[:, 0] = roots
-        positions = lengths.long() - 1
         for number, inner in enumerate(self._inner):
             if number:
-                logits = self._pass(run, texts, lengths, place.tokens[:, inner.nodes], number)
+                logits = passes.below(place.tokens[:, inner.nodes], number)
             keys = draw_keys(ORDERS, inner.draws, texts.seeds, positions)
             tokens, probs = choose(logits, keys, texts.greedy, width=inner.width)
             place.tokens[:, inner.children] = tokens.flatten(1)[:, inner.elder]

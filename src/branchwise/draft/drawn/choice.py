@@ -33,7 +33,7 @@ class Choice(ABC):
         kind = tuple(options.values()), given[0].shape
         if kind not in self._programs:
             program = partial(self._choose, **options)
-            self._programs[kind] = compiled_or_not(traced(program, given), given, "The draws of a draft model run")
+            self._programs[kind] = compiled_or_not(traced(program, given), given, "The draws of a draft run")
         tokens, probs = self._programs[kind](*given)
         return tokens, probs
 

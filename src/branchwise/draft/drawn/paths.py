@@ -1,4 +1,4 @@
-"""Paths of a draft model, drawn on the device; one path is a chain.
+"""Paths, drawn on the device; one path is a chain.
 
 The rows of a path lie apart from those of the others even where both have the same tokens, so that shapes never depend
 on what was drawn. Paths that agree still are one path: they draw from the distribution of the first of them, which is
@@ -17,8 +17,8 @@ from branchwise.core.topology import chain_topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import tree_of_paths
-from branchwise.draft.model.choice import Picks
-from branchwise.draft.model.passes import Choose, Drawn, Level, Run, Texts, TreeDraft, draw_keys
+from branchwise.draft.drawn.choice import Picks
+from branchwise.draft.drawn.trees import Choose, Drawn, Level, Passes, Texts, TreeDraft, draw_keys
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.sampler import PICKS
@@ -27,16 +27,17 @@ from branchwise.draft.sampler import PICKS
 class PathDraft(TreeDraft):
     """The paths of a policy, of this length."""
 
-    def __init__(self, policy: Paths, length: int, own: int, device: torch.device) -> None:
+    def __init__(self, policy: Paths, length: int, device: torch.device) -> None:
         self._policy, self._count = policy, policy.count
         self.depth, self.below, self.resident = length, policy.count * (length - 1), policy.count == 1
-        super().__init__([self._level(number) for number in range(length - 1)], own, device)
+        super().__init__([self._level(number) for number in range(length - 1)], device)
 
     def _level(self, number: int) -> Level:
         """Each node sees the rows of its own path."""
         rows = torch.arange((number + 1) * self._count)
-        own = rows % self._count == torch.arange(self._count)[:, None]
-        return Level(number * self._count, torch.full((self._count,), number), rows // self._count, own)
+        path = torch.arange(self._count)
+        own, above = rows % self._count == path[:, None], path if number else torch.zeros_like(path)
+        return Level(number * self._count, torch.full((self._count,), number), rows // self._count, own, above)
 
     def serves(self, budgets: Sequence[Budget]) -> bool:
         return max(map(self._policy.within, budgets)) <= self.depth
@@ -52,11 +53,11 @@ class PathDraft(TreeDraft):
     def choice(self, reading: BatchReading, *, greedy: bool, drawn: bool, compile: bool) -> Choose:
         return Picks(reading, self._count, greedy=greedy, drawn=drawn, compile=compile)
 
-    def grow(self, run: Run, choose: Choose, place: Drawn, texts: Texts, gained: Tensor) -> Drawn:
+    def grow(self, passes: Passes, choose: Choose, place: Drawn, texts: Texts) -> Drawn:
         """The first path is written as a chain; of all paths the tokens, and which nodes of the tree these are."""
-        lengths, roots, logits = self._catch_up(run, texts, gained)
+        positions, roots, logits = passes.roots
         place.tokens[:, 0] = roots
-        keys = self._keys(texts.seeds, lengths.long() - 1)
+        keys = self._keys(texts.seeds, positions)
         every = torch.arange(len(roots), device=roots.device)[:, None]
         node = first = torch.zeros(len(roots), self._count, dtype=torch.long, device=roots.device)
         size = torch.ones(len(roots), 1, dtype=torch.long, device=roots.device)
@@ -72,7 +73,7 @@ class PathDraft(TreeDraft):
                 node, first, size = numbered(node, token, size)
                 place.told[:, :, level, 0], place.told[:, :, level, 1] = token, node
             if level + 1 < self.depth:
-                logits = self._pass(run, texts, lengths, token, level + 1)
+                logits = passes.below(token, level + 1)
         return place
 
     def _keys(self, seeds: Tensor, positions: Tensor) -> Tensor:

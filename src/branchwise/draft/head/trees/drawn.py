@@ -1,0 +1,226 @@
+"""Chains, paths and shapes that a head draws on the device ahead of the host, all levels in one recording
+(`draft.drawn`).
+
+They are those that the host would draw level by level: the same noise, the same distributions. What is drawn has to be
+independent of the verdict that judges it, so trees come from the states of committed tokens alone. A verdict that never
+counted, because its step was interrupted, is undone before anything else is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from branchwise.backends.base import Scored, TargetInfo
+from branchwise.core.sampling import SamplingParams
+from branchwise.core.sequence import SequenceState
+from branchwise.core.tree import DraftTree
+from branchwise.draft.base import Budget
+from branchwise.draft.constrained import place_of
+from branchwise.draft.drawn.drawing import RESTS, Drawing, Told, arrived, fetched
+from branchwise.draft.drawn.trees import Drawn, Passes, Roots, TreeDraft
+from branchwise.draft.head.trees.catching_up import CatchingUp, Ends
+from branchwise.draft.head.trees.device import HeadOnDevice
+from branchwise.draft.model.reading import BatchReading
+from branchwise.verify import Verdicts
+
+Reading = Callable[[list[SamplingParams]], BatchReading]
+"""reads the logits of a head for texts that are sampled so"""
+
+
+class Inner(NamedTuple):
+    """The nodes of one level that have children, as constants on the device."""
+
+    first: int
+    """the cell behind the text that the first of them is written to"""
+    above: Tensor
+    """(rows,): rows of the level before that are their parents"""
+    own: Tensor
+    """(1, rows, cells): which cells behind the text they attend to"""
+
+
+class Extra(NamedTuple):
+    """Tokens outside the table that texts may propose too."""
+
+    tokens: Tensor
+    """(batch, some), -1 for none"""
+    rows: Tensor
+    """(batch, some, width): their output rows"""
+
+
+class DrawnHead(HeadOnDevice):
+    """A head that says what follows the nodes of such trees."""
+
+    def __init__(self, draft: TreeDraft, vocabulary: int, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._vocabulary = vocabulary
+        device = self._table.device
+        self.cells = max(1, draft.below)
+        self._inner = [
+            Inner(level.first, level.above.to(device), self._padded(level.seen)[None].to(device))
+            for level in draft.levels
+        ]
+        columns = draft.levels[-1].columns if draft.levels else torch.zeros(1, dtype=torch.long)
+        self._cell_depths = self._padded(columns).to(device)
+
+    def _padded(self, cells: Tensor) -> Tensor:
+        """(…, cells): all that a whole tree takes."""
+        return functional.pad(cells, (0, self.cells - cells.shape[-1]))
+
+    def passes(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> Passes:
+        """Over trees below these roots, of texts with so many rows; (batch,) each."""
+        return HeadPasses(self, slots, lengths.long(), roots.long())
+
+    def extra(self, slots: Tensor) -> Extra:
+        tokens = self.cache.extra_tokens[slots]
+        return Extra(tokens, self._output[tokens.clamp_min(0)])
+
+    def logits(self, predict: Tensor, extra: Extra) -> Tensor:
+        """(batch, nodes, vocabulary): of the table and of each text's own tokens, given what is predicted (batch,
+        nodes, width)."""
+        read = self.head.output(predict)
+        listed = self._product(read, None).to(predict.dtype)
+        # What stands for no token is written where a token of the table is, and says the same of it.
+        known = (extra.tokens >= 0)[:, None]
+        own = torch.where(known, (read @ extra.rows.transpose(1, 2)).to(predict.dtype), listed[..., :1])
+        places = torch.where(known, extra.tokens[:, None], self._table[0]).expand_as(own)
+        logits = predict.new_full((*predict.shape[:2], self._vocabulary), -torch.inf)
+        return logits.index_copy_(2, self._table, listed).scatter_(2, places, own)
+
+
+class HeadPasses(Passes):
+    """Operation by operation."""
+
+    def __init__(self, head: DrawnHead, slots: Tensor, lengths: Tensor, roots: Tensor) -> None:
+        self._head, self._slots, self._lengths = head, slots, lengths
+        self._extra = head.extra(slots)
+        predict, self._carry = head._at_roots(slots, roots)
+        self.roots = Roots(lengths, roots, head.logits(predict, self._extra))
+
+    def below(self, tokens: Tensor, level: int) -> Tensor:
+        first, above, own = self._head._inner[level - 1]
+        carry, own = self._carry[:, above], own.expand(len(tokens), -1, -1)
+        tokens = tokens.clamp_min(0)  # -1 where a distribution had no more
+        predict, self._carry = self._head._below(self._slots, self._lengths, carry, tokens, first, own, level)
+        return self._head.logits(predict, self._extra)
+
+
+class Unsettled(NamedTuple):
+    """A text whose verdict is on the device, and may never count."""
+
+    sequence: SequenceState
+    slot: int
+    length: int
+    """tokens that it had in front of the verdict"""
+
+
+class DrawnAhead(CatchingUp):
+    """Trees that a policy draws, as large as a pass of the target can score."""
+
+    draws = True
+
+    def __init__(self, target: TargetInfo, draft: TreeDraft, head: DrawnHead, reading: Reading) -> None:
+        self._draft, self._drawn_head = draft, head
+        self._drawing = Drawing(target, reading)
+        self._found: Drawn | None = None
+        """trees below the tokens of the last verdicts"""
+        self._told: Told | None = None
+        """what the host has to know of them, on its way"""
+        self._rests = 0
+        """batches that are left to the host"""
+        cache = head.cache
+        self._states = cache.predicted, cache.carried, cache.foreseen
+        self._before = tuple(map(torch.zeros_like, self._states))
+        """(slots, …): what they were in front of the last verdict"""
+        self._unsettled: list[Unsettled] = []
+        super().__init__(target, head, draft.depth, head.cells)
+
+    def _record(self) -> None:
+        super()._record()
+        self._drawing.start(self._draft, self._drawn_head.passes)
+
+    def _caught_up(self, slots: Tensor, *given: Tensor) -> Ends:
+        places = slots.long()
+        for now, before in zip(self._states, self._before, strict=True):
+            before[places] = now[places]
+        return super()._caught_up(slots, *given)
+
+    def _settle(self) -> None:
+        """Undo verdicts whose tokens never joined their texts."""
+        lost = [
+            slot
+            for sequence, slot, length in self._unsettled
+            if len(sequence.tokens) == length and self._cache.slot.get(sequence) == slot
+        ]
+        self._unsettled = []
+        if lost:
+            slots = torch.tensor(lost).to(self._target.device)
+            with torch.inference_mode():
+                for now, before in zip(self._states, self._before, strict=True):
+                    now[slots] = before[slots]
+
+    def _drop(self) -> None:
+        super()._drop()
+        self._found = self._told = None
+
+    def begin(self) -> None:
+        self._settle()
+
+    def rest(self, sequences: Sequence[SequenceState], *, read: bool = True) -> list[DraftTree]:
+        self._settle()
+        return super().rest(sequences, read=read)
+
+    def leave(self) -> None:
+        self._settle()
+        super().leave()
+
+    def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        found, trees, told = self._found, self._next, self._told
+        if not self._foresaw(sequences):
+            found = trees = told = None
+        self._rests, rests = max(self._rests - 1, 0), self._rests
+        self.leave()
+        if rests or any(place_of(sequence) is not None for sequence in sequences):
+            return None
+        self._cache.let_go(sequences)
+        if found is None:
+            found = self._grown(sequences)
+        if self._draft.tells and self._draft.fails(arrived(told or fetched(found.told)), budgets):
+            self._rests = RESTS
+            return None
+        self._sequences, self._depth = tuple(sequences), self._draft.depth
+        self._hold(max(map(self._cache.held, sequences)) + self._room)
+        whole = trees is not None and self._draft.whole(budgets)
+        return trees if trees is not None and whole else self._draft.trees(found, sequences, budgets)
+
+    def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        draft, found = self._draft, self._found
+        if found is None or not draft.resident or not draft.whole(budgets):
+            return None
+        if draft.tells and self._target.device.type == "cpu" and draft.fails(found.told.tolist(), budgets):
+            return None  # a device does not know yet, and a pass over such trees is made in vain
+        self._next = draft.trees(found, self._sequences, budgets)
+        return self._next
+
+    def update(self, scored: Scored, verdicts: Verdicts, hidden: Sequence[Tensor]) -> None:
+        self._drop()
+        sequences, nodes = self._sequences, scored.nodes
+        if nodes is None or not sequences:
+            return  # the rows are read by the host's way
+        slots = self._slots(sequences)
+        self._unsettled = [Unsettled(*one, len(one[0].tokens)) for one in zip(sequences, slots, strict=True)]
+        _, ends = self._written(nodes, verdicts, hidden)
+        self._found = self._drawing(sequences, len(nodes.slots), slots, self._cache.padding, *ends)
+        self._told = fetched(self._found.told) if self._draft.tells else None
+
+    def _grown(self, sequences: Sequence[SequenceState]) -> Drawn:
+        """Trees below the roots of these texts."""
+        _, ends = self._begun(sequences)
+        return self._drawing(sequences, len(ends.roots), self._slots(sequences), self._cache.padding, *ends)
+
+    def _slots(self, sequences: Sequence[SequenceState]) -> list[int]:
+        return [self._cache.slot[sequence] for sequence in sequences]
