@@ -52,7 +52,7 @@ class Noting(HeadDrafter):
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         ahead = self._ahead
-        self.begun += ahead is not None and (ahead._found or ahead._next) is not None and ahead._foresaw(sequences)
+        self.begun += ahead is not None and (ahead._behind or ahead._next) is not None and ahead._foresaw(sequences)
         trees = super().draft(sequences, budgets)
         window, spare = self._cache.window, self._cache.spare
         for sequence, budget, tree in zip(sequences, budgets, trees, strict=True):

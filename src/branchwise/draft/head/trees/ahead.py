@@ -26,7 +26,7 @@ from branchwise.draft.drawn.drawing import tree_draft_of
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.network import Head
 from branchwise.draft.head.trees.best_first import BestFirstDraft
-from branchwise.draft.head.trees.catching_up import CatchingUp
+from branchwise.draft.head.trees.catching_up import CatchingUp, Ends
 from branchwise.draft.head.trees.device import DeviceDraft
 from branchwise.draft.head.trees.drawn import DrawnAhead, DrawnHead, Reading
 from branchwise.draft.head.trees.paced import PacedDraft
@@ -48,8 +48,8 @@ class Ahead(CatchingUp):
         """Of several drafts the smallest comes first; they share one head and its cache."""
         self._drafts, self._draft = drafts, drafts[-1]
         self._ladder = Ladder([draft.nodes - 1 for draft in drafts]) if len(drafts) > 1 else None
-        self._found: tuple[Tensor, ...] | None = None
-        """whole trees below the tokens of the last verdicts"""
+        self._behind: tuple[Tensor, Ends] | None = None
+        """slots of the texts, and where trees grow behind the last verdicts"""
         self._rung = self._scored_rung = len(drafts)
         """of the next trees, and of those that are scored"""
         self._rested = 0
@@ -115,15 +115,15 @@ class Ahead(CatchingUp):
 
     def _drop(self) -> None:
         super()._drop()
-        self._found = None
+        self._behind = None
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """The next trees; texts have no unread rows."""
         expected = self._foresaw(sequences)
         trees, self._next = self._next if expected else None, None
         if trees is None:
-            found, self._found = self._found if expected else None, None
-            trees = self._draft.trees(self._grown(sequences) if found is None else found, budgets)
+            grows = expected and self._behind is not None
+            trees = self._draft.trees(self._grown_behind() if grows else self._grown(sequences), budgets)
         self._sequences = tuple(sequences)
         self._hold(max(map(self._cache.held, sequences)) + self._room)
         self._draft.drafted(trees)
@@ -133,19 +133,17 @@ class Ahead(CatchingUp):
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         if self._rung == 0:
             return [DraftTree.root(0)] * len(budgets)
-        if self._found is None or min(budget.depth for budget in budgets) < self._draft.depth:
+        if self._behind is None or min(budget.depth for budget in budgets) < self._draft.depth:
             return None
-        self._next, self._found = self._draft.trees(self._found, budgets), None
+        self._next = self._draft.trees(self._grown_behind(), budgets)
         return self._next
 
     def update(self, scored: Scored, verdicts: Verdicts, hidden: Sequence[Tensor]) -> None:
         self._drop()
         if scored.nodes is None or not self._sequences or self._rested > PATIENCE:
             return  # a pass that was not recorded: its rows are read by the host's way; or nobody will read them
-        slots, ends = self._written(scored.nodes, verdicts, hidden)
+        self._behind = self._written(scored.nodes, verdicts, hidden)
         self._climb(self._sequences)
-        if self._rung:
-            self._found = self._grow[self._drafts.index(self._draft)](slots, *ends)
 
     def follow(self, sequences: Sequence[SequenceState], verdicts: Sequence[Verdict]) -> bool:
         self._draft.scored(verdicts)
@@ -178,6 +176,12 @@ class Ahead(CatchingUp):
         slots, ends = self._begun(sequences)
         if self._target.device.type == "cpu" and isinstance(self._draft, BestFirstDraft):
             self._draft.grammars = GrammarLevels.of(sequences, len(slots))
+        return self._grow[self._drafts.index(self._draft)](slots, *ends)
+
+    def _grown_behind(self) -> tuple[Tensor, ...]:
+        """The same behind the last verdict; only when they are wanted, which they are not if other texts come next."""
+        assert self._behind is not None, "a verdict was followed"
+        (slots, ends), self._behind = self._behind, None
         return self._grow[self._drafts.index(self._draft)](slots, *ends)
 
 
