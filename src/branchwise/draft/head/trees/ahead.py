@@ -182,6 +182,7 @@ class Ahead(CatchingUp):
         """The same behind the last verdict; only when they are wanted, which they are not if other texts come next."""
         assert self._behind is not None, "a verdict was followed"
         (slots, ends), self._behind = self._behind, None
+        self._seat(self._sequences)  # they may have moved since
         return self._grow[self._drafts.index(self._draft)](slots, *ends)
 
 

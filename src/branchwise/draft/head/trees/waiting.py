@@ -32,7 +32,7 @@ class Places(NamedTuple):
     """Where so many texts are read."""
 
     numbers: PinnedBuffer
-    """slots, rows and following tokens, (batch,) each, then the tokens and the nodes of paths, (batch, steps)"""
+    """slots, rows and following tokens, a line each, then the tokens and the nodes of paths, (batch, steps)"""
     hidden: list[Tensor]
     """(batch, steps, width) a tap"""
 
@@ -42,7 +42,8 @@ class Waiting:
         self._cache: HeadCache = head.cache
         self._device = head.cache.store.device
         self._places: dict[int, Places] = {}
-        self._read = GraphedFunction(head.catch_up, self._device, capture=capture)
+        self._head = head
+        self._read = GraphedFunction(self._caught_up, self._device, capture=capture)
 
     def read(self, unread: Mapping[SequenceState, Unread]) -> None:
         """Read all that waits in these texts, whose cells there is room for."""
@@ -56,8 +57,8 @@ class Waiting:
         if size not in self._places:
             self._places[size] = self._made(size, states[0])
         numbers, hidden = self._places[size]
-        host = numbers.host
-        ends, steps = host[: 3 * size].reshape(3, size), host[3 * size :].reshape(2, size, STEPS)
+        host, line = numbers.host, aligned(size)
+        ends, steps = host[: 3 * line].reshape(3, line), host[3 * line :].reshape(2, size, STEPS)
         ends[0], ends[1:], steps[0], steps[1] = cache.padding, 0, 0, -1
         for row, (sequence, rows) in enumerate(unread.items()):
             count, start = min(STEPS, len(rows)), cache.lengths[sequence]
@@ -70,10 +71,20 @@ class Waiting:
             rows.drop(count)
             cache.lengths[sequence] = start + count
         numbers.copy()
-        slots, lengths, following = numbers.device_copy[: 3 * size].view(3, size)
-        tokens, paths = numbers.device_copy[3 * size :].view(2, size, STEPS)
+        slots, lengths, following = numbers.device_copy[: 3 * line].view(3, line)[:, :size]
+        tokens, paths = numbers.device_copy[3 * line :].view(2, size, STEPS)
         self._read(slots, lengths, tokens, paths, following, *hidden)
 
     def _made(self, size: int, states: Sequence[Tensor]) -> Places:
         hidden = [torch.zeros(size, STEPS, state.shape[1], dtype=state.dtype, device=self._device) for state in states]
-        return Places(PinnedBuffer(size * (3 + 2 * STEPS), self._device), hidden)
+        return Places(PinnedBuffer(3 * aligned(size) + 2 * size * STEPS, self._device), hidden)
+
+    def _caught_up(
+        self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
+    ) -> None:
+        self._head.catch_up(slots, lengths, tokens, paths.long(), following.long(), *hidden)  # as verdicts have them
+
+
+def aligned(count: int) -> int:
+    """As many numbers as begin and end where a kernel expects it that was compiled for those of verdicts."""
+    return -(-count // 4) * 4
