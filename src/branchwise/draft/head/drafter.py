@@ -210,6 +210,7 @@ class HeadDrafter(SharingDrafter):
         self._drafted = super().rest(sequences) if self._ahead is None else self._ahead.rest(sequences)
         return self._drafted
 
+    @torch.inference_mode()
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
         return None if self._ahead is None else self._ahead.draft_next(budgets)
 
