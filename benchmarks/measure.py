@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from branchwise.provenance import PACKAGE, source_digest
+from branchwise.provenance import PACKAGE, source_digest, without_folder
 from branchwise.provenance import provenance as about
 
 
@@ -42,9 +42,16 @@ def interval(values: list[float]) -> str:
 
 
 def provenance(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    asked = {name: value for name, value in vars(arguments).items() if name not in ("commit", "out", "folder")}
+    asked = {name: bare(value) for name, value in vars(arguments).items() if name not in ("commit", "out", "folder")}
     found = about(device, asked, arguments.commit)
     return {**found, "source": source_digest(PACKAGE, Path(__file__).parent)}
+
+
+def bare(value: Any) -> Any:
+    """An argument without the folders of this machine."""
+    if isinstance(value, list):
+        return [bare(one) for one in value]
+    return without_folder(str(value)) if isinstance(value, str | Path) else value
 
 
 def kept(records: Iterable[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
