@@ -125,6 +125,29 @@ FAMILIES = [
             ("flatten(0, -2)[telling]", "flatten(0, -2)"),
         ],
     }),
+    Family("around", [
+        "tests/test_layer_kernels.py::test_what_stands_around_the_layers_is_one_kernel_each",
+        "tests/test_layer_kernels.py::test_positions_that_depend_on_the_others_are_not_looked_up",
+    ], {
+        "cuda/layers/ends.py": [
+            ("tl.sum(wide * wide, axis=0)", "tl.sum(wide, axis=0)"),
+            ("times = wide * tl.load(norm", "times = 1 + wide * tl.load(norm"),
+            ("found = (state * scale)", "found = state"),
+            ("for part in (some[:, :TRIED], some[:, TRIED:])", "for part in (every,)"),
+            ("return found[:, :, 0], found[:, :, 1]", "return found[:, :, 1], found[:, :, 0]"),
+        ],
+    }),
+    Family("advance", ["tests/test_advance.py"], {
+        "cuda/advance_kernel.py": [
+            ("(node > 0) & (node < drafted_nodes)", "node < drafted_nodes"),
+            ("length + kept + depth", "length + depth"),
+            ("tl.store(starts + text, start + kept)", "tl.store(starts + text, start)"),
+            ("token.to(tl.int64), mask=inside)", "token.to(tl.int64), mask=inside & (node > 0))"),
+            ("tl.store(key_depths + text * columns + node, depth, mask=laid)", "pass"),
+            ("(text * laid_nodes + node) * laid_words + word", "(text * nodes + node) * laid_words + word"),
+            ("    if steps > 0:\n", "    if steps >= 0:\n"),
+        ],
+    }),
     Family("bytes", [
         "tests/test_int8.py::test_our_own_product_is_exact_wherever_it_is",
         "tests/test_int8.py::test_a_row_gives_the_same_bits_alone_and_among_others",

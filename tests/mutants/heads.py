@@ -33,6 +33,28 @@ FAMILIES = [
             ("self.whole &= lengths[sequence] + len(self.unread) == before", "pass"),
         ],
     }),
+    Family("waiting", [
+        "tests/test_head_ahead.py::test_prompts_share_a_pass_while_there_is_room_for_it",
+        "tests/test_head_ahead.py::test_what_waits_of_texts_is_read_by_what_is_recorded",
+    ], {
+        "draft/head/trees/waiting.py": [
+            ("= tokens[:-1], range(count)", "= tokens[1:], range(count)"),
+            ("cache.slot[sequence], start, tokens[-1]", "cache.slot[sequence], start, tokens[0]"),
+            ("cache.lengths[sequence] = start + count", "cache.lengths[sequence] = start + STEPS"),
+            ("= cache.padding, 0, 0, -1", "= cache.padding, 0, 0, 0"),
+        ],
+        "draft/head/prompt_graphs.py": [
+            ("(positions <= last[:, None])", "(positions >= 0 * last[:, None])"),
+            ("sequence.tokens[1 : count + 1]", "sequence.tokens[:count]"),
+            ("= self._cache.slot[sequence], count - 1", "= self._cache.slot[sequence], 0"),
+            ("self._cache.lengths[sequence] = count", "self._cache.lengths[sequence] = count - 1"),
+            ("len(group) == TEXTS[-1] or ", ""),
+            (" or size.texts * size.rows > MOST_ROWS", ""),
+        ],
+        "draft/head/trees/catching_up.py": [
+            ("if not self._cache.lengths[sequence]}", "}"),
+        ],
+    }),
     Family("drawn-head", [
         "tests/test_head_drawn.py::test_a_verdict_that_never_counted_is_undone",
         "tests/test_head_drawn.py::test_under_a_grammar_the_host_draws",

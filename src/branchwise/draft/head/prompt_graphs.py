@@ -61,7 +61,7 @@ class RecordedPrompts:
     def _pass(self, unread: Mapping[SequenceState, Unread]) -> None:
         counts = [min(self._most, len(rows)) for rows in unread.values()]
         size = size_of(len(counts), max(counts))
-        self._hold(size.rows)
+        self._hold(max(counts))
         if not self._hidden:
             some = next(iter(unread.values())).by_tap(1)
             self._hidden = [state.new_zeros(MOST_ROWS, state.shape[1]) for state in some]
@@ -84,11 +84,11 @@ class RecordedPrompts:
             self._record()  # the cache lies elsewhere now
 
     def _sizes(self) -> Iterator[Size]:
-        """All that come, and for which there is room."""
+        """All that come."""
         largest = size_of(1, self._most).rows
         for texts in TEXTS:
             rows = LEAST
-            while rows <= min(largest, MOST_ROWS // texts, self._cache.scratch):
+            while rows <= min(largest, MOST_ROWS // texts):
                 yield Size(texts, rows)
                 rows *= 2
 
@@ -116,13 +116,13 @@ class RecordedPrompts:
         rows: these do not see it, and it is overwritten by what comes next."""
         cache, (slots, last, after) = self._cache, (part.long() for part in (slots, last, after))
         texts, rows = after.shape
-        positions = torch.arange(rows, device=after.device)
-        cache.tokens[slots, :rows] = after
+        positions, cells = torch.arange(rows, device=after.device), min(rows, cache.scratch)  # what is beyond pads
+        cache.tokens[slots, :cells] = after[:, :cells]
         own = (positions <= last[:, None])[:, None, None]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             for kept, new in zip(cache.store[:, layer], (key, value), strict=True):
-                kept[slots, :, :rows] = new
+                kept[slots, :, :cells] = new[:, :, :cells]
             if query.shape[2] == rows:
                 return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
             return functional.scaled_dot_product_attention(query, key, value, own, enable_gqa=True)
