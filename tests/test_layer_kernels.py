@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.nn import functional
 
 from branchwise.backends.base import Needs
 from branchwise.backends.transformers.target import TransformersTarget
@@ -122,6 +123,52 @@ def test_positions_that_depend_on_the_others_are_not_looked_up(
     assert_scores_equal_own_forward(model, target, texts, [random_tree(random.Random(5), texts[0].root, 4)])
     assert calls["look_up"] == looked_up
     assert calls["embed"] == calls["normed"] == 1
+
+
+def tripled(module: nn.Module, given: Any, found: Tensor) -> Tensor:
+    """A hook that writes to what it is shown."""
+    return found.mul_(3.0)
+
+
+@pytest.mark.parametrize("change", ["norm", "embeddings", "embeddings later", "hook", "hook later"])
+def test_what_is_changed_around_the_layers_counts(change: str) -> None:
+    """Another epsilon in the last norm alone, and embeddings that somebody makes in another way or writes to."""
+    model, rng = build(SERVED["llama"]), random.Random(change)
+    embeddings = model.model.embed_tokens
+
+    def alter() -> None:
+        if change == "norm":
+            model.model.norm.variance_epsilon = 0.5
+        elif change.startswith("hook"):
+            embeddings.register_forward_hook(tripled)
+        else:
+            embeddings.forward = lambda ids: 3.0 * functional.embedding(ids, embeddings.weight)
+
+    if not change.endswith("later"):
+        alter()
+    target = of_kernels(model)
+    if change.endswith("later"):
+        alter()
+    texts = opened(target, rng, 9)
+    for _ in range(2):
+        assert_scores_equal_own_forward(model, target, texts, [random_tree(rng, texts[0].root, 4)])
+    assert ("forward" in vars(embeddings)) == change.startswith("embeddings")
+
+
+def test_positions_of_a_model_that_sees_images_are_its_own() -> None:
+    """It has three for every token."""
+    text = {key: value for key, value in COMMON.items() if not key.endswith("token_id")}
+    sections = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = hf.Qwen3VLConfig(
+        text_config={**text, "head_dim": 8, "rope_parameters": sections},
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
+    )
+    torch.manual_seed(0)
+    model, rng = hf.Qwen3VLForConditionalGeneration(config).eval().requires_grad_(False), random.Random(1)
+    target = of_kernels(model)
+    texts = opened(target, rng, 9)
+    assert_scores_equal_own_forward(model, target, texts, [random_tree(rng, texts[0].root, 4)])
 
 
 @pytest.mark.parametrize("family", ["qwen2-window", "qwen3"])

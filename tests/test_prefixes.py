@@ -272,7 +272,9 @@ def test_a_warm_up_prefills_its_prompts_and_leaves_nothing() -> None:
     engine = engine_for(target, PipelinedDouble(VOCABULARY))
     warm_up(engine, progress=False)
     assert not target._retired
-    assert all(19 in tokens for tokens in target.prefills)
+    parts = [tokens for tokens in target.prefills if 19 not in tokens]
+    assert 0 < len(parts) < len(target.prefills) / 4, "some prompts begin like one before them, and no others"
+    assert all(len(tokens) <= 3 for tokens in parts)
 
 
 @pytest.mark.parametrize("wrong", [-1, 0])

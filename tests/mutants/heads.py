@@ -40,7 +40,7 @@ FAMILIES = [
         "draft/head/trees/waiting.py": [
             ("= tokens[:-1], range(count)", "= tokens[1:], range(count)"),
             ("cache.slot[sequence], start, tokens[-1]", "cache.slot[sequence], start, tokens[0]"),
-            ("cache.lengths[sequence] = start + count", "cache.lengths[sequence] = start + STEPS"),
+            ("cache.lengths[sequence] += count", "cache.lengths[sequence] += STEPS"),
             ("= cache.padding, 0, 0, -1", "= cache.padding, 0, 0, 0"),
         ],
         "draft/head/prompt_graphs.py": [

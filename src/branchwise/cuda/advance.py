@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from branchwise.core.tree import DeviceShape
-from branchwise.cuda.graphs import have_kernels
+from branchwise.cuda.graphs import have_kernels, on
 from branchwise.cuda.inputs import PassInputs
 from branchwise.verify import Verdicts
 
@@ -21,7 +21,8 @@ def advance_inputs(
     if have_kernels(inputs.tokens.device):
         from branchwise.cuda.advance_kernel import advance
 
-        advance(inputs, batch, drafted, laid, after)
+        with on(inputs.tokens.device):
+            advance(inputs, batch, drafted, laid, after)
         return
     if drafted is not None:
         bring_nodes(inputs, batch, drafted, laid)

@@ -164,7 +164,7 @@ class TransformersTarget(SlottedTarget):
             every = [model.get_submodule(layer) for layer in self.info.layers[: len(layout.keys)]]
             groups = [] if model in _unfusible else groups
             self._fusion = Fusion(self.store, groups, every, kernels=execution.layers, compile=compile)
-            self._fusion.around(model, rows)
+            self._fusion.around(model, rows, partial(check_against_own_forward, self, self.runner))
             self.info = replace(self.info, execution=replace(execution, layers=self._fusion.has_own_layers))
             self._forget()
 

@@ -2,8 +2,8 @@
 
 As the operations of a library these are some twenty launches, a tenth of a pass over a small model. Embeddings come as
 the first layer reads them. Cosines and sines of a position are the same in every pass, so they are looked up. Each of
-these parts is compared with the model's own once; one that differs runs as it is. Without a CUDA device only tests
-import this file.
+these parts is compared with the model's own once; one that differs runs as it is, and so do all if the model then finds
+something else (`cuda.layers.fuse`). Without a CUDA device only tests import this file.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def"
@@ -21,7 +21,9 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from branchwise.cuda.early import begin, early
+from branchwise.cuda.layers.groups import patched
 from branchwise.cuda.layers.rows import MOST_EARLY, Rows, parts_of
+from branchwise.cuda.layers.usual import epsilon_of
 from branchwise.errors import first_line
 
 log = logging.getLogger(__name__)
@@ -59,8 +61,12 @@ class Ends:
         rows = embed(tokens.flatten(), self.embedding.weight, norm)
         return rows.states.view(*tokens.shape, -1), rows
 
-    def turns(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (batch, nodes, width)."""
+    def turns(self, states: Tensor, position_ids: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (batch, nodes, width) of positions (batch, nodes); of others, which models that see images
+        give, those that the model finds itself."""
+        if more or options or position_ids.ndim != 2:
+            found = type(self.rotary).forward(self.rotary, states, position_ids, *more, **options)  # type: ignore[union-attr]
+            return found[0], found[1]
         found = look_up(position_ids.flatten(), self.table).view(*position_ids.shape, 2, -1)
         return found[:, :, 0], found[:, :, 1]
 
@@ -70,19 +76,25 @@ class Ends:
 
 
 @torch.inference_mode()
-def ends_of(model: nn.Module, parent: nn.Module, epsilon: float | None, positions: int) -> Ends:
-    """Those of a model whose layers and last norm, of this epsilon, if it has one that is known, and whose rotary
-    positions are parts of `parent`."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+def ends_of(model: nn.Module, parent: nn.Module, positions: int) -> Ends:
+    """Those of a model whose embeddings, rotary positions and last norm are parts of `parent`, beside its layers."""
     parts = dict(parent.named_children())
-    rotary, norm = parts.get("rotary_emb"), parts.get("norm")
-    weight = embedding.weight
-    found = Ends(None, None, weight.new_empty(0, 2, 0), None, epsilon or 0.0)
-    noise = torch.randn(1, TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    if type(embedding) is nn.Embedding and embedding.max_norm is None:
+    embedding, rotary, norm = (parts.get(name) for name in ("embed_tokens", "rotary_emb", "norm"))
+    weight = next(model.parameters())
+    width = norm.get_parameter("weight").shape[0] if norm is not None else 1
+    found = Ends(None, None, weight.new_empty(0, 2, 0), None, 0.0)
+    noise = torch.randn(1, TRIED, width, generator=torch.Generator().manual_seed(0)).to(weight)
+    noise = torch.cat([noise, noise / 1024])  # the smaller ones show what keeps a norm from dividing by zero
+    if type(embedding) is nn.Embedding and embedding.max_norm is None and not patched(embedding):
         found.embedding = embedding
-    if norm is not None and epsilon is not None and _same(norm, lambda: (norm(noise), _normed_as(found, norm, noise))):
-        found.norm = norm
+    if norm is not None:
+
+        def norms() -> tuple[Tensor, Tensor]:
+            found.epsilon = epsilon_of(norm)
+            return norm(noise), normed(noise, norm.get_parameter("weight"), found.epsilon)
+
+        if _same(norm, norms):
+            found.norm = norm
     if rotary is not None and positions <= MOST_POSITIONS:
 
         def tables() -> tuple[Tensor, Tensor]:
@@ -98,13 +110,9 @@ def ends_of(model: nn.Module, parent: nn.Module, epsilon: float | None, position
     return found
 
 
-def _normed_as(ends: Ends, norm: nn.Module, states: Tensor) -> Tensor:
-    return normed(states, norm.get_parameter("weight"), ends.epsilon)
-
-
 def _same(module: nn.Module, both: Callable[[], tuple[Tensor, Tensor]], rounding: float = ROUNDING) -> bool:
     """Whether a module and what is to stand for it find the same."""
-    if "forward" in vars(module):
+    if patched(module):
         return False  # somebody else stands for it
     try:
         own, other = both()

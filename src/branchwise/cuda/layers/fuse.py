@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from branchwise.backends.transformers.attention import Window
 from branchwise.core.rows import WORD, unpack_bits
 from branchwise.cuda.counts import count
+from branchwise.cuda.graphs import on
 from branchwise.cuda.inputs import PassTensors
 from branchwise.cuda.layers.groups import Group, joined, patch, patched
 from branchwise.cuda.layers.rounding import beyond_rounding
@@ -111,15 +112,23 @@ class Fusion:
         """Whether there are layers of the usual kind."""
         return any(self._usual)
 
-    def around(self, model: nn.Module, positions: int) -> None:
+    def around(self, model: nn.Module, positions: int, check: Callable[[], object]) -> None:
         """If layers are of the usual kind, compute what a model of so many positions has around them in few kernels
-        too."""
-        if self.has_own_layers:
-            from branchwise.cuda.layers.ends import ends_of
+        too, unless a `check` of whole passes fails then. An interpreter of kernels takes too long for it."""
+        if not self.has_own_layers:
+            return
+        from branchwise.cuda.layers.ends import ends_of
 
-            parent = next(one for one in model.modules() if self._layers[0] in _listed(one))
-            first = self._usual[0]
-            self._ends = ends_of(model, parent, None if first is None else first.epsilon, positions)
+        parent = next(one for one in model.modules() if self._layers[0] in _listed(one))
+        device = next(model.parameters()).device
+        try:
+            with on(device):
+                self._ends = ends_of(model, parent, positions)
+            if device.type != "cpu":
+                check()
+        except Exception as error:
+            self._ends = None
+            log.warning("What is around the layers does not run in few kernels: %s", first_line(error))
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -129,9 +138,11 @@ class Fusion:
                 if self._usual[index] is not None or self._compile:
                     patch(layer, self._fused(index, layer), undo)
             for module, forward in () if self._ends is None else self._ends.replaced:
-                patch(module, forward, undo)
-            if self._ends is not None and self._ends.embedding is not None and self._usual[0] is not None:
-                patch(self._ends.embedding, self._embedded, undo)
+                if not patched(module):  # by somebody, since
+                    patch(module, forward, undo)
+            embedding = None if self._ends is None or self._usual[0] is None else self._ends.embedding
+            if embedding is not None and not patched(embedding):
+                patch(embedding, self._embedded, undo)
             if self._handed is not None:
                 undo.callback(self._handed.forget)
             yield
@@ -141,7 +152,8 @@ class Fusion:
         assert self._handed is not None
         norm = self._norm_of(0)
         states, rows = self._ends.embedded(tokens, norm)
-        self._handed.put(states, norm, rows)
+        if not self._ends.embedding._forward_hooks:  # type: ignore[union-attr]  # which may write to them
+            self._handed.put(states, norm, rows)
         return states
 
     def _norm_of(self, index: int) -> Tensor:

@@ -76,7 +76,7 @@ class UsualLayer:
         if extra := {one.name for one in read if one.kind is not one.VAR_KEYWORD} - READ_BY_ATTENTION:
             raise ValueError(f"its attention also reads {', '.join(sorted(extra))}")
         self._scale = float(attention.scaling)
-        self._epsilons = {name: _epsilon(module) for name, module in layer.named_modules() if name.endswith("norm")}
+        self._epsilons = {name: epsilon_of(module) for name, module in layer.named_modules() if name.endswith("norm")}
         self._head_norms = bool(names & head_norms)
         self._turns = bool(vars(attention).get("use_rope", True))  # SmolLM3 has layers that know no positions
 
@@ -118,11 +118,6 @@ class UsualLayer:
         handed.put(state, following, made)
         return state
 
-    @property
-    def epsilon(self) -> float:
-        """That of the norm with which the layer begins."""
-        return self._epsilons["input_layernorm"]
-
     def _of_heads(self, weights: Mapping[str, Tensor]) -> tuple[Norm, Norm] | None:
         if not self._head_norms:
             return None
@@ -139,7 +134,7 @@ def _place(groups: Sequence[Sequence[nn.Linear]], parent: nn.Module, names: Sequ
     raise ValueError("its products are not stacked")
 
 
-def _epsilon(norm: nn.Module) -> float:
+def epsilon_of(norm: nn.Module) -> float:
     values = vars(norm)
     if [name for name, _ in norm.named_parameters()] != ["weight"] or isinstance(norm, nn.LayerNorm):
         raise ValueError("its norms are of another kind")

@@ -124,6 +124,7 @@ class Ahead(CatchingUp):
         if trees is None:
             grows = expected and self._behind is not None
             trees = self._draft.trees(self._grown_behind() if grows else self._grown(sequences), budgets)
+            self._behind = None
         self._sequences = tuple(sequences)
         self._hold(max(map(self._cache.held, sequences)) + self._room)
         self._draft.drafted(trees)

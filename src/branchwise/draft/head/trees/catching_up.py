@@ -19,7 +19,7 @@ from branchwise.draft.head.following import Unread
 from branchwise.draft.head.prompt import reads_at_once
 from branchwise.draft.head.prompt_graphs import RecordedPrompts
 from branchwise.draft.head.trees.device import HeadOnDevice
-from branchwise.draft.head.trees.waiting import MOST, Waiting
+from branchwise.draft.head.trees.waiting import MOST, STEPS, Waiting
 from branchwise.verify import Verdict, Verdicts
 
 READY = 4096
@@ -60,7 +60,7 @@ class CatchingUp(ABC):
         self._target, self._head, self._cache = target, head, head.cache
         config = head.head.config
         self._growing = cells + 1
-        self._room = 1 + depth + config.masks + 2 * cells
+        self._room = max(1 + depth + config.masks + 2 * cells, STEPS)
         """cells behind a text that this step and the one after it take"""
         self._crosses = bool(config.cross)
         if target.device.type != "cpu":  # what is recorded reads it where it lies

@@ -23,7 +23,7 @@ from branchwise.draft.base import Budget
 from branchwise.draft.constrained import place_of
 from branchwise.draft.drawn.drawing import RESTS, Drawing, Told, arrived, fetched
 from branchwise.draft.drawn.trees import Drawn, Passes, Roots, TreeDraft
-from branchwise.draft.head.trees.catching_up import CatchingUp, Ends
+from branchwise.draft.head.trees.catching_up import CatchingUp
 from branchwise.draft.head.trees.device import HeadOnDevice
 from branchwise.draft.model.reading import BatchReading
 from branchwise.verify import Verdicts
@@ -143,11 +143,13 @@ class DrawnAhead(CatchingUp):
         super()._record()
         self._drawing.start(self._draft, self._drawn_head.passes)
 
-    def _caught_up(self, slots: Tensor, *given: Tensor) -> Ends:
-        places = slots.long()
+    def _put_by(self, sequences: Sequence[SequenceState], slots: Sequence[int]) -> None:
+        """Remember what the states are in front of a verdict. Not a part of what is recorded: a recording runs what it
+        records more than once, and the last time would remember what the verdict has made of them."""
+        self._unsettled = []
         for now, before in zip(self._states, self._before, strict=True):
-            before[places] = now[places]
-        return super()._caught_up(slots, *given)
+            before.copy_(now)
+        self._unsettled = [Unsettled(*one, len(one[0].tokens)) for one in zip(sequences, slots, strict=True)]
 
     def _settle(self) -> None:
         """Undo verdicts whose tokens never joined their texts."""
@@ -212,7 +214,7 @@ class DrawnAhead(CatchingUp):
         if nodes is None or not sequences:
             return  # the rows are read by the host's way
         slots = self._slots(sequences)
-        self._unsettled = [Unsettled(*one, len(one[0].tokens)) for one in zip(sequences, slots, strict=True)]
+        self._put_by(sequences, slots)
         _, ends = self._written(nodes, verdicts, hidden)
         self._found = self._drawing(sequences, len(nodes.slots), slots, self._cache.padding, *ends)
         self._told = fetched(self._found.told) if self._draft.tells else None

@@ -68,12 +68,14 @@ class Waiting:
             steps[0, row, :count], steps[1, row, :count] = tokens[:-1], range(count)
             for place, part in zip(hidden, states[row], strict=True):
                 place[row, :count] = part[:count]
-            rows.drop(count)
-            cache.lengths[sequence] = start + count
         numbers.copy()
         slots, lengths, following = numbers.device_copy[: 3 * line].view(3, line)[:, :size]
         tokens, paths = numbers.device_copy[3 * line :].view(2, size, STEPS)
         self._read(slots, lengths, tokens, paths, following, *hidden)
+        for sequence, rows in unread.items():
+            count = min(STEPS, len(rows))
+            rows.drop(count)
+            cache.lengths[sequence] += count
 
     def _made(self, size: int, states: Sequence[Tensor]) -> Places:
         hidden = [torch.zeros(size, STEPS, state.shape[1], dtype=state.dtype, device=self._device) for state in states]
