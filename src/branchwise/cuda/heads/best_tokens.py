@@ -30,6 +30,8 @@ NOTHING = tl.constexpr(-1.0e30)
 """the logit of no token; it is finite, so that differences are numbers"""
 SIZE = 64
 """output rows of a program"""
+MOST_TILED = 128
+"""rows of states in it"""
 TAKEN = tl.constexpr(-(1 << 63))
 """below all ranks of values and places"""
 MOST = tl.constexpr(BLOCK // SIZE)
@@ -93,14 +95,14 @@ def best_tokens(
     logits, sums = torch.empty(whole, len(table), device=device), torch.empty(4, whole, every, device=device)
     more, best = torch.empty(whole, some, device=device), torch.empty(whole, count, device=device)
     where = torch.empty(whole, count, device=device, dtype=torch.int32)
-    tile, fill = max(16, min(64, triton.next_power_of_2(whole))), max(16, triton.next_power_of_2(per_text))
-    programs = every + triton.cdiv(some, SIZE), max(triton.cdiv(whole, tile), batch)
-    _parts[programs](
+    (tile, warps), fill = tiled(whole), max(16, triton.next_power_of_2(per_text))
+    tiles = triton.cdiv(whole, tile)
+    _parts[(every * tiles + triton.cdiv(some, SIZE) * batch,)](
         states, squares, chosen, table, *parts[:3], extra, known, slots, lengths, *draws, logits, *sums, more,
-        states.stride(0), squares.stride(0), lengths.stride(0), whole, per_text, some, batch, len(table), depth,
-        epsilon,
+        states.stride(0), squares.stride(0), lengths.stride(0), whole, per_text, tiles, some, batch, len(table),
+        depth, epsilon,
         width=width, every=every, parts=squares.shape[1], size=SIZE, piece=64 if width >= 64 else 16, tile=tile,
-        fill=fill, operand=_operand(table.dtype), num_warps=2 if tile == 16 else 4, num_stages=4, **early(device),
+        fill=fill, operand=_operand(table.dtype), num_warps=warps, num_stages=4, **early(device),
     )  # fmt: skip
     blocks = len(parts.firsts) - 1
     _merge[(whole,)](
@@ -112,6 +114,13 @@ def best_tokens(
         **early(device),
     )  # fmt: skip
     return best.view(batch, per_text, count), where.view(batch, per_text, count)
+
+
+def tiled(rows: int) -> tuple[int, int]:
+    """How many rows a program of the table takes, and its warps: all that there are if they fit, because every tile
+    reads the whole table."""
+    tile = max(16, min(MOST_TILED, triton.next_power_of_2(rows)))
+    return tile, 8 if tile > 64 else 4
 
 
 @triton.jit
@@ -144,57 +153,57 @@ def _product(
     return found * scales(summed, epsilon, width)
 
 
-@triton.jit(do_not_specialize=["whole", "per_text", "texts", "depth"])
+@triton.jit(do_not_specialize=["whole", "per_text", "tiles", "texts", "depth"])
 def _parts(
     rows, squares, chosen, table, names, starts, counts, extra, known, slots, lengths, dice, temperatures,
     logits, highest, totals, speeds, bests, more,
-    stride_row, stride_squares, stride_length, whole, per_text, some, texts, tokens, depth, epsilon,
+    stride_row, stride_squares, stride_length, whole, per_text, tiles, some, texts, tokens, depth, epsilon,
     width: tl.constexpr, every: tl.constexpr, parts: tl.constexpr, size: tl.constexpr, piece: tl.constexpr,
     tile: tl.constexpr, fill: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """A part of the table for a tile of rows, or some tokens of a prompt for the rows of its text."""
-    part, group = tl.program_id(0), tl.program_id(1)
-    columns = tl.arange(0, size)
-    if part < every:
+    program, columns = tl.program_id(0), tl.arange(0, size)
+    if program < every * tiles:
+        part, group = program // tiles, program % tiles  # those of one part run together
         row = group * tile + tl.arange(0, tile)
         real = row < whole
         start = tl.load(starts + part)
         inside = columns < tl.load(counts + part)
         fetch(table, start + columns, tokens, width, early)
         begin(early)
-        if group * tile < whole:
-            place = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
-            found = _product(
-                rows, squares, place, stride_row, stride_squares, real, epsilon, table, start + columns, inside, width,
-                parts, tile, size, piece, operand,
-            )  # fmt: skip
-            text = row // per_text
-            slot = tl.load(slots + text, mask=real, other=0).to(tl.int64)
-            temperature = tl.load(temperatures + slot, mask=real, other=0.0)
-            found = found / tl.where(temperature > 0, temperature, 1.0)[:, None]
-            found = tl.where(inside[None, :], found, NOTHING)
-            high = tl.max(found, axis=1)
-            mass = tl.where(inside[None, :], tl.exp(found - high[:, None]), 0.0)
-            total = tl.sum(mass, axis=1)
-            speed, best = total, high
-            if tl.max(temperature, axis=0) > 0:
-                key = _key(dice, lengths, text, slot, stride_length, depth, real)
-                name = tl.load(names + start + columns, mask=inside, other=0)
-                wait = tl.where((temperature > 0)[:, None], _waits(key[:, None], name[None, :]), 1.0)
-                found = tl.where(inside[None, :], found - tl.log(wait), NOTHING)
-                speed, best = tl.sum(mass / wait, axis=1), tl.max(found, axis=1)
-            at = row * every + part
-            tl.store(highest + at, high, mask=real)
-            tl.store(totals + at, total, mask=real)
-            tl.store(speeds + at, speed, mask=real)
-            tl.store(bests + at, best, mask=real)
-            goal = logits + row[:, None].to(tl.int64) * tokens + start + columns[None, :]
-            tl.store(goal, found, mask=real[:, None] & inside[None, :])
-    elif group < texts:
+        place = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
+        found = _product(
+            rows, squares, place, stride_row, stride_squares, real, epsilon, table, start + columns, inside, width,
+            parts, tile, size, piece, operand,
+        )  # fmt: skip
+        text = row // per_text
+        slot = tl.load(slots + text, mask=real, other=0).to(tl.int64)
+        temperature = tl.load(temperatures + slot, mask=real, other=0.0)
+        found = found / tl.where(temperature > 0, temperature, 1.0)[:, None]
+        found = tl.where(inside[None, :], found, NOTHING)
+        high = tl.max(found, axis=1)
+        mass = tl.where(inside[None, :], tl.exp(found - high[:, None]), 0.0)
+        total = tl.sum(mass, axis=1)
+        speed, best = total, high
+        if tl.max(temperature, axis=0) > 0:
+            key = _key(dice, lengths, text, slot, stride_length, depth, real)
+            name = tl.load(names + start + columns, mask=inside, other=0)
+            wait = tl.where((temperature > 0)[:, None], _waits(key[:, None], name[None, :]), 1.0)
+            found = tl.where(inside[None, :], found - tl.log(wait), NOTHING)
+            speed, best = tl.sum(mass / wait, axis=1), tl.max(found, axis=1)
+        at = row * every + part
+        tl.store(highest + at, high, mask=real)
+        tl.store(totals + at, total, mask=real)
+        tl.store(speeds + at, speed, mask=real)
+        tl.store(bests + at, best, mask=real)
+        goal = logits + row[:, None].to(tl.int64) * tokens + start + columns[None, :]
+        tl.store(goal, found, mask=real[:, None] & inside[None, :])
+    else:
         begin(early)
+        some_of, group = (program - every * tiles) // texts, (program - every * tiles) % texts
         inner = tl.arange(0, fill)
         row, real = group * per_text + inner, inner < per_text
-        column = (part - every) * size + columns
+        column = some_of * size + columns
         slot = tl.load(slots + group).to(tl.int64)
         inside = tl.load(known + slot * some + column, mask=column < some, other=-1) >= 0
         place = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
