@@ -3,8 +3,9 @@
 On a device every size of a pass is compiled and recorded, so there are few of them, each tried when a batch of its size
 first comes, which is at warm-up. From then on steps are timed as they go, and what a draft gains is counted with decay.
 How much more a larger tree gains hardly depends on the texts, so one number, by how much drafting pays at all, is
-learned for all sizes together, and how far each is off it besides. It does depend on whose texts they are: so each
-text has its own share in that number, and what is expected of a batch changes at once when texts come and go.
+learned for all sizes together, and how far each is off it besides. It does depend on how tokens are chosen, so it is
+counted for texts that draw theirs and for greedy ones apart. And it depends on whose texts they are: so each text has
+its own share in that number, and what is expected of a batch changes at once when texts come and go.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from typing import Any
 
 from branchwise.cuda.inputs import BATCHES, fitting
 
-MOST_ROWS = 1024
+MOST_ROWS = 512
 """of the pass over a whole batch: beyond it arithmetic limits a pass, and not memory"""
-FARTHER_DOWN = 2
-"""rungs between the larger and the smaller one of two drafts"""
 SETTLING = 4
 """steps of a size before it is timed: by then all that they do is recorded"""
 FEW = 4
@@ -36,8 +35,9 @@ PRIOR = 8.0
 """the weight, in steps, of what a size should gain by what others do"""
 OWN_PRIOR = 24.0
 """the weight of what all texts gain in what one does, in doublings of its trees: those of eight steps of small ones"""
-HOPED = 0.6
-"""tokens that a draft gains for each doubling of its nodes, before anything was counted"""
+HOPED = {False: 0.6, True: 0.3}
+"""tokens that a draft gains for each doubling of its nodes, before anything was counted: where a text takes the best
+token, and where it draws one"""
 THINNING = 0.07
 """by how much a step must be faster than a plain one for each doubling of a batch. Texts that are drafted end at
 different times, and what is left of a batch has fewer texts to share its steps; and prompts have to be read"""
@@ -119,23 +119,30 @@ class Ladder:
         self.nodes = (0, *nodes)
         self._paces: defaultdict[tuple[int, int], Pace] = defaultdict(Pace)
         """by the size of a batch and the rung"""
-        self._chosen: tuple[int, int] | None = None
+        self._chosen: tuple[tuple[int, bool], int] | None = None
+        """for which steps, and the rung"""
         self._turn = 0
+        self.drawn = False
+        """whether the texts of steps to come, or most of them, draw their tokens"""
         self.forget()
 
     def forget(self) -> None:
         """What drafts gained; not what steps cost."""
-        self._gains = [Gain() for _ in self.nodes]
+        self._gained = {drawn: [Gain() for _ in self.nodes] for drawn in HOPED}
         self._own: dict[Hashable, Gain] = {}
         """of the texts of the last step; steps count as many times as their trees doubled"""
         self._chosen = None
 
+    @property
+    def _gains(self) -> list[Gain]:
+        return self._gained[self.drawn]
+
     def rungs(self, batch: int) -> tuple[int, ...]:
-        """Those of a batch: nothing, the largest draft whose pass is not too large, and a smaller one."""
+        """Those of a batch: nothing, the largest draft whose pass is not too large, and the next smaller one."""
         size = fitting(batch, BATCHES)
         fits = [rung for rung, nodes in enumerate(self.nodes) if size * (1 + nodes) <= MOST_ROWS]
         largest = max(1, fits[-1])
-        return tuple(sorted({0, max(1, largest - FARTHER_DOWN), largest}))
+        return tuple(sorted({0, max(1, largest - 1), largest}))
 
     def rung(self, batch: int, texts: Sequence[Hashable] = ()) -> int:
         """For the next step of so many texts, which are these if they are known."""
@@ -146,8 +153,9 @@ class Ladder:
             self._paces[size, untried[0]].wait()
             return untried[0]
         self._turn += 1
-        if self._chosen is None or self._chosen[0] != size or self._turn >= EVERY:
-            self._chosen, self._turn = (size, self._best(size, texts)), 0
+        kind = size, self.drawn
+        if self._chosen is None or self._chosen[0] != kind or self._turn >= EVERY:
+            self._chosen, self._turn = (kind, self._best(size, texts)), 0
         return self._chosen[1]
 
     def _best(self, size: int, texts: Sequence[Hashable]) -> int:
@@ -200,7 +208,7 @@ class Ladder:
         """Tokens that a text gains for each doubling of its tree."""
         counted = sum(gain.tokens for gain in self._gains)
         due = sum(gain.steps * self._doublings(rung) for rung, gain in enumerate(self._gains))
-        return (PRIOR * HOPED + counted) / (PRIOR + due)
+        return (PRIOR * HOPED[self.drawn] + counted) / (PRIOR + due)
 
     def _of_these(self, texts: Sequence[Hashable], common: float) -> float:
         """The same of these texts, as a share of what it is for all that were drafted for lately."""

@@ -2,7 +2,8 @@
 
 On a host every row makes a pass longer, and so does every level of a draft: a narrow tree, of which as many nodes are
 kept as pay (`paced.py`). On a GPU a wide tree costs little for one text, and copies of what stood before cost next to
-nothing; for many texts together smaller trees pay (`control.ladder`).
+nothing; for many texts together smaller trees pay (`control.ladder`). There a level costs as much as many nodes do, so
+trees are wider than deep: the less comes true, as where tokens are drawn, the flatter is the one that pays.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Usual(NamedTuple):
     """trees that may pay better than that one, the smallest first"""
 
 
-SMALLER = TopK(7, depth=3, width=4), TopK(15, depth=4, width=6), TopK(31, depth=5, width=8)
+SMALLER = TopK(7, depth=2, width=4), TopK(15, depth=2, width=6), TopK(31, depth=3, width=8)
 
 HOST = Usual(TopK(8, depth=5, width=2), table=8192, copies=0)
-DEVICE = Usual(TopK(63, depth=6, width=8), table=16_384, copies=15, smaller=SMALLER)
+DEVICE = Usual(TopK(63, depth=5, width=8), table=16_384, copies=15, smaller=SMALLER)
 
 
 def usual_on(device: torch.device) -> Usual:

@@ -93,6 +93,7 @@ class Ahead(CatchingUp):
     def _climb(self, sequences: Sequence[SequenceState]) -> None:
         """Choose the size of the next drafts."""
         if self._ladder is not None:
+            self._ladder.drawn = 2 * sum(one.sampling.temperature > 0 for one in sequences) > len(sequences)
             self._rung = self._ladder.rung(len(sequences), sequences)
             if self._rung:
                 self._draft = self._drafts[self._rung - 1]
