@@ -200,22 +200,35 @@ def _parts(
         tl.store(goal, found, mask=real[:, None] & inside[None, :])
     else:
         begin(early)
-        some_of, group = (program - every * tiles) // texts, (program - every * tiles) % texts
-        inner = tl.arange(0, fill)
-        row, real = group * per_text + inner, inner < per_text
-        column = some_of * size + columns
-        slot = tl.load(slots + group).to(tl.int64)
-        inside = tl.load(known + slot * some + column, mask=column < some, other=-1) >= 0
-        place = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
-        theirs = extra + slot * some * width
-        found = _product(
-            rows, squares, place, stride_row, stride_squares, real, epsilon, theirs, column, inside, width, parts, fill,
-            size, piece, operand,
+        _beside(
+            program - every * tiles, rows, squares, chosen, extra, known, slots, temperatures, more,
+            stride_row, stride_squares, per_text, some, texts, epsilon, width, parts, size, piece, fill, operand,
         )  # fmt: skip
-        temperature = tl.load(temperatures + slot)
-        found = tl.where(inside[None, :], found / tl.where(temperature > 0, temperature, 1.0), NOTHING)
-        goal = more + row[:, None] * some + column[None, :]
-        tl.store(goal, found, mask=real[:, None] & (column < some)[None, :])
+
+
+@triton.jit
+def _beside(
+    program, rows, squares, chosen, extra, known, slots, temperatures, more,
+    stride_row, stride_squares, per_text, some, texts, epsilon,
+    width: tl.constexpr, parts: tl.constexpr, size: tl.constexpr, piece: tl.constexpr, fill: tl.constexpr,
+    operand: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of a prompt for the rows of its text."""
+    text, inner = program % texts, tl.arange(0, fill)
+    row, real = text * per_text + inner, inner < per_text
+    column = program // texts * size + tl.arange(0, size)
+    slot = tl.load(slots + text).to(tl.int64)
+    inside = tl.load(known + slot * some + column, mask=column < some, other=-1) >= 0
+    place = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
+    theirs = extra + slot * some * width
+    found = _product(
+        rows, squares, place, stride_row, stride_squares, real, epsilon, theirs, column, inside, width, parts, fill,
+        size, piece, operand,
+    )  # fmt: skip
+    temperature = tl.load(temperatures + slot)
+    found = tl.where(inside[None, :], found / tl.where(temperature > 0, temperature, 1.0), NOTHING)
+    goal = more + row[:, None] * some + column[None, :]
+    tl.store(goal, found, mask=real[:, None] & (column < some)[None, :])
 
 
 @triton.jit
