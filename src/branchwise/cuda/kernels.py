@@ -28,6 +28,10 @@ NOTHING = tl.constexpr(-1.0e30)
 """The score of a row that saw no key. It is finite, so that differences of such scores are numbers."""
 
 
+SPLITS = 16
+"""of the keys of a text, where there are few rows"""
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How the work of one layer is cut into programs; all of it is free to choose, none of it changes the result."""
@@ -40,18 +44,20 @@ class Tiling:
 
 
 def tiling(
-    *, batch: int, heads: int, rows: int, keys: int, width: int, size: int, programs: int = 132, shared: int = 232_448
+    *, batch: int, heads: int, rows: int, keys: int, width: int, size: int, programs: int = 264, shared: int = 232_448
 ) -> Tiling:
     """A tiling for `heads` key heads, each with `rows` queries of `width` elements of `size` bytes and up to `keys`.
 
-    `keys` is the capacity of a slot: the grid of a captured pass cannot follow the length of a text. 132 programs are
-    one for every multiprocessor of an H200, and `shared` is the memory, in bytes, that a program may take on one.
+    `keys` is the capacity of a slot: the grid of a captured pass cannot follow the length of a text. 264 programs are
+    two for every multiprocessor of an H200, and `shared` is the memory, in bytes, that a program may take on one.
     """
     if size > 2:  # float32 is for proofs; its products are made without tensor cores, and small to fit registers
         tile, block = 16, 32
     else:
         evenly = triton.cdiv(rows, 64) % 2 == 0 and width <= 128
         tile, block = 128 if evenly else max(16, min(triton.next_power_of_2(rows), 64)), 64
+    while tile > 16 and SPLITS * batch * heads * triton.cdiv(rows, tile // 2) <= programs + programs // 10:
+        tile //= 2  # few rows: more programs hide more of the time until their keys are there
     stages = 2 if size > 2 or width > 128 else 3
     while size * (tile * width + 2 * (stages - 1) * block * width + tile * block) > shared:
         if stages > 2:
@@ -62,7 +68,10 @@ def tiling(
             tile //= 2
         else:
             break
-    parts = min(programs // (batch * heads * triton.cdiv(rows, tile)), keys // (2 * block), 64)
+    tiles = batch * heads * triton.cdiv(rows, tile)
+    # Small tiles leave room for a few more. A split in two gains less than merging costs.
+    parts = (programs + programs // 10 if tile < 64 else programs) // tiles
+    parts = min(parts if parts >= 4 else programs // 2 // tiles, keys // (2 * block), 64)
     return Tiling(
         rows=tile,
         keys=block,

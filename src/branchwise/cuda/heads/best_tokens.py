@@ -30,8 +30,8 @@ NOTHING = tl.constexpr(-1.0e30)
 """the logit of no token; it is finite, so that differences are numbers"""
 SIZE = 64
 """output rows of a program"""
-MOST_TILED = 128
-"""rows of states in it"""
+MOST_TILED = 32
+"""rows of states in it: every tile reads its part of the table, but more of them have no registers for their noise"""
 TAKEN = tl.constexpr(-(1 << 63))
 """below all ranks of values and places"""
 MOST = tl.constexpr(BLOCK // SIZE)
@@ -95,14 +95,14 @@ def best_tokens(
     logits, sums = torch.empty(whole, len(table), device=device), torch.empty(4, whole, every, device=device)
     more, best = torch.empty(whole, some, device=device), torch.empty(whole, count, device=device)
     where = torch.empty(whole, count, device=device, dtype=torch.int32)
-    (tile, warps), fill = tiled(whole), max(16, triton.next_power_of_2(per_text))
+    tile, fill = (max(16, triton.next_power_of_2(rows)) for rows in (min(whole, MOST_TILED), per_text))
     tiles = triton.cdiv(whole, tile)
     _parts[(every * tiles + triton.cdiv(some, SIZE) * batch,)](
         states, squares, chosen, table, *parts[:3], extra, known, slots, lengths, *draws, logits, *sums, more,
         states.stride(0), squares.stride(0), lengths.stride(0), whole, per_text, tiles, some, batch, len(table),
         depth, epsilon,
         width=width, every=every, parts=squares.shape[1], size=SIZE, piece=64 if width >= 64 else 16, tile=tile,
-        fill=fill, operand=_operand(table.dtype), num_warps=warps, num_stages=4, **early(device),
+        fill=fill, operand=_operand(table.dtype), num_warps=4, num_stages=4, **early(device),
     )  # fmt: skip
     blocks = len(parts.firsts) - 1
     _merge[(whole,)](
@@ -114,13 +114,6 @@ def best_tokens(
         **early(device),
     )  # fmt: skip
     return best.view(batch, per_text, count), where.view(batch, per_text, count)
-
-
-def tiled(rows: int) -> tuple[int, int]:
-    """How many rows a program of the table takes, and its warps: all that there are if they fit, because every tile
-    reads the whole table."""
-    tile = max(16, min(MOST_TILED, triton.next_power_of_2(rows)))
-    return tile, 8 if tile > 64 else 4
 
 
 @triton.jit
