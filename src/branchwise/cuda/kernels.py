@@ -28,8 +28,8 @@ NOTHING = tl.constexpr(-1.0e30)
 """The score of a row that saw no key. It is finite, so that differences of such scores are numbers."""
 
 
-SPLITS = 16
-"""of the keys of a text, where there are few rows"""
+SPLITS, SHORT = 16, 8192
+"""of the keys of a text whose rows are few, and the keys beyond which every tile takes too long to read them"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ def tiling(
     else:
         evenly = triton.cdiv(rows, 64) % 2 == 0 and width <= 128
         tile, block = 128 if evenly else max(16, min(triton.next_power_of_2(rows), 64)), 64
-    while tile > 16 and SPLITS * batch * heads * triton.cdiv(rows, tile // 2) <= programs + programs // 10:
-        tile //= 2  # few rows: more programs hide more of the time until their keys are there
+    few = programs + programs // 10  # small tiles leave room for some more
+    while tile > 16 and keys <= SHORT and SPLITS * batch * heads * triton.cdiv(rows, tile // 2) <= few:
+        tile //= 2  # more programs hide more of the time until their keys are there
     stages = 2 if size > 2 or width > 128 else 3
     while size * (tile * width + 2 * (stages - 1) * block * width + tile * block) > shared:
         if stages > 2:
@@ -69,8 +70,8 @@ def tiling(
         else:
             break
     tiles = batch * heads * triton.cdiv(rows, tile)
-    # Small tiles leave room for a few more. A split in two gains less than merging costs.
-    parts = (programs + programs // 10 if tile < 64 else programs) // tiles
+    parts = (few if tile < 64 else programs) // tiles
+    # Parts of many rows take longer to merge than two more of them save.
     parts = min(parts if parts >= 4 else programs // 2 // tiles, keys // (2 * block), 64)
     return Tiling(
         rows=tile,
