@@ -82,6 +82,14 @@ def test_a_tree_is_as_large_as_pays(
     assert least <= [step(policy, deep) for _ in range(20 * EVERY)][-1] <= most
 
 
+def test_what_has_forgotten_chooses_as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = on(Machine(0.02), monkeypatch, AdaptiveRanks())
+    first = [step(policy, 0) for _ in range(20 * EVERY)]
+    assert first[0] != first[-1]
+    policy.forget()
+    assert [step(policy, 0) for _ in range(20 * EVERY)] == first
+
+
 def test_what_is_accepted_is_booked_on_its_place_in_the_whole_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught here: nodes of a tree that was cut, counted as if they were those of the whole."""
     policy = on(Machine(1e-6), monkeypatch, AdaptiveRanks())

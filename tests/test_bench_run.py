@@ -22,6 +22,7 @@ from branchwise.errors import BranchwiseError, UsageError
 from branchwise.methods import PLAIN, find_method
 from branchwise.testing import ToyTarget
 from branchwise.verify import VERIFIERS
+from tests.doubles import PipelinedToy
 
 END = 7
 
@@ -76,6 +77,10 @@ class Scribe:
 
     def forget(self) -> None:
         self.forgotten += 1
+
+    def warm_up(self, prompts: Sequence[Sequence[int]], asked: Asked) -> None:
+        self.write(prompts, asked)
+        self.forget()
 
 
 def items(count: int = 3, turns: int = 1) -> list[Item]:
@@ -264,6 +269,22 @@ def test_a_difference_is_shown_with_its_place_and_the_gap_of_the_logits(tmp_path
     assert wrong.difference.gap == pytest.approx(
         abs(float(logits[wrong.difference.token] - logits[plain.ids[2]])), abs=1e-6
     )
+
+
+@pytest.mark.parametrize("spec", ["plain", "recycle/ranks:mcsd", "ngram/chain:8", "suffix/topk:8"])
+def test_on_a_device_what_was_recorded_for_a_contestant_survives_what_it_learned(spec: str) -> None:
+    """Caught here: a contestant that recorded all its passes again in its first race, and was timed meanwhile."""
+    targets = [PipelinedToy(8, context=128), PipelinedToy(8, context=128), ToyTarget(8, context=128)]
+    contestant, fresh, on_host = (ours(ToyLLM(target), spec)[0] for target in targets)
+    engine = contestant._engine
+    asked = Asked(40, forbidden=frozenset({END}), seeds=(3,))
+    contestant.warm_up([[1, 2, 1, 2, 1]], asked)
+    [answer], [first] = contestant.write([[1, 2, 1, 2, 1]], asked), fresh.write([[1, 2, 1, 2, 1]], asked)
+    assert contestant._engine is engine
+    assert (answer.ids, answer.steps, answer.drafted) == (first.ids, first.steps, first.drafted)
+    engine = on_host._engine
+    on_host.forget()
+    assert on_host._engine is not engine
 
 
 def test_answers_to_another_prompt_are_not_compared(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ import torch
 from branchwise.bench.records import METHOD, PEER, PLAIN
 from branchwise.control.guard import Guard
 from branchwise.core.sampling import SamplingParams
+from branchwise.cuda.graphs import recording_at_first_sight
 from branchwise.draft.base import Budget
 from branchwise.engine import Engine, Generation, Request
+from branchwise.engine.warmup import memory_of, warm_up
 from branchwise.llm import LLM
 from branchwise.methods import PLAIN as PLAIN_METHOD
 from branchwise.methods import Method
@@ -81,6 +83,11 @@ class Contestant(Protocol):
     def forget(self) -> None:
         """Drop everything learned from earlier prompts."""
 
+    def warm_up(self, prompts: Sequence[Sequence[int]], asked: Asked) -> None:
+        """Write something that is not timed, and forget it."""
+        self.write(prompts, asked)
+        self.forget()
+
 
 class Peer(Contestant):
     """Another engine."""
@@ -104,15 +111,29 @@ class Ours(Contestant):
         self._method = method
         self._most = most
         self._target_costs: dict[int, float] = {}
-        self.forget()
+        self._build()
 
-    def forget(self) -> None:
+    def _build(self) -> None:
         drafter, verifier = self._method.build()
         self._engine = Engine(self._llm.engine.target, drafter, verifier, self._most, guard=self._guard)
         self._engine.counts_probs = True
         self._engine.warn_if_cut()
         self._guard = self._engine.guard or self._guard  # what steps take is known of the machine, not of the prompts
         self.learns = drafter.learns
+        self._fresh = memory_of(self._engine) if self._engine.pipelined else None
+
+    def forget(self) -> None:
+        # What a device has recorded for this drafter would have to be recorded again for another one.
+        if self._fresh is None:
+            self._build()
+        else:
+            self._fresh()
+
+    def warm_up(self, prompts: Sequence[Sequence[int]], asked: Asked) -> None:
+        if self._engine.guard is not None:
+            warm_up(self._engine, progress=False)  # it compares what its sources cost
+        with recording_at_first_sight():
+            super().warm_up(prompts, asked)
 
     def write(self, prompts: Sequence[Sequence[int]], asked: Asked) -> list[Answer]:
         requests = [

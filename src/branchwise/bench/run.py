@@ -136,8 +136,7 @@ class Contest:
             asked = dataclasses.replace(asked, max_new_tokens=min(WARM_UP, asked.max_new_tokens))
         for contestant in self.contestants:
             self.progress(f"{contestant.name}: warming up", len(self.ledger.records), 0)
-            contestant.write(prompts, asked)
-            contestant.forget()
+            contestant.warm_up(prompts, asked)
 
     def _play(self, play: Play) -> None:
         """A group of dialogues, turn by turn; each continues with this contestant's own answers."""

@@ -256,6 +256,9 @@ class TreePolicy(ABC):
     def update(self, judged: Sequence[Judged]) -> None:
         """Learn from a step; called before its tokens join the sequences."""
 
+    def forget(self) -> None:
+        """The texts so far say nothing of later ones. What steps cost stays known."""
+
 
 class WrappedPolicy(TreePolicy):
     """A policy in the name of another one: a subclass changes some of what it does, and all the rest is the other's."""
@@ -303,3 +306,6 @@ class WrappedPolicy(TreePolicy):
 
     def update(self, judged: Sequence[Judged]) -> None:
         self.policy.update(judged)
+
+    def forget(self) -> None:
+        self.policy.forget()

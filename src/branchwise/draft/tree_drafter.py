@@ -215,6 +215,9 @@ class TreeDrafter(Drafter):
             self.recall.learn(judged)
         self.tree.update(judged)
 
+    def forget(self) -> None:
+        self.tree.forget()
+
     def _mixed(self, request: ExpandRequest, probs: Tensor) -> Tensor:
         """Distributions (nodes, vocabulary) of a source, with what is remembered of the target's."""
         return probs if self.recall is None else self.recall.mix(request.sequence, request.tree, request.nodes, probs)

@@ -12,7 +12,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -144,18 +144,29 @@ def _request(info: TargetInfo, number: int, temperature: float, length: int) -> 
 
 @contextmanager
 def _forgetting(engine: Engine) -> Iterator[None]:
-    """Let the drafter know afterwards what it knew before, and let its guard judge it anew."""
-    parts = (engine.drafter, *engine.drafter.members)
-    before = [(part, part.save()) for part in parts if isinstance(part, LearningDrafter) and part.learns]
+    forget = memory_of(engine)
     try:
         yield
     finally:
+        forget()
+
+
+def memory_of(engine: Engine) -> Callable[[], None]:
+    """A function that lets the drafter know again what it knows now, and its guard judge it anew. What was compiled and
+    recorded, and what is known of how long steps take, stays."""
+    parts = (engine.drafter, *engine.drafter.members)
+    before = [(part, part.save(), part.texts) for part in parts if isinstance(part, LearningDrafter) and part.learns]
+
+    def forget() -> None:
         engine.drop_prefixes()
-        for part, state in before:
-            part.restore(state)
+        for part, state, texts in before:
+            part.restore({name: tensor.clone() for name, tensor in state.items()})
+            part.texts = texts  # the seeds of its draws go on from here
         engine.drafter.forget()
         if engine.guard is not None:
             engine.guard.forget()
+
+    return forget
 
 
 def _key(engine: Engine) -> str:

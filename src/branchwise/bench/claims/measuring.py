@@ -157,8 +157,7 @@ class Measuring:
                 self.progress(f"{shown(key)}: warming up", done, total)
                 with self._kept(key):
                     contestant = self._contestant(key)
-                    self._write(contestant, items[:1], temperature, warm_up=True)
-                    contestant.forget()
+                    contestant.warm_up(*self._asked(items[:1], temperature, warm_up=True))
                     # A run that goes on has lost what its contestants learned from the texts before.
                     for item in items if contestant.learns else ():
                         if item not in missing:
@@ -190,9 +189,12 @@ class Measuring:
         """A row that cannot be measured is reported, and the others are measured all the same."""
         return _Kept(self.failed, key.method)
 
-    def _write(
-        self, contestant: Ours, items: Sequence[Item], temperature: float, *, warm_up: bool = False
-    ) -> list[Answer]:
+    def _write(self, contestant: Ours, items: Sequence[Item], temperature: float) -> list[Answer]:
+        return contestant.write(*self._asked(items, temperature))
+
+    def _asked(
+        self, items: Sequence[Item], temperature: float, *, warm_up: bool = False
+    ) -> tuple[list[list[int]], Asked]:
         prompts = [self.llm.encode(item.turns[0], raw=item.raw) for item in items]
         short = warm_up and self.llm.engine.target.device.type == "cpu"
         asked = Asked(
@@ -201,7 +203,7 @@ class Measuring:
             stop_tokens=self.llm.stop_tokens,
             seeds=tuple(zlib.crc32(f"{self.seed}/{item.id}".encode()) for item in items),
         )
-        return contestant.write(prompts, asked)
+        return prompts, asked
 
     def _add(self, key: Key, items: Sequence[Item], answers: Sequence[Answer], wall: float) -> None:
         samples = tuple(sample_of(item, answer, alone=key.alone) for item, answer in zip(items, answers, strict=True))

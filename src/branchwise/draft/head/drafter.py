@@ -222,6 +222,7 @@ class HeadDrafter(SharingDrafter):
             self._ahead.update(scored, verdicts, [scored.hidden[tap] for tap in self._taps])
 
     def forget(self) -> None:
+        super().forget()
         if self._ahead is not None:
             self._ahead.forget()
 

@@ -80,6 +80,9 @@ class DraftedMember(LookupDrafter):
         self._drafter._drafted = self._drafted
         self._drafter.update(sequences, scored, verdicts)
 
+    def forget(self) -> None:
+        self._drafter.forget()
+
     def locate(self, sequence: SequenceState) -> Cursor:
         return self._known[sequence], ()
 

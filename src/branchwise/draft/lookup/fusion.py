@@ -180,6 +180,13 @@ class Fusion(LookupDrafter, LearningDrafter):
         for member in self.members:
             member.drop(sequence)
 
+    def forget(self) -> None:
+        super().forget()
+        for place, member in enumerate(self.members):
+            member.forget()
+            if member is self.drafting:
+                self.records[place] = Calibration()
+
     def save(self) -> dict[str, Tensor]:
         """The calibration of each memory, which has learned what it is; what it has learned is its own to save."""
         return {name: torch.tensor([record.tries, record.hits]) for name, record in self._saved().items()}

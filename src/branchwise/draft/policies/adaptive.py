@@ -133,6 +133,9 @@ class AdaptiveSize(TopK):
             for source, kept in growth.kept(one.verdict).items():
                 self._trust[source].record(kept)
 
+    def forget(self) -> None:
+        self._trust.clear()
+
     def _size(self, growing: Sequence[Growth]) -> int:
         """Up to how many nodes each text gives most tokens a second. Nodes come in falling order, so larger sizes are
         not grown once none of them could be better."""
@@ -219,6 +222,9 @@ class AdaptiveRanks(Ranks):
                 places = self._places[tree.topology] = np.array(places_in(self.shape, tree.topology))
             self._tries[places] += 1
             self._hits[places[list(verdict.path)]] += 1
+
+    def forget(self) -> None:
+        self._tries[:], self._hits[:], self._turn = 0, 0, 0
 
     def _size(self, model: PassCostModel) -> int:
         """How many nodes below the root give most tokens a second."""

@@ -169,6 +169,8 @@ class Ahead(CatchingUp):
     def forget(self) -> None:
         if self._ladder is not None:
             self._ladder.forget()
+        for draft in self._drafts:
+            draft.forget()
 
     def reasons(self, batch: int) -> list[str]:
         return [] if self._ladder is None else self._ladder.reasons(batch)

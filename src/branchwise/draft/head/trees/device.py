@@ -189,6 +189,9 @@ class DeviceDraft(HeadOnDevice, ABC):
     def scored(self, verdicts: Sequence[Verdict]) -> None:
         """The verdicts on them are known."""
 
+    def forget(self) -> None:
+        """How much of what the head said came true."""
+
     def _best(self, predict: Tensor, slots: Tensor, lengths: Tensor, depth: int, count: int) -> Likely:
         """The tokens of the table and of each text's prompt that are most likely to come `depth` levels below the
         roots, behind texts of so many rows."""

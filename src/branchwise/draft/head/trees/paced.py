@@ -146,3 +146,7 @@ class PacedDraft(BestFirstDraft):
                 seen.setdefault(self._trusted(node, len(said.masses)), []).append(Kept(said.masses[node], came))
             for trust, kept in seen.items():
                 trust.record(kept)
+
+    def forget(self) -> None:
+        self._trust, self._trust_in_copies = Trust(), Trust()
+        self._rests.clear()
