@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +372,7 @@ def tabulate(records: Sequence[Mapping[str, Any]]) -> None:
         ways = list(dict.fromkeys(record["way"] for record in own))
         print(f"\n{method}: times as fast as plain decoding, median of turns with a 95 % interval")
         print(f"{'batch':>5}  {'prompts':15}" + "".join(f"{WAYS[way][0]:>22}" for way in ways))
-        for batch in dict.fromkeys(record["batch"] for record in own):
+        for batch in sorted({record["batch"] for record in own}):
             cells = {record["way"]: record for record in own if record["batch"] == batch}
             kinds = dict.fromkeys(name for record in cells.values() for name in record["categories"])
             ratios = {"all": {way: record["ratios"] for way, record in cells.items()}}
@@ -387,7 +388,7 @@ def tabulate(records: Sequence[Mapping[str, Any]]) -> None:
 def draw(records: Sequence[Mapping[str, Any]], file: Path) -> None:
     """For every method a heat map of its cells, and one of categories by cell."""
     names = list(dict.fromkeys(record["method"] for record in records))
-    batches = list(dict.fromkeys(record["batch"] for record in records))
+    batches = sorted({record["batch"] for record in records})
     ways = list(dict.fromkeys(record["way"] for record in records))
     lines = max(len(batches), len({name for record in records for name in record["categories"]}))
     widths = [1.1 * len(ways), 0.62 * len(batches) * len(ways)]
@@ -405,7 +406,7 @@ def draw(records: Sequence[Mapping[str, Any]], file: Path) -> None:
         )
         left.set_title(f"{method}: times as fast as plain decoding", fontsize=9, loc="left")
         kinds = list(dict.fromkeys(name for record in own for name in record["categories"]))
-        single = [record for record in own if record["categories"]]
+        single = sorted((record for record in own if record["categories"]), key=itemgetter("batch"))
         if not kinds:
             right.set_axis_off()
             continue
