@@ -2,7 +2,8 @@
 
 A source that a user names drafts as it was told, whatever it costs, and of several none is the best for every text. So
 whole steps are timed, those with a draft and plain ones, batches of about one size together. Each of several sources is
-looked at for a few steps, and the fastest leads. The others get short trials, each the later the more a trial may lose.
+looked at for a few steps, and the fastest leads. One that learns from what others draft knows next to nothing then, so
+it is looked at once more. The others get short trials, each the later the more a trial may lose.
 A trial is judged by what the leader would have given in the same time, and the leader by what plain decoding would: so
 is a source that is alone. Where plain decoding is faster, nothing is drafted for a while.
 
@@ -28,6 +29,8 @@ TERMS = Terms(first=4.0, again=0.5, trial=48, share=0.022, fading=0.98, credit=8
 because many gain much now and then and nothing in between. All sources share the share."""
 LOOK = 12
 """steps in which each of several sources is looked at first"""
+LEARNED = 100
+"""steps after which one that learns is looked at once more, unless it leads"""
 ACCIDENT = 3.0
 """times the usual time of a step, beyond which it says something of the machine and nothing of the source"""
 FADING = 0.98
@@ -63,11 +66,19 @@ class Source:
     rest: Rest
     looks: int
     """steps in which it is still to be looked at"""
+    again: int = 0
+    """steps after which it is to be looked at once more; 0 if that is over or not to be"""
     account: Account = field(default_factory=Account)
 
     def elsewhere(self, size: int) -> Source:
         """What is known of it, for batches of another size."""
-        return Source(self.costs.for_batch(size), self.rest.elsewhere(), self.looks, replace(self.account))
+        costs, rest = self.costs.for_batch(size), self.rest.elsewhere()
+        return Source(costs, rest, self.looks, self.again, replace(self.account))
+
+    def look_again(self) -> None:
+        """What it gave when it knew little says nothing of it."""
+        self.looks, self.account = LOOK, Account()
+        self.rest.come_forward()
 
 
 class Race:
@@ -77,6 +88,8 @@ class Race:
         self.sources, self.leader = sources, leader
         self._tried = PLAIN
         """the source whose trial it is"""
+        self._begun = False
+        """whether all of them were looked at"""
         self._latest = sources[0].costs
         """of the source that drafted last: they know the pace of the machine best"""
 
@@ -85,6 +98,10 @@ class Race:
 
     def choose(self) -> int:
         """For the next step: the source whose trial is due or goes on, or else the leader."""
+        for number, source in enumerate(self.sources):
+            if source.again == 1 and number != self.leader:
+                source.look_again()
+            source.again = max(0, source.again - 1)
         due = [number for number, source in enumerate(self.sources) if not source.rest.resting()]
         if self._tried not in due:
             others = [number for number in due if number != self.leader]
@@ -117,7 +134,7 @@ class Race:
         if source.looks:
             source.looks = 0 if lost else source.looks - 1
             if not source.looks:
-                self._looked()
+                self._looked(number)
         elif number == self.leader:
             if lost:
                 self._fall()
@@ -126,11 +143,18 @@ class Race:
         elif source.rest.proved:
             self._lead(number)
 
-    def _looked(self) -> None:
-        """At one more of them; if it was the last, the race begins."""
+    def _looked(self, number: int) -> None:
+        """At one more of them; if it was the last, the race begins, unless it has begun before."""
         self._tried = PLAIN
-        if not any(source.looks for source in self.sources):
+        if any(source.looks for source in self.sources):
+            return
+        if not self._begun:
+            self._begun = True
             self._lead(self._fastest(range(len(self.sources))))
+        elif self._fastest([number]) == number and self.sources[number].account.speed > self.rival(number):
+            self._lead(number)
+        else:
+            self.sources[number].rest.stand_aside()
 
     def _lead(self, number: int) -> None:
         """This source leads from now on. How fast it is will be known better before the others are judged by it."""
@@ -157,10 +181,13 @@ class Race:
 class Guard:
     """Chooses among sources, or lets the only one stand aside while its steps do not pay."""
 
-    def __init__(self, target: TargetInfo | None = None, sources: Sequence[str] = ("drafter",)) -> None:
-        """Sources have names. On the device of a target the first passes of a size are not timed: they are recorded. On
-        a host every tree counts at once, because sizes are many and some are dear."""
-        self.sources = tuple(sources)
+    def __init__(
+        self, target: TargetInfo | None = None, sources: Sequence[str] = ("drafter",), learning: Sequence[str] = ()
+    ) -> None:
+        """Sources have names; those that are `learning` do so in every step, whoever drafts it. On the device of a
+        target the first passes of a size are not timed: they are recorded. On a host every tree counts at once, because
+        sizes are many and some are dear."""
+        self.sources, self._learning = tuple(sources), frozenset(learning)
         self._on_host = target is None or target.device.type == "cpu"
         self._terms = replace(TERMS, share=TERMS.share / len(self.sources))
         self._looks = LOOK if len(self.sources) > 1 else 0
@@ -263,4 +290,6 @@ class Guard:
 
     def _race(self, costs: Sequence[PassCostModel]) -> Race:
         """One that begins, given what steps are known to take."""
-        return Race([Source(known, Rest(self._terms), self._looks) for known in costs])
+        again = [LEARNED if self._looks and name in self._learning else 0 for name in self.sources]
+        known = zip(costs, again, strict=True)
+        return Race([Source(cost, Rest(self._terms), self._looks, later) for cost, later in known])

@@ -18,7 +18,7 @@ from branchwise.control.guard import Guard
 from branchwise.core.sequence import SequenceState
 from branchwise.core.text import TextStream
 from branchwise.cuda.counts import counted, since
-from branchwise.draft.base import Budget, Drafter
+from branchwise.draft.base import Budget, Drafter, LearningDrafter
 from branchwise.engine.guarded import GuardedDrafter, may_rest
 from branchwise.engine.lingering import Lingering
 from branchwise.engine.pipelined import PipelinedStep
@@ -82,8 +82,10 @@ class Engine:
         self._guarded: GuardedDrafter | None = None
         stepping = drafter
         if drafter.sources or (guard and may_rest(drafter)):
-            names = [source.name for source in drafter.sources or (drafter,)]
-            self.guard = guard if isinstance(guard, Guard) else Guard(target.info, names)
+            sources = drafter.sources or (drafter,)
+            learning = [one.name for one in sources if isinstance(one, LearningDrafter) and one.learns]
+            names = [source.name for source in sources]
+            self.guard = guard if isinstance(guard, Guard) else Guard(target.info, names, learning)
             stepping = self._guarded = GuardedDrafter(drafter, self.guard, same_text=verifier.name == "match")
         kept = target.info.slots if prefix_cache is True else int(prefix_cache)
         self.scheduler = Scheduler(target, stepping, queue=queue, prefill_tokens=prefill_tokens, prefix_cache=kept)
