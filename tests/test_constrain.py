@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchwise.audit.blocks import Partition, g_test
-from branchwise.constrain import Grammar, Limits
+from branchwise.constrain import Grammar, Limits, check_grammar
 from branchwise.core.batch import TreeBatch
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
@@ -444,6 +444,21 @@ def test_a_grammar_that_cannot_be_followed_is_one_sentence(given: dict[str, Any]
     with pytest.raises(UsageError, match=words) as caught:
         letters_compiler().compile(**given)
     assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match=words):
+        check_grammar(**given)
+
+
+def test_what_is_wrong_with_a_regular_expression_is_said_without_the_rule_around_it() -> None:
+    with pytest.raises(UsageError) as caught:
+        check_grammar(regex="([")
+    assert str(caught.value) == "The regular expression cannot be followed: unclosed character class."
+
+
+@pytest.mark.parametrize(
+    "given", [{"regex": "[0-9]+"}, {"grammar": 'start: "yes" | "no"'}, {"json_schema": {"type": "object"}}], ids=str
+)
+def test_a_grammar_that_can_be_followed_passes_without_a_model(given: dict[str, Any]) -> None:
+    check_grammar(**given)
 
 
 @pytest.mark.parametrize(

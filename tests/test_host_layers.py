@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -425,7 +426,7 @@ def test_layers_that_no_pass_has_met_are_not_counted() -> None:
 @pytest.mark.parametrize("compiler", ["false", "true"])
 def test_without_a_compiler_layers_are_those_of_transformers(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
-    native._library.cache_clear()
+    native._compiled.cache_clear()
     row_functions.cache_clear()
     try:
         assert row_functions() is None
@@ -433,5 +434,16 @@ def test_without_a_compiler_layers_are_those_of_transformers(compiler: str, monk
         assert not target.runner.settled_layers
         assert scores(target).isfinite().all()
     finally:
-        native._library.cache_clear()
+        native._compiled.cache_clear()
         row_functions.cache_clear()
+
+
+def test_functions_that_are_compiled_beside_a_reading_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    own = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *given, **more: done.append("compiled") or own(*given, **more))
+    native._compiled.cache_clear()
+    native.begin()
+    first, second = native._library(), native._library()
+    assert first is second is not None
+    assert done == ["compiled"]

@@ -20,8 +20,10 @@ import pytest
 import torch
 from transformers import BertConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, T5Config
 
+import branchwise
 from branchwise import models
-from branchwise.errors import ModelError, UnknownName, UnsupportedModel
+from branchwise.backends import TARGETS
+from branchwise.errors import BranchwiseError, ModelError, UnknownName, UnsupportedModel
 from branchwise.models import fetch
 from branchwise.models import load as loading
 from tests.tiny_gguf import (
@@ -53,6 +55,20 @@ def test_a_name_that_is_nothing_lists_what_a_model_can_be(name: str) -> None:
 def test_missing_path_is_called_missing(name: str) -> None:
     with pytest.raises(ModelError, match=f"There is no file or folder '{name}'"):
         models.resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"model": "smolm2"}, "Did you mean 'smollm2'"), ({"dtype": "float8"}, "'float8'")]
+)
+def test_a_mistake_is_refused_before_transformers_is_imported(
+    given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> None:
+        raise AssertionError("looked for a backend")
+
+    monkeypatch.setattr(TARGETS, "find", find)
+    with pytest.raises(BranchwiseError, match=words):
+        branchwise.load(**given)  # type: ignore[arg-type]
 
 
 def test_org_slash_name_is_a_hub_id_and_asks_nobody() -> None:

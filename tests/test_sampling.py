@@ -442,6 +442,8 @@ def test_laws_equal_those_of_transformers(params: dict[str, Any]) -> None:
         ({"repetition_penalty": math.inf}, "repetition_penalty must be above 0, not inf."),
         ({"presence_penalty": math.inf}, "presence_penalty must be a finite number, not inf."),
         ({"frequency_penalty": math.nan}, "frequency_penalty must be a finite number, not nan."),
+        ({"seed": "a"}, "seed must be a whole number, not 'a'."),
+        ({"seed": 1.5}, "seed must be a whole number, not 1.5."),
         ({"logit_bias": {-1: 1.0}}, "logit_bias maps token ids to finite numbers (or -inf to forbid a token)."),
         ({"logit_bias": {1: math.inf}}, "logit_bias maps token ids to finite numbers (or -inf to forbid a token)."),
         ({"logit_bias": {1: math.nan}}, "logit_bias maps token ids to finite numbers (or -inf to forbid a token)."),

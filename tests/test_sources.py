@@ -468,7 +468,7 @@ def test_a_command_that_names_a_draft_model_chooses_from_it_too(
     made: list[Guard] = []
 
     class First(Anyhow):
-        def __init__(self, target: TargetInfo, sources: Sequence[str]) -> None:
+        def __init__(self, target: TargetInfo, sources: Sequence[str], learning: Sequence[bool]) -> None:
             super().__init__(sources)
             made.append(self)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
-from branchwise.backends import TARGETS
+from branchwise.backends import TARGETS, native
 from branchwise.backends.base import LARGEST, nodes_for
 from branchwise.backends.quantized import FLOAT, Conversion, choose_weights, conversion_of
 from branchwise.constrain import Grammar, compiler_for
@@ -25,7 +25,7 @@ from branchwise.engine.stats import Stats
 from branchwise.engine.warmup import keep_compiled_kernels, warm_up
 from branchwise.errors import UsageError
 from branchwise.methods import Method, choose_method
-from branchwise.models import DEFAULT_MODEL, load_model
+from branchwise.models import DEFAULT_MODEL, check_name, load_model
 from branchwise.models.place import choose_device, choose_dtype
 from branchwise.prompt import Message, Prompt, is_one, messages_of
 from branchwise.registry import nearest
@@ -171,21 +171,24 @@ def load(
     if threads is not None:
         most = 8 * (cpu_count() or 1)
         if not 1 <= threads <= most:
-            raise UsageError(f"threads must be at least 1 and at most {most} on this machine, not {threads}.")
+            raise UsageError(f"threads must be at least 1, and at most {most} (8 for each core here), not {threads}.")
         torch.set_num_threads(threads)
     chosen.warn_if_lossy()
     place = choose_device(device)
-    bits = choose_weights(weights, dtype, place)
+    bits, number = choose_weights(weights, dtype, place), choose_dtype(dtype, place)
+    check_name(model)
+    if place == "cpu":
+        native.begin()
     keep_compiled_kernels()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     # Found by name: importing transformers takes seconds, and a misspelt name above should not cost them.
     backend = TARGETS.find("transformers")
     if bits == FLOAT:
-        network, tokenizer = load_model(model, dtype=choose_dtype(dtype, place), device=place, **options)
+        network, tokenizer = load_model(model, dtype=number, device=place, **options)
     else:
         from branchwise.backends.transformers.converted import load_converted
 
-        network, tokenizer = load_converted(model, bits, dtype=choose_dtype(dtype, place), **options)
+        network, tokenizer = load_converted(model, bits, dtype=number, **options)
     nodes = max_nodes or nodes_for(drafter.largest)
     target = backend(network, slots=max_batch, context=context, max_nodes=nodes, tokenizer=tokenizer, compile=compile)
     remember_costs(target.info)

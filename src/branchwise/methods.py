@@ -243,8 +243,8 @@ def find_any(spec: str) -> Method:
     name, _, _ = split_spec(parts[0])
     if name not in DRAFTERS:
         raise UnknownName(
-            f"Unknown method {spec!r}.{nearest(name, [*PRESETS, *DRAFTERS])} A method is a preset "
-            f"({', '.join(PRESETS)}) or a spec draft/tree/verify with a drafter of {', '.join(sorted(DRAFTERS))}."
+            f"Unknown method {spec!r}.{nearest(name, [*PRESETS, *DRAFTERS])} A method is a preset, which branchwise "
+            f"methods lists, or a spec draft/tree/verify with a drafter of {', '.join(sorted(DRAFTERS))}."
         )
     if len(parts) > 3:
         raise UsageError(f"{spec!r} has more than three parts; a method is draft/tree/verify.")

@@ -2,7 +2,8 @@
 attention (`attention.c`), and what else a decoder layer does between its products (`rows.c`).
 
 They are a gain and no need: where there is no C compiler, or no OpenMP whose threads could be shared with torch, they
-are not there. What is compiled is not kept: it takes a second, and a file of it would be trusted blindly.
+are not there. What is compiled is not kept: it takes seconds, in which a model is read (`begin`), and a file of it
+would be trusted blindly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_ssize_t, c_uint, c_void_p
 from functools import cache
@@ -36,6 +38,7 @@ ALIKE = "--param=avoid-fma-max-bits=0"
 """GCC would round sums otherwise where there is only one of them, for some CPUs; other compilers may not know that"""
 SECONDS = 60
 """that a compiler may take"""
+_COMPILING = threading.Lock()
 PANEL = 16
 """outputs whose weights lie side by side"""
 LANES = 16
@@ -181,8 +184,18 @@ def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return functions.add_norm(flat, None, weight, epsilon).view(rows.shape)
 
 
-@cache
+def begin() -> None:
+    """Compile beside what the caller does, which may end first: whoever asks for a function waits."""
+    threading.Thread(target=_library, daemon=True, name="compiling").start()
+
+
 def _library() -> ctypes.CDLL | None:
+    with _COMPILING:
+        return _compiled()
+
+
+@cache
+def _compiled() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
     for flags in ((*FLAGS, ALIKE), FLAGS):
         with tempfile.TemporaryDirectory() as folder:

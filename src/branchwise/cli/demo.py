@@ -28,13 +28,18 @@ new footbridge, the letter from the water board, and the list of families who of
 the river. After the meeting on Thursday we walk to the river together, look at the place where the old bridge stood, \
 and decide where the new footbridge should begin. If it rains on Thursday, the committee meets in the school."""
 
-HEAD_DRAFTS = """A small
-network, trained for this model, foretells them from what the model itself has just computed."""
-TEXT_DRAFTS = """The drafter
-finds them in the prompt and in the text so far, so it gains most where an answer repeats earlier text."""
+GAINED = "The gain comes from drafted tokens that the model accepts: one pass then writes several tokens."
+HEAD_DRAFTS = "A small network, trained for this model, foretells them from what the model itself has just computed."
+TEXT_DRAFTS = """The drafter finds them in the prompt and in the text so far, so it gains most where an answer repeats \
+earlier text."""
+LOST = "Nothing was gained here; branchwise explain says where the time goes."
+DISTURBED = """These times say little: a pass that scores drafted tokens as well cannot take less time than one \
+without them, so other work disturbed the measurement. Try again when the machine is quiet."""
 ROUNDS = 3
 SECONDS = 40
 """no round begins later than this, so that the demo also ends soon on a slow machine"""
+QUICKER = 0.9
+"""the time of a pass over a draft, in plain ones, below which something else must have slowed these down"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,16 @@ class Trial:
     prompt: str
     plain: list[Completion]
     drafted: list[Completion]
+
+    @property
+    def speed(self) -> float:
+        """In plain decoding's."""
+        return _speed(self.drafted) / _speed(self.plain)
+
+    @property
+    def tokens(self) -> float:
+        """Per pass, in plain decoding's."""
+        return _per_pass(self.drafted) / _per_pass(self.plain)
 
 
 @grouped
@@ -97,11 +112,7 @@ def demo(
     _print_table(shown, trials, f"{precision}, median of {rounds} rounds" if rounds > 1 else f"{precision}, one round")
     for trial in trials:
         shown.print(_gain(trial))
-    headed = with_head and chosen.draft == "auto"
-    shown.print(
-        "The gain comes from drafted tokens that the model accepts: one pass then writes several tokens. "
-        + (HEAD_DRAFTS if headed else TEXT_DRAFTS)
-    )
+    shown.print(_conclusion(trials, HEAD_DRAFTS if with_head and chosen.draft == "auto" else TEXT_DRAFTS))
 
 
 def _show(shown: Console, llm: LLM, method: Method, name: str, prompt: str, max_new_tokens: int) -> Trial:
@@ -151,14 +162,19 @@ def _print_table(shown: Console, trials: list[Trial], title: str) -> None:
 
 def _gain(trial: Trial) -> str:
     """Where the speed of a trial comes from: tokens per pass, against the time of a pass."""
-    speed = _speed(trial.drafted) / _speed(trial.plain)
-    tokens = _per_pass(trial.drafted) / _per_pass(trial.plain)
     stats = trial.drafted[0].stats
     return (
         f"{trial.name}: {stats.accepted_tokens} of {stats.emitted_tokens} tokens were drafted and accepted. "
-        f"{tokens:.2f} times the tokens per pass, at {tokens / speed:.2f} times the time per pass: "
-        f"{speed:.2f} times the speed."
+        f"{trial.tokens:.2f} times the tokens per pass, at {trial.tokens / trial.speed:.2f} times the time per pass: "
+        f"{trial.speed:.2f} times the speed."
     )
+
+
+def _conclusion(trials: list[Trial], who_drafts: str) -> str:
+    """What is to be learned from it, if anything is."""
+    if any(trial.tokens / trial.speed < QUICKER for trial in trials):
+        return DISTURBED
+    return f"{GAINED} {who_drafts}" if any(trial.speed > 1 for trial in trials) else LOST
 
 
 def _speed(answers: list[Completion]) -> float:

@@ -137,6 +137,10 @@ class Constraining:
         given = {name: text for name, text in found.items() if text is not None}
         if len(given) > 1:
             raise UsageError("An answer follows --json-schema, --regex or --grammar; give one of them.")
+        if given:
+            from branchwise.constrain import check_grammar
+
+            check_grammar(**given)
         return given
 
 

@@ -10,6 +10,15 @@ drafted. Drafters need not know of it; those that ask draft nothing that is forb
 """
 
 from branchwise.constrain.constraint import Constraint, Place, constraint_of
-from branchwise.constrain.grammar import Grammar, GrammarCompiler, Limits, compiler_for
+from branchwise.constrain.grammar import Grammar, GrammarCompiler, Limits, check_grammar, compiler_for
 
-__all__ = ["Constraint", "Grammar", "GrammarCompiler", "Limits", "Place", "compiler_for", "constraint_of"]
+__all__ = [
+    "Constraint",
+    "Grammar",
+    "GrammarCompiler",
+    "Limits",
+    "Place",
+    "check_grammar",
+    "compiler_for",
+    "constraint_of",
+]

@@ -7,6 +7,7 @@ begins at the text as it was written so far: nothing of the text is ever read tw
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 MOST_PLACES = 4096
 """that are kept; more come together only where nobody says what was written"""
+DRAWN = re.compile(r"\s*\d+ \| ")
+"""a line of rules with its number"""
 LEFT = "The text left its grammar: the sampling parameters forbid every token that the grammar allows."
 
 
@@ -186,7 +189,7 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 def explained(message: str) -> str:
     """What llguidance says, on one line and without the drawing below it."""
-    told = [line.strip() for line in message.strip().splitlines() if line.strip(" ^|")]
+    told = [line.strip() for line in message.strip().splitlines() if line.strip(" ^|") and not DRAWN.match(line)]
     return " ".join(told)[:300].rstrip(".: ")
 
 

@@ -8,7 +8,8 @@ that may choose its white space can write it for ever. A schema that wants it ot
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -75,13 +76,7 @@ class GrammarCompiler:
     ) -> Grammar:
         """The grammar of a JSON schema, of a regular expression that the whole text matches, or of rules in the dialect
         of Lark that llguidance reads; of exactly one of these."""
-        given = {"JSON schema": json_schema, "regular expression": regex, "grammar": grammar}
-        [(kind, source), *others] = [(kind, source) for kind, source in given.items() if source is not None]
-        if others:
-            raise UsageError(f"A text follows a {kind} or a {others[0][0]}, not both.")
-        text = _schema_text(source) if kind == "JSON schema" else source
-        if not isinstance(text, str):
-            raise UsageError(f"A {kind} is a text, not {type(text).__name__}.")
+        kind, text = _stated(json_schema, regex, grammar)
         if len(text) > self.limits.characters:
             raise UsageError(
                 f"The {kind} has {len(text)} characters, and at most {self.limits.characters} are allowed; shorten it."
@@ -91,20 +86,62 @@ class GrammarCompiler:
     def _compile(self, kind: str, text: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        if kind == "JSON schema":
-            rules = LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)  # type: ignore[arg-type]
-        elif kind == "regular expression":
-            rules = LLMatcher.grammar_from_regex(text)
-        else:
-            rules = LLMatcher.grammar_from_lark(text)
+        rules = _rules_of(kind, text)
         limits = LLParserLimits(
             max_grammar_size=self.limits.symbols, initial_lexer_fuel=self.limits.fuel, verbose_errors=False
         )
         wrong, why = LLMatcher.validate_grammar_with_warnings(rules, self.tokenizer, limits=limits)
         matcher = LLMatcher(self.tokenizer, rules, limits=limits, log_level=0)
         if wrong or matcher.is_error():
-            raise UsageError(f"The {kind} cannot be followed: {explained(why[0] if wrong else matcher.get_error())}.")
+            raise _refused(kind, why[0] if wrong else matcher.get_error())
         return Grammar(matcher, tuple(self.tokenizer.eos_tokens))
+
+
+def check_grammar(
+    *, json_schema: Mapping[str, Any] | str | None = None, regex: str | None = None, grammar: str | None = None
+) -> None:
+    """Refuse what no model could follow, before one is loaded; of what a `GrammarCompiler` takes exactly one."""
+    with _installed():
+        from llguidance import LLMatcher
+    kind, text = _stated(json_schema, regex, grammar)
+    if wrong := LLMatcher.validate_grammar(_rules_of(kind, text)):
+        raise _refused(kind, wrong)
+
+
+def _stated(schema: Mapping[str, Any] | str | None, regex: str | None, grammar: str | None) -> tuple[str, str]:
+    """The kind of the one that was given, and its text."""
+    given = {"JSON schema": schema, "regular expression": regex, "grammar": grammar}
+    [(kind, source), *others] = [(kind, source) for kind, source in given.items() if source is not None]
+    if others:
+        raise UsageError(f"A text follows a {kind} or a {others[0][0]}, not both.")
+    text = _schema_text(source) if kind == "JSON schema" else source
+    if not isinstance(text, str):
+        raise UsageError(f"A {kind} is a text, not {type(text).__name__}.")
+    return kind, text
+
+
+def _rules_of(kind: str, text: str) -> Any:
+    from llguidance import LLMatcher
+
+    if kind == "JSON schema":
+        return LLMatcher.grammar_from_json_schema(text, defaults=JSON_STYLE)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_regex(text) if kind == "regular expression" else LLMatcher.grammar_from_lark(text)
+
+
+def _refused(kind: str, why: str) -> UsageError:
+    """Of a regular expression, which is read as a rule of a grammar, only what is wrong with itself is said."""
+    reason = explained(why)
+    return UsageError(f"The {kind} cannot be followed: {reason.rpartition(' error: ')[2]}.")
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    try:
+        yield
+    except ImportError:
+        raise UsageError(
+            "A text that follows a grammar needs llguidance. Install it with: pip install 'branchwise[grammar]'"
+        ) from None
 
 
 def _schema_text(schema: Mapping[str, Any] | str | None) -> Any:
@@ -129,12 +166,8 @@ def compiler_for(
 ) -> GrammarCompiler:
     """The compiler for the tokenizer of a model with so many tokens, of which these `ends` end a text. Made once: it
     reads the whole vocabulary, which takes a second."""
-    try:
+    with _installed():
         import llguidance.hf
-    except ImportError:
-        raise UsageError(
-            "A text that follows a grammar needs llguidance. Install it with: pip install 'branchwise[grammar]'"
-        ) from None
     if not ends:
         raise UsageError("A text that follows a grammar ends with it, and this model has no token that ends a text.")
     known, key = _compilers.setdefault(tokenizer, {}), (vocabulary, frozenset(ends), limits)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ class SamplingParams:
                 raise UsageError(f"{name} must be a number, not {value!r}.")
             if not (allowed(value) and math.isfinite(value)):
                 raise UsageError(f"{name} must be {rule}, not {value}.")
+        if not isinstance(self.seed, SupportsIndex | None):
+            raise UsageError(f"seed must be a whole number, not {self.seed!r}.")
         if any(token < 0 or math.isnan(bias) or bias == math.inf for token, bias in self.logit_bias.items()):
             raise UsageError("logit_bias maps token ids to finite numbers (or -inf to forbid a token).")
 

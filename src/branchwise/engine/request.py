@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from branchwise.backends.base import Prefill
 from branchwise.constrain import Constraint, constraint_of
@@ -69,6 +69,8 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise UsageError("The prompt is empty; there is nothing to continue.")
+        if not isinstance(self.max_new_tokens, SupportsIndex):
+            raise UsageError(f"max_new_tokens must be a whole number, not {self.max_new_tokens!r}.")
         if self.max_new_tokens < (0 if self.prompt_logprobs else 1):
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
         if not 0 <= self.top_logprobs <= MOST_TOP:

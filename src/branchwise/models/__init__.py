@@ -35,6 +35,7 @@ __all__ = [
     "CachedModel",
     "cache_dir",
     "cached",
+    "check_name",
     "gguf_path",
     "load_model",
     "load_skeleton",
@@ -93,11 +94,19 @@ def resolve(name: str, *, progress: bool | None = None) -> Path | str:
             return _local_file(Path(path), progress)
     except OSError as error:
         raise ModelError(f"Cannot read {name!r}: {error.strerror or error}.") from error
+    check_name(name)
+    return name
+
+
+def check_name(name: str) -> None:
+    """Refuse what can be no model's name, before anything takes time."""
+    path = os.path.expanduser(name)
+    if name in ALIASES or (name.strip() and os.path.isdir(path)) or os.path.isfile(path):
+        return
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or os.path.isabs(path):
         raise ModelError(f"There is no file or folder {name!r}. Check the path.")
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
-        return name
-    raise _unknown(name)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise _unknown(name)
 
 
 def gguf_path(alias_name: str, *, progress: bool | None = None) -> Path:
