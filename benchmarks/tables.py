@@ -19,6 +19,7 @@ from pathlib import Path
 import cells
 import chains
 import controller
+import crowded
 import drafting
 import foundations
 import load
@@ -51,6 +52,7 @@ SCRIPTS = {
     "cells": cells,
     "chains": chains,
     "controller": controller,
+    "crowded": crowded,
     "load": load,
     "students": students,
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from branchwise import SPINS
 from branchwise.cli import COMMANDS, imported
 from branchwise.cli.console import errors_in_one_sentence
 
@@ -188,6 +189,18 @@ def test_an_unknown_command_names_the_nearest() -> None:
     assert done.returncode == 2
     assert "No such command 'generat'. Did you mean 'generate'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["nothing", "a count", "a policy"],
+)
+def test_threads_that_wait_sleep_soon_unless_they_are_told_otherwise(given: dict[str, str], found: str) -> None:
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    told = "import os, sys, branchwise; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", told], env=clean | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [found, "False"]
 
 
 def test_version() -> None:

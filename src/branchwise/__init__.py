@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "BranchwiseError", "Chunk", "Completion", "DraftTree", "SamplingParams", "hf", "load"]
 
 __version__: str
+
+SPINS = "5000"
+"""after which a thread of OpenMP that waits for others sleeps: by libgomp's own count it keeps a core for milliseconds
+that the thread for which all wait may need (docs/benchmarks.md)"""
+# libgomp reads it when torch is imported, which nothing above has done.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = SPINS
 
 # Importing torch and transformers takes seconds; `branchwise --help` and a listing of names should not.
 _HOMES = {
