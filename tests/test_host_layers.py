@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
-from branchwise.backends import native
+from branchwise.backends import native, packed
 from branchwise.backends.base import Needs
-from branchwise.backends.int8 import LEAST, IntMM, Numbers
-from branchwise.backends.native import LANES, Attention, RowFunctions, Turning, row_functions
-from branchwise.backends.packed import MANY
+from branchwise.backends.exact import tried
+from branchwise.backends.int8 import LEAST, Bytes, IntMM, Numbers
+from branchwise.backends.native import LANES, PANEL, Attention, RowFunctions, Turning, byte_product, row_functions
+from branchwise.backends.packed import MANY, PanelMatrix
+from branchwise.backends.transformers import host_layers
 from branchwise.backends.transformers.host_layers import HostLayer
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import TreeBatch
@@ -309,8 +311,9 @@ def test_a_model_is_as_it_was_outside_a_pass_and_after_an_interrupt(monkeypatch:
 
 def test_a_long_prompt_of_floats_is_left_to_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    own = RowFunctions.gated
-    monkeypatch.setattr(RowFunctions, "gated", lambda self, rows: asked.append(len(rows)) or own(self, rows))
+    gated, layer = RowFunctions.gated, RowFunctions.layer
+    monkeypatch.setattr(RowFunctions, "gated", lambda self, rows: asked.append(len(rows)) or gated(self, rows))
+    monkeypatch.setattr(RowFunctions, "layer", lambda self, job: asked.append(job.rows) or layer(self, job))
     for model, here in ((build(served()["llama"]), False), (quantised_model("llama"), True)):
         model.config.max_position_embeddings = 2 * MANY
         target = TransformersTarget(model, slots=1, prefill_chunk=2 * MANY)
@@ -320,6 +323,33 @@ def test_a_long_prompt_of_floats_is_left_to_a_library(monkeypatch: pytest.Monkey
         assert (MANY + 1 in asked) is here, "layers of few bits give the same bits in all passes"
         target.score([sequence], TreeBatch([DraftTree.chain([sequence.root])], target.device))
         assert 1 in asked
+
+
+@pytest.mark.parametrize("family", COMPLETE)
+@pytest.mark.parametrize("kind", ["bytes", "floats"])
+def test_a_layer_that_is_one_function_gives_the_bits_of_its_parts(
+    kind: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "bytes" and (byte_product() is None or tried([(64, 64)], 8).best is not Bytes):
+        pytest.skip("the product of this CPU is a library's")
+    monkeypatch.setattr(packed, "ways_to_pack", lambda weights: [PanelMatrix] * len(weights))
+    at_once: list[int] = []
+    own = RowFunctions.layer
+    monkeypatch.setattr(RowFunctions, "layer", lambda self, job: at_once.append(job.rows) or own(self, job))
+    model = quantised_model(family) if kind == "bytes" else build(served()[family])
+    together = scores(target_of(model))
+    assert bool(at_once) is all_in_panels(model), "matrices fill their panels, and their layers are one function"
+    at_once.clear()
+    monkeypatch.setattr(host_layers, "whole_of", lambda parts: None)
+    apart = scores(target_of(quantised_model(family) if kind == "bytes" else build(served()[family])))
+    assert not at_once
+    assert torch.equal(together, apart)
+
+
+def all_in_panels(model: nn.Module) -> bool:
+    layers = [module for name, module in model.named_modules() if name.rpartition(".")[2].endswith("_proj")]
+    sizes: list[tuple[int, int]] = [(layer.in_features, layer.out_features) for layer in layers]  # type: ignore[misc]
+    return all(inputs % 4 == outputs % PANEL == 0 for inputs, outputs in sizes)
 
 
 def change_weight(layer: Any) -> None:

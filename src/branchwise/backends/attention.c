@@ -5,21 +5,11 @@
    Each sums over the rows in their order, and a row that it does not see adds zero times a finite number, which changes no bit. So a node finds
    what it would find if it were the end of a text, whatever other nodes there are. */
 
-#include "lanes.h"
+#include "layer.h"
 
 #define ENOUGH (1 << 15) /* products of two numbers that a thread is woken for */
 #define KEYS 8           /* that are multiplied in one turn */
 #define PIECE (REGISTERS / 2)
-
-typedef struct {
-    const float *queries, *keys, *values;
-    const int64_t *slots, *lengths;
-    const int64_t *depths, *column_depths; /* (texts, nodes) and (texts, columns), counted from the end of the prefix */
-    const uint8_t *seen;                   /* (texts or 1, nodes, columns) */
-    float *out, *room;
-    ptrdiff_t texts, nodes, heads, kv_heads, width, stride, cached, columns, own, most, window, next, workers;
-    float scale;
-} attention;
 
 /* Queries times `count` keys: the chances before the softmax. Where there are fewer keys than in a turn, the last one
    stands in for the rest: a compiler may round a turn of another size otherwise. */

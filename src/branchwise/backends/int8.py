@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from branchwise.backends.native import PANEL, byte_panels, byte_product, row_functions
+from branchwise.backends.native import PANEL, InMemory, Matrix, byte_panels, byte_product, row_functions
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class IntMM(RowsFirst):
         return sums.float().mul_(self._scale).mul_(scale)
 
 
-class Bytes(WholeNumbers):
+class Bytes(WholeNumbers, InMemory):
     """A product of our own (VNNI), which brings rows to bytes and reads every weight once for up to sixteen of them."""
 
     name, kind, zero = "our own", torch.uint8, 128
@@ -198,8 +198,8 @@ class Bytes(WholeNumbers):
         product = byte_product()
         if product is None:
             raise ValueError("there is none for this CPU")
-        self._product, (self._out, width) = product, matrix.numbers.shape
-        self._fill = (0, -width % 4)
+        self._product, (self._out, self._width) = product, matrix.numbers.shape
+        self._fill = (0, -self._width % 4)
         panels = byte_panels(functional.pad(matrix.numbers, self._fill))
         self._size = panels.shape[0] * PANEL
         more = (0, self._size - self._out)
@@ -217,6 +217,16 @@ class Bytes(WholeNumbers):
             zeros.data_ptr(), out.data_ptr(), count, width, self._size, self.levels, LEAST, self.zero,
         )  # fmt: skip
         return out if self._size == self._out else out[:, : self._out].contiguous()
+
+    def matrix(self, bias: Tensor | None) -> Matrix | None:
+        if self._fill[1] or self._size > self._out:
+            return None
+        panels, columns, zeros = (part.data_ptr() for part in self._matrix)
+        added = None if bias is None else bias.data_ptr()
+        return Matrix(
+            panels=panels, columns=columns, zeros=zeros, bias=added, width=self._width, size=self._size,
+            levels=self.levels, least=LEAST, zero=self.zero,
+        )  # fmt: skip
 
 
 class FourBits(Way):

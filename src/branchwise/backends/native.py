@@ -1,5 +1,6 @@
 """Functions of our own in C, compiled for the CPU at hand when they are first asked for: a product (`products.c`),
-attention (`attention.c`), and what else a decoder layer does between its products (`rows.c`).
+attention (`attention.c`), what else a decoder layer does between its products (`rows.c`), all of it together
+(`layer.c`), and the most probable tokens of what comes out (`likely.c`).
 
 They are a gain and no need: where there is no C compiler, or no OpenMP whose threads could be shared with torch, they
 are not there. What is compiled is not kept: it takes seconds, in which a model is read (`begin`), and a file of it
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_ssize_t, c_uint, c_void_p
 from functools import cache
@@ -29,7 +31,7 @@ from torch.nn import functional
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "rows.c", "attention.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "rows.c", "attention.c", "layer.c", "likely.c")]
 FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
     *("-shared", "-fPIC"),
@@ -112,6 +114,51 @@ class Attention(ctypes.Structure):
     ]
 
 
+class Matrix(ctypes.Structure):
+    """`matrix` of `layer.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "columns", "bias", "zeros")),
+        *((name, c_ssize_t) for name in ("width", "size")),
+        *((name, c_float) for name in ("levels", "least")),
+        ("zero", c_int),
+    ]
+
+
+class InMemory(ABC):
+    """A product whose weights lie as functions in C read them."""
+
+    @abstractmethod
+    def matrix(self, bias: Tensor | None) -> Matrix | None:
+        """It, and what is added to what it finds; None if they cannot read it after all. Both are to be kept."""
+
+
+class Layer(ctypes.Structure):
+    """`layer` of `layer.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("state", "read", "input_norm", "norm", "qkv", "back", "wide", "down")),
+        *((name, c_void_p) for name in ("out", "room", "turning", "attention")),
+        *((name, c_ssize_t) for name in ("rows", "width", "outputs")),
+        *((name, c_float) for name in ("input_epsilon", "epsilon")),
+    ]
+
+
+class Gate(ctypes.Structure):
+    """`gate` of `layer.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("read", "embedded", "norm", "mix", "select", "up", "down", "out", "room")),
+        *((name, c_ssize_t) for name in ("rows", "width")),
+        ("epsilon", c_float),
+    ]
+
+
+def room_for(rows: int, floats: int, widest: int) -> Tensor:
+    """For so many numbers a row, and for the bytes of rows of products, the widest of which are so wide."""
+    return torch.empty(rows * (floats + widest // 2 + 1) + 1)
+
+
 class RowFunctions:
     """What is computed of rows of float32, each by itself; all tensors are in one piece."""
 
@@ -123,8 +170,11 @@ class RowFunctions:
             library.whole_numbers, [c_void_p] * 4 + [c_ssize_t] * 2 + [c_float] * 2 + [c_int]
         )
         self._scaled = self._bound(library.scaled, [c_void_p] * 4 + [c_ssize_t] * 2)
+        self._most_likely = self._bound(library.most_likely, [c_void_p] * 3 + [c_ssize_t] * 3)
         self._turn = self._bound(library.turn, [c_void_p])
         self._attend = self._bound(library.attend, [c_void_p, c_uint, c_void_p])
+        self._layer = self._bound(library.compute_layer, [c_void_p, c_uint, c_void_p])
+        self._gate = self._bound(library.compute_gate, [c_void_p, c_uint, c_void_p])
 
     @staticmethod
     def _bound(function: Any, types: list[Any]) -> Any:
@@ -160,11 +210,25 @@ class RowFunctions:
         self._scaled(sums.data_ptr(), columns.data_ptr(), rows.data_ptr(), out.data_ptr(), *sums.shape)
         return out
 
+    def most_likely(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(rows, count) both: the logarithms of the chances of the most probable tokens of each row, best first, and
+        their places. What is found leaves the logits."""
+        values = logits.new_empty(len(logits), count)
+        places = torch.empty_like(values, dtype=torch.int64)
+        self._most_likely(logits.data_ptr(), values.data_ptr(), places.data_ptr(), *logits.shape, count)
+        return values, places
+
     def turn(self, job: Turning) -> None:
         self._turn(ctypes.addressof(job))
 
     def attend(self, job: Attention) -> None:
         self._attend(ctypes.addressof(job), torch.get_num_threads(), self._threads)
+
+    def layer(self, job: Layer) -> None:
+        self._layer(ctypes.addressof(job), torch.get_num_threads(), self._threads)
+
+    def gate(self, job: Gate) -> None:
+        self._gate(ctypes.addressof(job), torch.get_num_threads(), self._threads)
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from branchwise.backends.native import PANEL, float_product, panels
+from branchwise.backends.native import PANEL, InMemory, Matrix, float_product, panels
 from branchwise.backends.trials import copies, seconds
 
 ROWS = 4
@@ -80,7 +81,7 @@ class PackedMatrix:
         return found
 
 
-class PanelMatrix(PackedMatrix):
+class PanelMatrix(PackedMatrix, InMemory):
     """The same for a function of our own, in which a row gives the same bits alone and among up to `MANY`, if the
     compiler rounds sums alike however many there are (`native.ALIKE`)."""
 
@@ -103,6 +104,12 @@ class PanelMatrix(PackedMatrix):
         if self._room > self._size:
             found = found[..., : self._size].contiguous()
         return found if bias is None else found.add_(bias)
+
+    def matrix(self, bias: Tensor | None) -> Matrix | None:
+        if self._room > self._size or type(self) is not PanelMatrix:
+            return None
+        added = None if bias is None else bias.data_ptr()
+        return Matrix(panels=self._packed.data_ptr(), bias=added, width=self._width, size=self._size)
 
 
 class PanelsForSeveral(PanelMatrix):
@@ -129,7 +136,7 @@ def matrix(weight: Tensor) -> Product:
     return product
 
 
-class Stack:
+class Stack(InMemory):
     """The weights of layers that read the same rows, multiplied as one: (rows, in) to (rows, all outputs)."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -141,6 +148,9 @@ class Stack:
 
     def pack(self, way: Way) -> None:
         self._product = way(*self.weights)
+
+    def matrix(self, bias: Tensor | None) -> Matrix | None:
+        return self._product.matrix(bias) if isinstance(self._product, InMemory) else None
 
 
 class PackedLayers:
@@ -157,7 +167,9 @@ class PackedLayers:
                 first[shapes] = stacked([weight.detach() for weight in stack.weights])
         examples = [first[tuple(weight.shape for weight in stack.weights)] for stack in stacks]
         ways = ways_to_pack([*(layer.weight for layer in layers), *examples])
-        self._forwards = [(layer, _forward(layer, way)) for layer, way in zip(layers, ways, strict=False) if way]
+        self._forwards = [
+            (layer, Lent(way(layer.weight), layer.bias)) for layer, way in zip(layers, ways, strict=False) if way
+        ]
         for stack, way in zip(stacks, ways[len(layers) :], strict=True):
             if way and not any(weight.is_inference() for weight in stack.weights):
                 stack.pack(way)
@@ -177,9 +189,15 @@ class PackedLayers:
                 layer.__dict__.pop("forward", None)
 
 
-def _forward(layer: nn.Linear, way: Way) -> Callable[[Tensor], Tensor]:
-    product = way(layer.weight)
-    return lambda rows: product(rows, layer.bias)
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """What a linear layer computes with in place of its own."""
+
+    product: Product
+    bias: Tensor | None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.product(rows, self.bias)
 
 
 def ways_to_pack(weights: Sequence[Tensor]) -> list[Way | None]:

@@ -3,7 +3,7 @@
    some rows by a panel, stay in registers. Each runs over the inputs in their order, however many rows there are, so a
    row gives the same bits alone and among others. */
 
-#include "lanes.h"
+#include "layer.h"
 
 #if WIDTH == 16 /* sums of a tile are registers, as its weights are */
 #define ROWS 16
@@ -89,7 +89,7 @@ void float_product(const float *rows, const float *panels, float *out, ptrdiff_t
     shared(&all, threads, run);
 }
 
-#if defined __AVX512VNNI__ && WIDTH == 16
+#ifdef BYTES
 #include <immintrin.h>
 #include <string.h>
 #define AHEAD 1024 /* bytes of weights that are on their way */
@@ -118,8 +118,6 @@ INLINE void byte_tile(const int count, ptrdiff_t from, ptrdiff_t panel, const jo
 }
 
 ANY(byte_tile)
-
-void whole_numbers(const float *, float *, uint8_t *, float *, ptrdiff_t, ptrdiff_t, float, float, int);
 
 /* Rows are brought to bytes first, for which there is room twice. */
 void byte_product(const float *rows, uint8_t *bytes, float *scales, const int8_t *panels, const float *columns,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 
 from branchwise.backends.exact import Shape, Trial, tried
 from branchwise.backends.int8 import GROUP, Numbers, Way, stacked
-from branchwise.backends.packed import PackedLayers, Product
+from branchwise.backends.native import InMemory, Matrix
+from branchwise.backends.packed import Lent, PackedLayers, Product
 from branchwise.backends.packed import matrix as packed_matrix
 from branchwise.errors import UnsupportedModel, UsageError
 from branchwise.registry import check_known
@@ -201,15 +201,21 @@ def best_way(shapes: Iterable[Shape], bits: int) -> type[Way]:
 def in_eight_bits(weights: Sequence[Tensor]) -> list[Product]:
     """Products with matrices (out, in) brought to 8 bits, for drafters of a quantised target."""
     way = best_way([(len(weight), weight.shape[1]) for weight in weights], 8)
-    return [_in_eight_bits(way(Numbers.of(weight)), weight.shape[1]) for weight in weights]
+    return [InEightBits(way(Numbers.of(weight)), weight.shape[1]) for weight in weights]
 
 
-def _in_eight_bits(way: Way, width: int) -> Product:
-    def product(rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        found = way(rows.reshape(-1, width).contiguous()).view(*rows.shape[:-1], -1)
+class InEightBits(InMemory):
+    """A product with a matrix of so wide rows (…, in), of any shape."""
+
+    def __init__(self, way: Way, width: int) -> None:
+        self._way, self._width = way, width
+
+    def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = self._way(rows.reshape(-1, self._width).contiguous()).view(*rows.shape[:-1], -1)
         return found if bias is None else found.add_(bias)
 
-    return product
+    def matrix(self, bias: Tensor | None) -> Matrix | None:
+        return self._way.matrix(bias) if isinstance(self._way, InMemory) else None
 
 
 def install_products(model: nn.Module, quantised: str) -> Callable[[Tensor], Product]:
@@ -220,12 +226,8 @@ def install_products(model: nn.Module, quantised: str) -> Callable[[Tensor], Pro
         return packed_matrix
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     for layer, product in zip(layers, in_eight_bits([layer.weight for layer in layers]), strict=True):
-        layer.__dict__["forward"] = partial(_added, product, layer.bias)
+        layer.__dict__["forward"] = Lent(product, layer.bias)
     return lambda weight: in_eight_bits([weight])[0]
-
-
-def _added(product: Product, bias: Tensor | None, rows: Tensor) -> Tensor:
-    return product(rows, bias)
 
 
 def trial(model: nn.Module, dtype: torch.dtype) -> Trial:

@@ -3,7 +3,7 @@
    node of a tree gets the bits that it would get in plain decoding, and a text of a batch those that it would get
    alone. */
 
-#include "lanes.h"
+#include "layer.h"
 
 INLINE float dot(const float *a, const float *b, ptrdiff_t width) {
     float sum = 0;
@@ -62,17 +62,6 @@ void scaled(const int32_t *sums, const float *columns, const float *rows, float 
         SIMD for (ptrdiff_t i = 0; i < width; i++) out[i] = (float)sums[i] * columns[i] * scale;
     }
 }
-
-/* Queries, keys and values of new nodes, side by side in each row: turned to their positions, the queries in place, keys
-   and values written to the cache. */
-typedef struct {
-    float *given;
-    const float *cos, *sin, *query_norm, *key_norm;
-    float *keys, *values;
-    const int64_t *slots, *places; /* of each text, and the row of the cache for each node */
-    ptrdiff_t texts, nodes, heads, kv_heads, width, cached;
-    float epsilon;
-} turning;
 
 INLINE void turn_head(float *head, const float *cos, const float *sin, ptrdiff_t width) {
     const ptrdiff_t half = width / 2;

@@ -5,12 +5,15 @@ a layer, each of which is called, checked and given memory of its own. Here they
 (`backends/rows.c`, `backends/attention.c`), and layers that read the same rows are one product. With weights of few
 bits, whose products are exact, a row gets the same bits in a tree, in a batch and alone.
 
+Where all products of a layer are our own, it is one function (`backends/layer.c`), and nothing is called in between.
+
 Which layers these are is seen by their parts, and whether they compute what they should by their results: each one is
 compared with the model's own in small passes at load. A layer that has been changed since is the model's again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +24,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.native import LANES, Attention, RowFunctions, Turning, row_functions
+from branchwise.backends.native import (
+    LANES,
+    Attention,
+    InMemory,
+    Layer,
+    Matrix,
+    RowFunctions,
+    Turning,
+    room_for,
+    row_functions,
+)
 from branchwise.backends.packed import MANY, Stack
 from branchwise.backends.quantized import QuantizedLinear, common_product
 from branchwise.backends.transformers.attention import Window
@@ -41,6 +54,8 @@ TRIAL_ROWS = 32
 """of the cache in which layers are compared"""
 
 Product = Callable[[Tensor], Tensor]
+Norm = tuple[Tensor, float]
+"""its weight, and what keeps it from dividing by zero"""
 Turn = tuple[Tensor, Tensor]
 """cosines and sines (batch or 1, nodes, head width) of positions"""
 
@@ -71,8 +86,12 @@ class Linear:
         found = self.product(rows)
         return found if self._bias is None else found.add_(self._bias)
 
+    @property
+    def matrix(self) -> Matrix | None:
+        return self.product.matrix(self._bias) if isinstance(self.product, InMemory) else None
 
-def _norm(module: nn.Module) -> tuple[Tensor, float]:
+
+def _norm(module: nn.Module) -> Norm:
     """Its weight, and what keeps it from dividing by zero."""
     values: Any = vars(module)
     weight: Any = module.weight
@@ -106,7 +125,9 @@ class HostLayer:
         self._out = Linear(attention.o_proj)
         self._gate_up = Linear(mlp.gate_proj, mlp.up_proj)
         self._down = Linear(mlp.down_proj)
-        self.products = [part.product for part in (self._qkv, self._out, self._gate_up, self._down)]
+        self._linear = self._qkv, self._out, self._gate_up, self._down
+        self.products = [part.product for part in self._linear]
+        self._whole: Whole | None = None
         self._seal = Seal(layer)
 
     def _check_sizes(self, attention: Any, mlp: Any) -> None:
@@ -125,22 +146,37 @@ class HostLayer:
     def __call__(self, hidden: Tensor, cache: KVCache, current: HostPass, turn: Turn, window: int | None) -> Tensor:
         """Of rows that `fits` has seen."""
         functions = self._functions
+        if self._whole is None and (matrices := whole_of(self._linear)):
+            self._whole = Whole(matrices, self._input_norm, self._norm)
+        if self._whole is not None:
+            return self._at_once(self._whole, hidden, cache, current, turn, window)
         state = hidden.reshape(-1, hidden.shape[-1]).clone(memory_format=torch.contiguous_format)
         mixed = self._qkv(functions.add_norm(state, None, *self._input_norm))
         keys, values = cache.layers_keys[self._number], cache.layers_values[self._number]
-        jobs = self._jobs(current, turn, window, keys.shape[2])
+        jobs = self._jobs(current, turn, window, keys, values)
         # Queries and keys are brought to their positions, keys and values to the cache.
         jobs.turning.given = mixed.data_ptr()
-        if self._head_norms:
-            jobs.turning.query_norm, jobs.turning.key_norm = (norm.data_ptr() for norm in self._head_norms)
-        jobs.turning.keys, jobs.turning.values = keys.data_ptr(), values.data_ptr()
         functions.turn(jobs.turning)
         found = mixed.new_empty(mixed.shape[0], self._heads * self._width)
         jobs.attention.queries, jobs.attention.out = mixed.data_ptr(), found.data_ptr()
-        jobs.attention.keys, jobs.attention.values = keys.data_ptr(), values.data_ptr()
         functions.attend(jobs.attention)
         normed = functions.add_norm(state, self._out(found), *self._norm)
         return state.add_(self._down(functions.gated(self._gate_up(normed)))).view(hidden.shape)
+
+    def _at_once(
+        self, whole: Whole, hidden: Tensor, cache: KVCache, current: HostPass, turn: Turn, window: int | None
+    ) -> Tensor:
+        keys, values = cache.layers_keys[self._number], cache.layers_values[self._number]
+        jobs, hidden = self._jobs(current, turn, window, keys, values), hidden.contiguous()
+        out, rows = torch.empty_like(hidden), hidden.shape[0] * hidden.shape[1]
+        if whole.room not in current.jobs:
+            current.jobs[whole.room] = room_for(rows, *whole.room)
+        job = whole.job
+        job.state, job.out, job.rows = hidden.data_ptr(), out.data_ptr(), rows
+        job.room = current.jobs[whole.room].data_ptr()
+        job.turning, job.attention = ctypes.addressof(jobs.turning), ctypes.addressof(jobs.attention)
+        self._functions.layer(job)
+        return out
 
     def fits(self, hidden: Tensor, cache: KVCache, turn: Turn) -> bool:
         """Whether these are numbers of which functions in C may be given the addresses."""
@@ -148,8 +184,16 @@ class HostLayer:
         plain = all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
         return plain and turn[0].shape[-1] == turn[1].shape[-1] == self._width
 
-    def _jobs(self, current: HostPass, turn: Turn, window: int | None, cached: int) -> Jobs:
-        """Filled in but for the places that are those of one layer."""
+    def _jobs(self, current: HostPass, turn: Turn, window: int | None, keys: Tensor, values: Tensor) -> Jobs:
+        """For this layer's part of the cache; to be filled in are queries, and what is found."""
+        jobs = self._shared_jobs(current, turn, window, keys.shape[2])
+        if self._head_norms:
+            jobs.turning.query_norm, jobs.turning.key_norm = (norm.data_ptr() for norm in self._head_norms)
+        jobs.turning.keys = jobs.attention.keys = keys.data_ptr()
+        jobs.turning.values = jobs.attention.values = values.data_ptr()
+        return jobs
+
+    def _shared_jobs(self, current: HostPass, turn: Turn, window: int | None, cached: int) -> Jobs:
         shape = self._heads, self._kv_heads, self._width, window, self._scale, self._epsilon
         if shape not in current.jobs:
             (batch, nodes), columns = current.rows.shape, current.seen.shape[2]
@@ -171,6 +215,32 @@ class HostLayer:
             current.jobs[shape] = Jobs(turning, attention, (cos, sin, room))
         found: Jobs = current.jobs[shape]
         return found
+
+
+class Whole:
+    """All of a layer but what a pass brings, for the function that computes it at once."""
+
+    def __init__(self, matrices: Sequence[Matrix], input_norm: Norm, norm: Norm) -> None:
+        qkv, back, wide, down = self._kept = tuple(matrices)
+        (given, input_epsilon), (weight, epsilon) = self._norms = input_norm, norm
+        self.job = Layer(
+            input_norm=given.data_ptr(), norm=weight.data_ptr(), width=back.size, outputs=down.size // back.size,
+            input_epsilon=input_epsilon, epsilon=epsilon,
+            **{name: ctypes.addressof(m) for name, m in zip(("qkv", "back", "wide", "down"), matrices, strict=True)},
+        )  # fmt: skip
+        floats = 3 * back.size + qkv.size + back.width + wide.size + down.width
+        self.room = floats, max(matrix.width for matrix in matrices)
+        """numbers of a row, and of the widest row of a product"""
+
+
+def whole_of(parts: Sequence[Linear]) -> list[Matrix] | None:
+    """The matrices of all parts, if functions in C can read them."""
+    found: list[Matrix] = []
+    for part in parts:
+        if (matrix := part.matrix) is None:
+            return None
+        found.append(matrix)
+    return found
 
 
 class Seal:

@@ -78,6 +78,8 @@ class HeadCache:
         self.extra_tokens = torch.full((slots + 1, MOST_EXTRA), -1, device=device)
         self.extra_rows = torch.zeros(slots + 1, MOST_EXTRA, width, **kind)
         """tokens that a text may also propose, -1 for none, and their output rows times the weights of the norm"""
+        self.extra_counts = [0] * (slots + 1)
+        """how many these are in each slot"""
         self.draws = Draws(
             torch.zeros(slots + 1, dtype=torch.long, device=device), torch.zeros(slots + 1, device=device)
         )
@@ -143,6 +145,7 @@ class HeadCache:
         for row, (sequence, tokens) in enumerate(extra.items()):
             numbers[row, :2], temperatures[row] = (self.slot[sequence], dice_of(sequence)), temperature_of(sequence)
             numbers[row, 3 : 3 + len(tokens)] = tokens
+            self.extra_counts[self.slot[sequence]] = len(tokens)
         uploaded = torch.from_numpy(numbers).to(output.device, non_blocking=True)
         slots, known = uploaded[:, 0], uploaded[:, 3:]
         self.extra_tokens[slots], self.extra_rows[slots] = known, output[known.clamp_min(0)] * weight

@@ -23,6 +23,7 @@ from branchwise.draft.base import Budget
 from branchwise.draft.constrained import GrammarLevels
 from branchwise.draft.foresight import foreseen, keys_of
 from branchwise.draft.head.cache import HeadCache
+from branchwise.draft.head.host import HostHead
 from branchwise.draft.head.network import Head, Rows
 from branchwise.draft.head.trees.attention import Behind, attention, cross_attention
 from branchwise.verify import Verdict
@@ -62,6 +63,7 @@ class HeadOnDevice:
         self._rows = (output[table] if rows is None else rows)[order].contiguous()
         self._product = product_of(self._rows)
         self._kernels = have_kernels(table.device)
+        self._host = HostHead.of(head, cache)
 
     def catch_up(
         self, slots: Tensor, lengths: Tensor, tokens: Tensor, paths: Tensor, following: Tensor, *hidden: Tensor
@@ -108,6 +110,8 @@ class HeadOnDevice:
     ) -> Rows:
         """One pass over rows behind texts of so many rows. Of the nodes that the target scored behind them it has kept
         as many as are accepted, at most so many, and rows see those that they see of each other."""
+        if self._host is not None:
+            return self._host.read(slots, lengths, features, embeddings, behind)
         look = None
         if self._cached is not None:
             own = behind.own[..., :accepted] if accepted else torch.zeros_like(behind.own[..., :1])
@@ -195,6 +199,8 @@ class DeviceDraft(HeadOnDevice, ABC):
     def _best(self, predict: Tensor, slots: Tensor, lengths: Tensor, depth: int, count: int) -> Likely:
         """The tokens of the table and of each text's prompt that are most likely to come `depth` levels below the
         roots, behind texts of so many rows."""
+        if self._host is not None and self.grammars is None and not bool(self.cache.draws.temperatures[slots].any()):
+            return self._best_on_host(self._host, predict, slots, count)
         known, size = self.cache.extra_tokens[slots], len(self._table)
         if self._kernels:
             from branchwise.cuda.heads.best_tokens import best_tokens
@@ -226,6 +232,20 @@ class DeviceDraft(HeadOnDevice, ABC):
         tokens = torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs)
         likely = Likely(tokens, values)
         return likely if self.grammars is None else self._forced(likely, self.grammars)
+
+    def _best_on_host(self, host: HostHead, predict: Tensor, slots: Tensor, count: int) -> Likely:
+        """The same where no draw is known and no grammar rules."""
+        logits, size = self._product(host.output(predict), None), len(self._table)
+        many = max(self.cache.extra_counts[slot] for slot in slots.tolist())
+        if not many:
+            values, places = host.best(logits, count)
+            return Likely(self._table[places], values)
+        known = self.cache.extra_tokens[slots, None, :many]
+        bare = functional.rms_norm(predict, predict.shape[-1:], eps=self.head.config.epsilon)
+        own = bare @ self.cache.extra_rows[slots, :many].transpose(1, 2)
+        values, places = host.best(torch.cat([logits, own.masked_fill_(known < 0, -torch.inf)], dim=-1), count)
+        theirs = known.expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
+        return Likely(torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs), values)
 
     def _foreseen(self, logits: Tensor, slots: Tensor, positions: Tensor, known: Tensor) -> Tensor:
         """The logarithms of chances, given logits for the tokens of the table and for those that each text has known of
