@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_ssize_t, c_uint, c_void_p
 from functools import cache
@@ -28,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from branchwise.backends.layer import Attention, Gate, Layer, Likely, Turning
 
 log = logging.getLogger(__name__)
 
@@ -91,74 +92,6 @@ def panels(weight: Tensor) -> Tensor:
     return filled.view(-1, PANEL, filled.shape[1]).transpose(1, 2).contiguous()
 
 
-class Turning(ctypes.Structure):
-    """`turning` of `rows.c`."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("given", "cos", "sin", "query_norm", "key_norm", "keys", "values")),
-        *((name, c_void_p) for name in ("slots", "places")),
-        *((name, c_ssize_t) for name in ("texts", "nodes", "heads", "kv_heads", "width", "cached")),
-        ("epsilon", c_float),
-    ]
-
-
-class Attention(ctypes.Structure):
-    """`attention` of `attention.c`."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("queries", "keys", "values", "slots", "lengths", "depths", "column_depths")),
-        *((name, c_void_p) for name in ("seen", "out", "room")),
-        *((name, c_ssize_t) for name in ("texts", "nodes", "heads", "kv_heads", "width", "stride", "cached")),
-        *((name, c_ssize_t) for name in ("columns", "own", "most", "window", "next", "workers")),
-        ("scale", c_float),
-    ]
-
-
-class Matrix(ctypes.Structure):
-    """`matrix` of `layer.c`."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("panels", "columns", "bias", "zeros")),
-        *((name, c_ssize_t) for name in ("width", "size")),
-        *((name, c_float) for name in ("levels", "least")),
-        ("zero", c_int),
-    ]
-
-
-class InMemory(ABC):
-    """A product whose weights lie as functions in C read them."""
-
-    @abstractmethod
-    def matrix(self, bias: Tensor | None) -> Matrix | None:
-        """It, and what is added to what it finds; None if they cannot read it after all. Both are to be kept."""
-
-
-class Layer(ctypes.Structure):
-    """`layer` of `layer.c`."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("state", "read", "input_norm", "norm", "qkv", "back", "wide", "down")),
-        *((name, c_void_p) for name in ("out", "room", "turning", "attention")),
-        *((name, c_ssize_t) for name in ("rows", "width", "outputs")),
-        *((name, c_float) for name in ("input_epsilon", "epsilon")),
-    ]
-
-
-class Gate(ctypes.Structure):
-    """`gate` of `layer.c`."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("read", "embedded", "norm", "mix", "select", "up", "down", "out", "room")),
-        *((name, c_ssize_t) for name in ("rows", "width")),
-        ("epsilon", c_float),
-    ]
-
-
-def room_for(rows: int, floats: int, widest: int) -> Tensor:
-    """For so many numbers a row, and for the bytes of rows of products, the widest of which are so wide."""
-    return torch.empty(rows * (floats + widest // 2 + 1) + 1)
-
-
 class RowFunctions:
     """What is computed of rows of float32, each by itself; all tensors are in one piece."""
 
@@ -170,7 +103,7 @@ class RowFunctions:
             library.whole_numbers, [c_void_p] * 4 + [c_ssize_t] * 2 + [c_float] * 2 + [c_int]
         )
         self._scaled = self._bound(library.scaled, [c_void_p] * 4 + [c_ssize_t] * 2)
-        self._most_likely = self._bound(library.most_likely, [c_void_p] * 3 + [c_ssize_t] * 3)
+        self._most_likely = self._bound(library.most_likely, [c_void_p])
         self._turn = self._bound(library.turn, [c_void_p])
         self._attend = self._bound(library.attend, [c_void_p, c_uint, c_void_p])
         self._layer = self._bound(library.compute_layer, [c_void_p, c_uint, c_void_p])
@@ -210,13 +143,8 @@ class RowFunctions:
         self._scaled(sums.data_ptr(), columns.data_ptr(), rows.data_ptr(), out.data_ptr(), *sums.shape)
         return out
 
-    def most_likely(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """(rows, count) both: the logarithms of the chances of the most probable tokens of each row, best first, and
-        their places. What is found leaves the logits."""
-        values = logits.new_empty(len(logits), count)
-        places = torch.empty_like(values, dtype=torch.int64)
-        self._most_likely(logits.data_ptr(), values.data_ptr(), places.data_ptr(), *logits.shape, count)
-        return values, places
+    def most_likely(self, job: Likely) -> None:
+        self._most_likely(ctypes.addressof(job))
 
     def turn(self, job: Turning) -> None:
         self._turn(ctypes.addressof(job))

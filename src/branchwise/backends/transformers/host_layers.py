@@ -24,17 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.native import (
-    LANES,
-    Attention,
-    InMemory,
-    Layer,
-    Matrix,
-    RowFunctions,
-    Turning,
-    room_for,
-    row_functions,
-)
+from branchwise.backends.layer import Attention, Norm, Turning, Whole, room_for, whole_of
+from branchwise.backends.native import LANES, RowFunctions, row_functions
 from branchwise.backends.packed import MANY, Stack
 from branchwise.backends.quantized import QuantizedLinear, common_product
 from branchwise.backends.transformers.attention import Window
@@ -54,8 +45,6 @@ TRIAL_ROWS = 32
 """of the cache in which layers are compared"""
 
 Product = Callable[[Tensor], Tensor]
-Norm = tuple[Tensor, float]
-"""its weight, and what keeps it from dividing by zero"""
 Turn = tuple[Tensor, Tensor]
 """cosines and sines (batch or 1, nodes, head width) of positions"""
 
@@ -80,15 +69,11 @@ class Linear:
     """Linear layers that read the same rows: (rows, in) to (rows, all outputs side by side)."""
 
     def __init__(self, *layers: nn.Module) -> None:
-        self.product, self._bias = _multiplied(layers)
+        self.product, self.bias = _multiplied(layers)
 
     def __call__(self, rows: Tensor) -> Tensor:
         found = self.product(rows)
-        return found if self._bias is None else found.add_(self._bias)
-
-    @property
-    def matrix(self) -> Matrix | None:
-        return self.product.matrix(self._bias) if isinstance(self.product, InMemory) else None
+        return found if self.bias is None else found.add_(self.bias)
 
 
 def _norm(module: nn.Module) -> Norm:
@@ -125,8 +110,9 @@ class HostLayer:
         self._out = Linear(attention.o_proj)
         self._gate_up = Linear(mlp.gate_proj, mlp.up_proj)
         self._down = Linear(mlp.down_proj)
-        self._linear = self._qkv, self._out, self._gate_up, self._down
-        self.products = [part.product for part in self._linear]
+        linear = self._qkv, self._out, self._gate_up, self._down
+        self.products = [part.product for part in linear]
+        self._parts = [(part.product, part.bias) for part in linear]
         self._whole: Whole | None = None
         self._seal = Seal(layer)
 
@@ -146,7 +132,7 @@ class HostLayer:
     def __call__(self, hidden: Tensor, cache: KVCache, current: HostPass, turn: Turn, window: int | None) -> Tensor:
         """Of rows that `fits` has seen."""
         functions = self._functions
-        if self._whole is None and (matrices := whole_of(self._linear)):
+        if self._whole is None and (matrices := whole_of(self._parts)):
             self._whole = Whole(matrices, self._input_norm, self._norm)
         if self._whole is not None:
             return self._at_once(self._whole, hidden, cache, current, turn, window)
@@ -215,32 +201,6 @@ class HostLayer:
             current.jobs[shape] = Jobs(turning, attention, (cos, sin, room))
         found: Jobs = current.jobs[shape]
         return found
-
-
-class Whole:
-    """All of a layer but what a pass brings, for the function that computes it at once."""
-
-    def __init__(self, matrices: Sequence[Matrix], input_norm: Norm, norm: Norm) -> None:
-        qkv, back, wide, down = self._kept = tuple(matrices)
-        (given, input_epsilon), (weight, epsilon) = self._norms = input_norm, norm
-        self.job = Layer(
-            input_norm=given.data_ptr(), norm=weight.data_ptr(), width=back.size, outputs=down.size // back.size,
-            input_epsilon=input_epsilon, epsilon=epsilon,
-            **{name: ctypes.addressof(m) for name, m in zip(("qkv", "back", "wide", "down"), matrices, strict=True)},
-        )  # fmt: skip
-        floats = 3 * back.size + qkv.size + back.width + wide.size + down.width
-        self.room = floats, max(matrix.width for matrix in matrices)
-        """numbers of a row, and of the widest row of a product"""
-
-
-def whole_of(parts: Sequence[Linear]) -> list[Matrix] | None:
-    """The matrices of all parts, if functions in C can read them."""
-    found: list[Matrix] = []
-    for part in parts:
-        if (matrix := part.matrix) is None:
-            return None
-        found.append(matrix)
-    return found
 
 
 class Seal:

@@ -78,11 +78,11 @@ class HeadCache:
         self.extra_tokens = torch.full((slots + 1, MOST_EXTRA), -1, device=device)
         self.extra_rows = torch.zeros(slots + 1, MOST_EXTRA, width, **kind)
         """tokens that a text may also propose, -1 for none, and their output rows times the weights of the norm"""
-        self.extra_counts = [0] * (slots + 1)
-        """how many these are in each slot"""
         self.draws = Draws(
             torch.zeros(slots + 1, dtype=torch.long, device=device), torch.zeros(slots + 1, device=device)
         )
+        self._foreseen = [False] * (slots + 1)
+        """whether anything is known in each slot, where the host reads it"""
 
     @property
     def scratch(self) -> int:
@@ -145,12 +145,16 @@ class HeadCache:
         for row, (sequence, tokens) in enumerate(extra.items()):
             numbers[row, :2], temperatures[row] = (self.slot[sequence], dice_of(sequence)), temperature_of(sequence)
             numbers[row, 3 : 3 + len(tokens)] = tokens
-            self.extra_counts[self.slot[sequence]] = len(tokens)
+            self._foreseen[self.slot[sequence]] = foresees and temperatures[row] > 0
         uploaded = torch.from_numpy(numbers).to(output.device, non_blocking=True)
         slots, known = uploaded[:, 0], uploaded[:, 3:]
         self.extra_tokens[slots], self.extra_rows[slots] = known, output[known.clamp_min(0)] * weight
         self.draws.dice[slots] = uploaded[:, 1]
         self.draws.temperatures[slots] = foresees * uploaded[:, 2].contiguous().view(torch.float64).float()
+
+    def foresees(self, slots: Tensor) -> bool:
+        """Whether what one of these texts on a host will draw may be known."""
+        return any(self._foreseen[slot] for slot in slots.tolist())
 
     def close(self, sequence: SequenceState) -> None:
         if sequence in self.slot:
@@ -212,6 +216,13 @@ class HeadCache:
     @property
     def bytes(self) -> int:
         return int(self.store.nbytes)
+
+
+def seen_in(window: int, cells: Tensor) -> Tensor:
+    """(batch, rows, cells): the cells up to its own that each row sees, in a window if there is one. Rows are written
+    to cells (batch, rows) in the order of their text; padding, whose cell is -1, sees none."""
+    ages = cells[:, :, None] - torch.arange(int(cells.max()) + 1)
+    return (ages >= 0) & (ages < window) if window else ages >= 0
 
 
 def look_at(keys: Tensor, values: Tensor, anchors: Tensor) -> Look:

@@ -27,9 +27,10 @@ from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
 from branchwise.draft.base import NOTHING, Budget
 from branchwise.draft.builder import NodeProbs, TreePolicy
-from branchwise.draft.head.cache import MOST_EXTRA, HeadCache, look_at
+from branchwise.draft.head.cache import MOST_EXTRA, HeadCache, look_at, seen_in
 from branchwise.draft.head.file import TrainedHead, own_or_shared
 from branchwise.draft.head.following import Following, Unread, along, draft_params, packed, stacked
+from branchwise.draft.head.host import FEW, HostHead
 from branchwise.draft.head.network import Look
 from branchwise.draft.head.prompt import read_unread, reads_at_once
 from branchwise.draft.head.sharing import SharingDrafter
@@ -77,8 +78,7 @@ class HeadDrafter(SharingDrafter):
         self.wanted, self.trim, self.temperature = table, trim, temperature
         self._ahead: CatchingUp | None = None
         """drafts on the device, if trees are such that it can and passes are recorded"""
-        self._rests = False
-        """whether nothing is drafted in this step"""
+        self._rests = False  # in this step
         self._kept: list[Tensor] = []
         """the states along accepted paths (texts, steps, width) a tap, where the next pass may overwrite all others"""
 
@@ -123,6 +123,7 @@ class HeadDrafter(SharingDrafter):
             self._output, self._listed = self._rows, np.ones_like(self._listed)
         self._vocabulary = Vocabulary.shared(target.vocabulary, target.vocabulary).to(target.device)
         self._cache = HeadCache(self.head.config, target.slots, target.device, target.dtype)
+        self._host = HostHead.of(self.head, self._cache)
         self._texts.clear()
         self._readings = Readings(self._reading)
         self._ahead, self.paces = None, False
@@ -134,7 +135,7 @@ class HeadDrafter(SharingDrafter):
             self.cost = weights / target.weight_bytes / (4 if target.quantised == "int8" else 1)
         if config.cross and target.cached_layer is None:
             return  # the target does not show where its cache lies
-        cached = partial(target.cached_layer, config.cross) if target.cached_layer and config.cross else None
+        cached = partial(target.cached_layer, config.cross) if config.cross and target.cached_layer else None
         parts = self.head, self._cache, self._embeddings, self._output, self._table, self._rows, cached, product_of
         laid, on_host = type(self.tree) is TopK and not self.tree.gain, target.device.type == "cpu"
         self.paces = laid and not self._tree_given and (reads_at_once(config) or not on_host)
@@ -323,14 +324,13 @@ class HeadDrafter(SharingDrafter):
                 embeddings[row, count : count + masks] = self.head.mask_embeddings
             places[row, : count + masks] = torch.arange(start, start + count + masks)
             anchors[row, : count + masks] = places[row, : count + masks].clamp_max(start + count - 1)
-        cells = torch.where(places < 0, -1, places - first)
-        ages = cells[:, :, None] - torch.arange(int(cells.max()) + 1)
-        seen = ages >= 0
-        if self.head.config.window:
-            seen &= ages < self.head.config.window
-        attend, look = self._cache.attend(sequences, cells, seen), self._look(sequences, anchors)
-        positions = places.clamp_min(0).to(device, non_blocking=True)
-        predict, carry = self.head(features, embeddings, positions, attend, look)
+        if self._host is not None and rows <= FEW:
+            predict, carry = self._host.follow(sequences, features, embeddings)
+        else:
+            cells = torch.where(places < 0, -1, places - first)
+            attend = self._cache.attend(sequences, cells, seen_in(self._window, cells))
+            positions, look = places.clamp_min(0).to(device, non_blocking=True), self._look(sequences, anchors)
+            predict, carry = self.head(features, embeddings, positions, attend, look)
         for row, (sequence, text, count) in enumerate(zip(sequences, texts, counts, strict=True)):
             if not self._window:
                 self._cache.note(sequence, count)

@@ -1,26 +1,34 @@
 """A head on a CPU, without the small operations between its products.
 
-A level of a draft has a few rows, of which torch takes longer between the products than in them. What stands between
-them here is the functions in C of the target's own layers (`backends/native.py`), and the most probable tokens of rows
-are found in one call. The network says what is to be computed; a test compares the two for every form of a head.
+A level of a draft has a few rows, of which torch takes longer between the products than in them. Here a block is one
+function in C, that of the target's own layers (`backends/layer.c`), the gate before it is another one, and the most
+probable tokens of rows are found by a third. The network says what is to be computed; a test compares the two for every
+form of a head.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
-from branchwise.backends.native import LANES, Attention, RowFunctions, Turning, row_functions
+from branchwise.backends.layer import Attention, Gate, Likely, Turning, Whole, room_for, whole_of
+from branchwise.backends.native import LANES, RowFunctions, row_functions
+from branchwise.backends.packed import Lent, Product
+from branchwise.core.sequence import SequenceState
 from branchwise.draft.head.cache import HeadCache
-from branchwise.draft.head.network import Block, Gate, Head, Norm, Rows
+from branchwise.draft.head.network import Block, Head, Norm, Rows
 from branchwise.draft.head.trees.attention import Behind
+
+FEW = 32
+"""rows of a text that are read here; of more a library is as fast"""
 
 
 class Jobs(NamedTuple):
-    """What the blocks of a pass hand to functions in C, but for the places that are those of one block."""
+    """What the blocks of a pass have in common."""
 
     turning: Turning
     attention: Attention
@@ -30,23 +38,39 @@ class Jobs(NamedTuple):
 
 class HostHead:
     def __init__(self, head: Head, cache: HeadCache, functions: RowFunctions) -> None:
+        """Raises a TypeError where a product is not one that functions in C can read."""
         self._head, self._cache, self._functions = head, cache, functions
         self._frequencies = head.frequencies.repeat(2)
+        self._blocks = [_whole(block) for block in head.blocks]
+        self._gate = None
+        if head.gate is not None and head.gate.full:
+            parts = head.gate.mix, head.gate.select, head.gate.up, head.gate.down
+            self._matrices = _matrices(parts)
+            mix, select, up, down = map(ctypes.addressof, self._matrices)
+            norm: Any = head.gate.norm
+            self._gate = Gate(
+                norm=norm.weight.data_ptr(), mix=mix, select=select, up=up, down=down, width=head.config.width,
+                epsilon=norm.eps,
+            )  # fmt: skip
 
     @classmethod
     def of(cls, head: Head, cache: HeadCache) -> HostHead | None:
-        """None where a head is computed otherwise: in another precision, without a compiler, or if it attends to the
-        keys and values of its target."""
+        """None where a head is computed otherwise: in another precision, by products of a library, or if it attends to
+        the keys and values of its target."""
         functions = row_functions() if cache.store.device.type == "cpu" else None
         plain = head.dtype == cache.store.dtype == torch.float32 and not head.config.cross
-        return cls(head, cache, functions) if functions is not None and plain else None
+        try:
+            return cls(head, cache, functions) if functions is not None and plain else None
+        except TypeError:
+            return None
 
     def read(self, slots: Tensor, lengths: Tensor, features: Tensor | None, embeddings: Tensor, behind: Behind) -> Rows:
         """What `Head.forward` finds for rows behind texts of so many rows, (batch, rows, width) all."""
         head, (batch, rows, width) = self._head, embeddings.shape
         embedded = self._normed(embeddings.reshape(-1, width), head.embedding_norm)
+        read = None
         if features is None:
-            state, read = head.join.forward(embedded), None
+            state: Tensor = head.join(embedded)
         else:
             state = self._selected(features.reshape(-1, width), embedded)
             normed = self._normed(state, head.feature_norm)
@@ -54,8 +78,7 @@ class HostHead:
             if head.config.norm_before_residual:
                 state = normed
         jobs = self._jobs(slots, lengths, behind)
-        for number, block in enumerate(head.blocks):
-            assert isinstance(block, Block)
+        for number, block in enumerate(self._blocks):
             state = self._through(number, block, state, None if number else read, jobs)
         found = state.view(batch, rows, -1)
         if head.config.carry:
@@ -64,68 +87,85 @@ class HostHead:
             return Rows(found, self._normed(state, head.output_norm).view(found.shape))
         return Rows(found, found)
 
-    def output(self, predict: Tensor) -> Tensor:
-        """What `Head.output` finds where no token stands before."""
-        return self._normed(predict.reshape(-1, predict.shape[-1]), self._head.output_norm).view(predict.shape)
+    def follow(self, sequences: Sequence[SequenceState], features: Tensor, embeddings: Tensor) -> Rows:
+        """The same for the next rows of texts (batch, rows, width), whatever pads those of some included: nobody sees
+        it before it is overwritten."""
+        cache, rows = self._cache, embeddings.shape[1]
+        slots = torch.tensor([cache.slot[sequence] for sequence in sequences])
+        lengths = torch.tensor([cache.lengths[sequence] for sequence in sequences])
+        cache.hold(max(map(cache.held, sequences)) + rows + 1)
+        own = torch.ones(rows, rows, dtype=torch.bool).tril_().expand(len(slots), -1, -1)
+        depths = torch.arange(rows).expand(len(slots), -1)
+        given = features if self._head.config.taps else None
+        return self.read(slots, lengths, given, embeddings, Behind(0, own, depths, depths))
 
-    def best(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The logarithms of the chances of the most probable tokens of rows (batch, rows, tokens), and their places;
-        what is found leaves the logits."""
-        values, places = self._functions.most_likely(logits.view(-1, logits.shape[-1]), count)
-        shape = *logits.shape[:-1], count
-        return values.view(shape), places.view(shape)
+    def best(
+        self, product: Product, table: Tensor, predict: Tensor, slots: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The most probable tokens after rows (batch, rows, width), of a table with this product and of what texts may
+        propose besides, and the logarithms of their chances; (batch, rows, count) both."""
+        (batch, rows, width), cache = predict.shape, self._cache
+        states = predict.reshape(-1, width).contiguous()
+        logits = product(self._normed(states, self._head.output_norm), None)
+        values = logits.new_empty(batch, rows, count)
+        tokens = torch.empty_like(values, dtype=torch.int64)
+        self._functions.most_likely(
+            Likely(
+                logits=logits.data_ptr(), states=states.data_ptr(), extra=cache.extra_rows.data_ptr(),
+                known=cache.extra_tokens.data_ptr(), table=table.data_ptr(), slots=slots.data_ptr(),
+                values=values.data_ptr(), tokens=tokens.data_ptr(), texts=batch, nodes=rows, size=len(table),
+                width=width, most=cache.extra_tokens.shape[1], count=count, epsilon=self._head.config.epsilon,
+            )
+        )  # fmt: skip
+        return tokens, values
 
     def _normed(self, rows: Tensor, norm: Norm) -> Tensor:
         return self._functions.add_norm(rows.contiguous(), None, norm.weight, norm.eps)
 
     def _selected(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """What the gate lets through of the features, in memory of its own."""
-        gate = self._head.gate
-        if gate is None:
-            return features.clone(memory_format=torch.contiguous_format)
-        if not gate.full:
-            found: Tensor = gate(features, embedded)
+        """What the gate lets through of the features."""
+        if self._head.gate is None:
+            return features.contiguous()
+        if self._gate is None:
+            found: Tensor = self._head.gate(features, embedded)
             return found
-        return self._sampled(gate, features, embedded)
+        read, job = torch.cat([embedded, features], dim=1), self._gate
+        out, (mix, _, up, _) = torch.empty_like(embedded), self._matrices
+        room = room_for(len(read), 2 * job.width + 6 * up.size, max(mix.width, up.size))
+        job.read, job.embedded, job.rows = read.data_ptr(), embedded.data_ptr(), len(read)
+        job.out, job.room = out.data_ptr(), room.data_ptr()
+        self._functions.gate(job)
+        return out
 
-    def _sampled(self, gate: Gate, features: Tensor, embedded: Tensor) -> Tensor:
-        mixed: Tensor = gate.mix.forward(torch.cat([embedded, features], dim=1))
-        select: Tensor = gate.select.forward(embedded)
-        up: Tensor = gate.up.forward(self._normed(mixed, gate.norm))
-        return mixed.add_(gate.down.forward(functional.silu(select, inplace=True).mul_(up)))
-
-    def _through(self, number: int, block: Block, state: Tensor, read: Tensor | None, jobs: Jobs) -> Tensor:
-        """(rows, outputs times width): what a block makes of a state, which is overwritten."""
-        functions, (turning, attention, _) = self._functions, jobs
-        mixed: Tensor = block.qkv.forward(self._normed(state, block.input_norm) if read is None else read)
+    def _through(self, number: int, block: Whole, state: Tensor, read: Tensor | None, jobs: Jobs) -> Tensor:
+        """(rows, outputs times width): what a block makes of a state."""
         keys, values = self._cache.store[0, number], self._cache.store[1, number]
-        turning.given = attention.queries = mixed.data_ptr()
-        turning.keys = attention.keys = keys.data_ptr()
-        turning.values = attention.values = values.data_ptr()
+        jobs.turning.keys = jobs.attention.keys = keys.data_ptr()
+        jobs.turning.values = jobs.attention.values = values.data_ptr()
         if self._head.config.query_norm:
-            turning.query_norm, turning.key_norm = (
-                norm.weight.data_ptr() for norm in (block.query_norm, block.key_norm)
+            own: Any = self._head.blocks[number]
+            jobs.turning.query_norm, jobs.turning.key_norm = (
+                norm.weight.data_ptr() for norm in (own.query_norm, own.key_norm)
             )
-        functions.turn(turning)
-        found = mixed.new_empty(len(mixed), block.out.in_features)
-        attention.out = found.data_ptr()
-        functions.attend(attention)
-        normed = functions.add_norm(state, block.out.forward(found), block.mlp_norm.weight, block.mlp_norm.eps)
-        more: Tensor = block.down.forward(functions.gated(block.gate_up.forward(normed)))
-        more.view(len(state), block.outputs, -1).add_(state[:, None])
-        return more
+        job, rows = block.job, len(state)
+        out, room = state.new_empty(rows, job.outputs * job.width), room_for(rows, *block.room)
+        job.state, job.read, job.rows = state.data_ptr(), None if read is None else read.data_ptr(), rows
+        job.out, job.room = out.data_ptr(), room.data_ptr()
+        job.turning, job.attention = ctypes.addressof(jobs.turning), ctypes.addressof(jobs.attention)
+        self._functions.layer(job)
+        return out
 
     def _jobs(self, slots: Tensor, lengths: Tensor, behind: Behind) -> Jobs:
         config, cache = self._head.config, self._cache
         first, own, depths, cell_depths = behind
         batch, rows, columns = own.shape
         ends = cache.ends(slots, lengths, columns).contiguous()
-        places = (ends[:, None] + first + torch.arange(rows)).contiguous()
+        places = (ends[:, None] + torch.arange(first, first + rows)).contiguous()
         angles = (lengths[:, None] + depths).view(-1, 1) * self._frequencies
-        seen, depths, cell_depths = (part.contiguous() for part in (own, depths, cell_depths))
+        seen, depths, cell_depths = own.contiguous(), depths.contiguous(), cell_depths.contiguous()
         most = int(ends.max()) + columns
         cos, sin = angles.cos(), angles.sin()
-        room = cos.new_empty(torch.get_num_threads(), 2 * config.head_width + most, LANES)
+        room = torch.empty(torch.get_num_threads(), 2 * config.head_width + most, LANES)
         numbers: dict[str, Any] = {
             "texts": batch, "nodes": rows, "heads": config.heads, "kv_heads": config.kv_heads,
             "width": config.head_width, "cached": cache.store.shape[4], "slots": slots.data_ptr(),
@@ -140,3 +180,20 @@ class HostHead:
             window=config.window, scale=config.head_width**-0.5, **numbers,
         )  # fmt: skip
         return Jobs(turning, attention, (ends, places, seen, depths, cell_depths, cos, sin, room, slots))
+
+
+def _whole(block: nn.Module) -> Whole:
+    assert isinstance(block, Block)
+    norms = [
+        (norm.weight.detach(), norm.eps) if isinstance(norm, Norm) else (block.mlp_norm.weight.detach(), 0.0)
+        for norm in (block.input_norm, block.mlp_norm)
+    ]  # a block that is told what to read has no norm before it
+    return Whole(_matrices((block.qkv, block.out, block.gate_up, block.down)), *norms)
+
+
+def _matrices(layers: Sequence[nn.Module]) -> list[Any]:
+    lent = [vars(layer).get("forward") for layer in layers]
+    found = whole_of((one.product, one.bias) for one in lent if isinstance(one, Lent))
+    if found is None or len(found) < len(layers):
+        raise TypeError("its products are those of a library")
+    return found

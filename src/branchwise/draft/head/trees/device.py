@@ -199,8 +199,8 @@ class DeviceDraft(HeadOnDevice, ABC):
     def _best(self, predict: Tensor, slots: Tensor, lengths: Tensor, depth: int, count: int) -> Likely:
         """The tokens of the table and of each text's prompt that are most likely to come `depth` levels below the
         roots, behind texts of so many rows."""
-        if self._host is not None and self.grammars is None and not bool(self.cache.draws.temperatures[slots].any()):
-            return self._best_on_host(self._host, predict, slots, count)
+        if self._host is not None and self.grammars is None and not self.cache.foresees(slots):
+            return Likely(*self._host.best(self._product, self._table, predict, slots, count))
         known, size = self.cache.extra_tokens[slots], len(self._table)
         if self._kernels:
             from branchwise.cuda.heads.best_tokens import best_tokens
@@ -232,20 +232,6 @@ class DeviceDraft(HeadOnDevice, ABC):
         tokens = torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs)
         likely = Likely(tokens, values)
         return likely if self.grammars is None else self._forced(likely, self.grammars)
-
-    def _best_on_host(self, host: HostHead, predict: Tensor, slots: Tensor, count: int) -> Likely:
-        """The same where no draw is known and no grammar rules."""
-        logits, size = self._product(host.output(predict), None), len(self._table)
-        many = max(self.cache.extra_counts[slot] for slot in slots.tolist())
-        if not many:
-            values, places = host.best(logits, count)
-            return Likely(self._table[places], values)
-        known = self.cache.extra_tokens[slots, None, :many]
-        bare = functional.rms_norm(predict, predict.shape[-1:], eps=self.head.config.epsilon)
-        own = bare @ self.cache.extra_rows[slots, :many].transpose(1, 2)
-        values, places = host.best(torch.cat([logits, own.masked_fill_(known < 0, -torch.inf)], dim=-1), count)
-        theirs = known.expand(-1, places.shape[1], -1).gather(2, (places - size).clamp_min(0))
-        return Likely(torch.where(places < size, self._table[places.clamp_max(size - 1)], theirs), values)
 
     def _foreseen(self, logits: Tensor, slots: Tensor, positions: Tensor, known: Tensor) -> Tensor:
         """The logarithms of chances, given logits for the tokens of the table and for those that each text has known of

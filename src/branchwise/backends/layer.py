@@ -1,0 +1,120 @@
+"""What functions in C take of a decoder layer (`layer.c`) and of what comes out of it (`likely.c`): where weights lie,
+and what a pass brings."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from ctypes import c_float, c_int, c_ssize_t, c_void_p
+
+import torch
+from torch import Tensor
+
+Norm = tuple[Tensor, float]
+"""its weight, and what keeps it from dividing by zero"""
+
+
+class Turning(ctypes.Structure):
+    """`turning` of `rows.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("given", "cos", "sin", "query_norm", "key_norm", "keys", "values")),
+        *((name, c_void_p) for name in ("slots", "places")),
+        *((name, c_ssize_t) for name in ("texts", "nodes", "heads", "kv_heads", "width", "cached")),
+        ("epsilon", c_float),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """`attention` of `attention.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("queries", "keys", "values", "slots", "lengths", "depths", "column_depths")),
+        *((name, c_void_p) for name in ("seen", "out", "room")),
+        *((name, c_ssize_t) for name in ("texts", "nodes", "heads", "kv_heads", "width", "stride", "cached")),
+        *((name, c_ssize_t) for name in ("columns", "own", "most", "window", "next", "workers")),
+        ("scale", c_float),
+    ]
+
+
+class Matrix(ctypes.Structure):
+    """`matrix` of `layer.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "columns", "bias", "zeros")),
+        *((name, c_ssize_t) for name in ("width", "size")),
+        *((name, c_float) for name in ("levels", "least")),
+        ("zero", c_int),
+    ]
+
+
+class InMemory(ABC):
+    """A product whose weights lie as functions in C read them."""
+
+    @abstractmethod
+    def matrix(self, bias: Tensor | None) -> Matrix | None:
+        """It, and what is added to what it finds; None if they cannot read it after all. Both are to be kept."""
+
+
+class Layer(ctypes.Structure):
+    """`layer` of `layer.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("state", "read", "input_norm", "norm", "qkv", "back", "wide", "down")),
+        *((name, c_void_p) for name in ("out", "room", "turning", "attention")),
+        *((name, c_ssize_t) for name in ("rows", "width", "outputs")),
+        *((name, c_float) for name in ("input_epsilon", "epsilon")),
+    ]
+
+
+class Gate(ctypes.Structure):
+    """`gate` of `layer.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("read", "embedded", "norm", "mix", "select", "up", "down", "out", "room")),
+        *((name, c_ssize_t) for name in ("rows", "width")),
+        ("epsilon", c_float),
+    ]
+
+
+class Likely(ctypes.Structure):
+    """`likely` of `likely.c`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "states", "extra", "known", "table", "slots", "values", "tokens")),
+        *((name, c_ssize_t) for name in ("texts", "nodes", "size", "width", "most", "count")),
+        ("epsilon", c_float),
+    ]
+
+
+def room_for(rows: int, floats: int, widest: int) -> Tensor:
+    """For so many numbers a row, and for the bytes of rows of products, the widest of which are so wide."""
+    return torch.empty(rows * (floats + widest // 2 + 1) + 1)
+
+
+class Whole:
+    """All of a layer but what a pass brings, for the function that computes it at once."""
+
+    def __init__(self, matrices: Sequence[Matrix], input_norm: Norm, norm: Norm) -> None:
+        qkv, back, wide, down = self._kept = tuple(matrices)
+        (given, input_epsilon), (weight, epsilon) = self._norms = input_norm, norm
+        self.job = Layer(
+            input_norm=given.data_ptr(), norm=weight.data_ptr(), width=back.size, outputs=down.size // back.size,
+            input_epsilon=input_epsilon, epsilon=epsilon,
+            **{name: ctypes.addressof(m) for name, m in zip(("qkv", "back", "wide", "down"), matrices, strict=True)},
+        )  # fmt: skip
+        floats = 3 * back.size + qkv.size + back.width + wide.size + down.width
+        self.room = floats, max(matrix.width for matrix in matrices)
+        """numbers of a row, and of the widest row of a product"""
+
+
+def whole_of(parts: Iterable[tuple[object, Tensor | None]]) -> list[Matrix] | None:
+    """The matrices of products and their biases, if functions in C can read all of them."""
+    found: list[Matrix] = []
+    for product, bias in parts:
+        matrix = product.matrix(bias) if isinstance(product, InMemory) else None
+        if matrix is None:
+            return None
+        found.append(matrix)
+    return found
