@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import branchwise.draft.head.prompt as prompt_module
 from branchwise.backends.toy import ToyTarget
@@ -16,7 +18,7 @@ from branchwise.core.sequence import SequenceState
 from branchwise.draft.base import NoDrafter
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.following import Unread
-from branchwise.draft.head.trees.paced import PacedDraft
+from branchwise.draft.head.trees.paced import PacedDraft, Proposed
 from branchwise.draft.head.usual import Usual
 from branchwise.draft.policies.topk import TopK
 from branchwise.engine import Engine, Request
@@ -99,11 +101,34 @@ def test_padding_of_a_batch_does_not_count_as_texts_that_nothing_is_known_of() -
     draft = paced()
     draft._costs = Costs(0.3, first=0.3)  # type: ignore[assignment]
     draft._texts = 5
-    values = torch.zeros(8, 1)
-    worth = torch.tensor([[0.8]] * 5 + [[0.0]] * 3)
-    assert draft._size(values, worth) == 1
+    texts = [Proposed([0.0], [1], [-1])] * 8
+    worth = [[0.8]] * 5 + [[0.0]] * 3
+    assert draft._size(texts, worth) == 1
     draft._texts = 8
-    assert draft._size(values, worth) == 0
+    assert draft._size(texts, worth) == 0
+
+
+@given(st.integers(0, 2**20), st.integers(1, 2), st.integers(0, 40), st.integers(0, 3))
+def test_a_host_lays_the_trees_of_a_device(seed: int, batch: int, nodes: int, copies: int) -> None:
+    """With padding for those whose parents are left out, in words of bits, and with copies of the text."""
+    draw, tree, target = torch.Generator().manual_seed(seed), TopK(nodes + 1, depth=4, width=3), ToyTarget(11)
+    drafter = HeadDrafter(random_head(target.info), tree=tree, copies=copies)
+    drafter.bind(target.info)
+    assert drafter._ahead is not None
+    device = drafter._ahead._draft
+    parts = device.head, device.cache, device.embeddings, device._output, device._table, device._rows
+    host = PacedDraft(target.info, 0.0, tree, *parts, copies=copies)
+    host._costs = Costs(0.0)  # type: ignore[assignment]
+    host._size = lambda texts, worth: host.nodes - 1  # type: ignore[method-assign]
+    for part in (device.cache.store, device.cache.predicted, device.cache.carried):
+        part.normal_(generator=draw)
+    device.cache.tokens.random_(0, 11, generator=draw)
+    slots, lengths, roots = torch.arange(batch), torch.tensor([9, 4])[:batch], torch.tensor([3, 5])[:batch]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("branchwise.draft.head.trees.paced.UNLIKELY", 0.0)
+        found, wanted = host.grow(slots, lengths, roots), device.grow(slots, lengths, roots)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_level_is_grown_below_what_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ FAMILIES = [
             ("layer.__dict__.pop(\"forward\", None)", "pass"),
             ("wanted <= SHARE * free_memory()", "wanted <= free_memory()"),
             (" and one.numel() >= SMALL", ""),
-            ("return lambda rows: product(rows, layer.bias)", "return lambda rows: product(rows)"),
+            ("return self.product(rows, self.bias)", "return self.product(rows, None)"),
             ("rows = rows.contiguous()", "pass"),
             ("torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))", "True"),
         ],
@@ -152,7 +152,7 @@ FAMILIES = [
         "tests/test_int8.py::test_our_own_product_is_exact_wherever_it_is",
         "tests/test_int8.py::test_a_row_gives_the_same_bits_alone_and_among_others",
     ], {
-        "backends/products.c": [
+        "backends/native/products.c": [
             ("_mm512_sub_epi32(sums[r], zeros)", "sums[r]"),
             ("all->scales[from + r]", "all->scales[r]"),
             ("i < in; i += 4, rows += all->count", "i < in; i += 4, rows += count"),
@@ -163,12 +163,12 @@ FAMILIES = [
             ("self.zero * matrix.numbers.sum(", "127 * matrix.numbers.sum("),
             ("functional.pad(rows, self._fill) if self._fill[1] else rows.contiguous()", "rows.contiguous()"),
         ],
-        "backends/native.py": [
+        "backends/native/__init__.py": [
             (".view(-1, PANEL, filled.shape[1] // 4, 4).transpose(1, 2)", ".view(-1, PANEL // 4, filled.shape[1], 4).transpose(1, 2)"),
         ],
     }),
     Family("host-layers", ["tests/test_host_layers.py", "tests/test_nested.py"], {
-        "backends/attention.c": [
+        "backends/native/attention.c": [
             ("depth < from[l] || ", ""),
             ("depth - all->window + 1 : INT64_MIN", "depth - all->window : INT64_MIN"),
             ("all->own ? text * all->nodes + nodes[l] : nodes[l]", "nodes[l]"),
@@ -181,7 +181,7 @@ FAMILIES = [
             ("kv_head * group + own % group", "kv_head + own % group"),
             ("(2 * width + all->most);", "width;"),
         ],
-        "backends/rows.c": [
+        "backends/native/rows.c": [
             ("r++, state += width, out += width", "r++, out += width"),
             ("(gate < 0 ? small : 1.0f)", "1.0f"),
             ("const float *const norm = h < heads ? all->query_norm : all->key_norm;", "const float *const norm = all->query_norm;"),
@@ -206,6 +206,48 @@ FAMILIES = [
             ("fits &= self._heads % self._kv_heads == 0 and self._width % 2 == 0", "fits = True"),
             ("window=window or 0", "window=0"),
             ("undo.callback(layer.__dict__.pop, \"forward\", None)", "pass"),
+            ("jobs.turning.keys = jobs.attention.keys = keys.data_ptr()", "jobs.turning.keys = keys.data_ptr()"),
+        ],
+        "backends/native/layer.c": [
+            ("add_norm(state, back, all->norm", "add_norm(state, 0, all->norm"),
+            ("out[r * by->size + i] += by->bias[i];", ";"),
+            ("all->norm, normed, rows, width, all->epsilon);\n    multiply(all->wide", "all->input_norm, normed, rows, width, all->epsilon);\n    multiply(all->wide"),
+            ("out[i] = state[r * width + i] + out[i];", ";"),
+        ],
+    }),
+    Family("host-head", ["tests/test_head_host.py", "tests/test_head_paced.py"], {
+        "backends/native/layer.c": [
+            ("all->read ? all->read : normed", "normed"),
+            ("+ (r * all->outputs + o) * width", "+ r * all->outputs * width"),
+            ("multiply(all->select, all->embedded", "multiply(all->select, all->out"),
+            ("all->out[i] += back[i];", "all->out[i] = back[i];"),
+            ("(2 * r + 1) * wide", "r * wide"),
+        ],
+        "backends/native/likely.c": [
+            ("few < all->most && known[few] >= 0", "few < all->most"),
+            ("mass(logits, size, most) + mass(own, few, most)", "mass(logits, size, most)"),
+            ("all->width) * scale;", "all->width);"),
+            ("(in_table ? logits : own)[place] = -INFINITY;", ""),
+            ("all->slots[r / all->nodes]", "all->slots[0]"),
+            ("in_table ? all->table[place] : known[place]", "in_table ? place : known[place]"),
+        ],
+        "draft/head/host.py": [
+            ("None if number else read, jobs)", "read, jobs)"),
+            ("if head.config.norm_before_residual:", "if False:", "no form of the tests norms before: speculators' files do"),
+            ("torch.arange(first, first + rows)", "torch.arange(rows)"),
+            ("lengths[:, None] + depths", "lengths[:, None] + depths * 0"),
+            ("window=config.window", "window=0"),
+            ("cache.store.dtype == torch.float32 and not head.config.cross", "cache.store.dtype == torch.float32"),
+            ("if found is None or len(found) < len(layers):", "if found is None:"),
+        ],
+        "draft/head/trees/paced.py": [
+            ("self.values[parent] if parent >= 0 else 0.0", "0.0"),
+            ("real = above is not None and reach[above]", "real = above is not None"),
+            ("reach[above] | 1 << number if", "1 << number if"),
+            ("one >> WORD * word & (1 << WORD) - 1", "one & (1 << WORD) - 1"),
+            ("own = own[every.numpy(), above.numpy()]", "own = own[:, :1].repeat(width, axis=1)"),
+            ("carry[every, above]", "carry[:, :1].expand(-1, width, -1)"),
+            ("[: self._texts]", ""),
         ],
     }),
 ]  # fmt: skip

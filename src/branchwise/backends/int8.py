@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from branchwise.backends.layer import InMemory, Matrix
 from branchwise.backends.native import PANEL, byte_panels, byte_product, row_functions
+from branchwise.backends.native.layer import InMemory, Matrix
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from branchwise.backends.layer import InMemory, Matrix
 from branchwise.backends.native import PANEL, float_product, panels
+from branchwise.backends.native.layer import InMemory, Matrix
 from branchwise.backends.trials import copies, seconds
 
 ROWS = 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from branchwise.backends.exact import Shape, Trial, tried
 from branchwise.backends.int8 import GROUP, Numbers, Way, stacked
-from branchwise.backends.layer import InMemory, Matrix
+from branchwise.backends.native.layer import InMemory, Matrix
 from branchwise.backends.packed import Lent, PackedLayers, Product
 from branchwise.backends.packed import matrix as packed_matrix
 from branchwise.errors import UnsupportedModel, UsageError

@@ -2,10 +2,9 @@
 
 A pass over few nodes of a small model takes transformers as long between the products as in them: some fifty operations
 a layer, each of which is called, checked and given memory of its own. Here they are a few functions in C
-(`backends/rows.c`, `backends/attention.c`), and layers that read the same rows are one product. With weights of few
-bits, whose products are exact, a row gets the same bits in a tree, in a batch and alone.
-
-Where all products of a layer are our own, it is one function (`backends/layer.c`), and nothing is called in between.
+(`backends/native`), and layers that read the same rows are one product. With weights of few bits, whose products are
+exact, a row gets the same bits in a tree, in a batch and alone. Where all products of a layer are our own, it is one
+function (`layer.c`), and nothing is called in between.
 
 Which layers these are is seen by their parts, and whether they compute what they should by their results: each one is
 compared with the model's own in small passes at load. A layer that has been changed since is the model's again.
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.layer import Attention, Norm, Turning, Whole, room_for, whole_of
 from branchwise.backends.native import LANES, RowFunctions, row_functions
+from branchwise.backends.native.layer import Attention, Norm, Turning, Whole, room_for, whole_of
 from branchwise.backends.packed import MANY, Stack
 from branchwise.backends.quantized import QuantizedLinear, common_product
 from branchwise.backends.transformers.attention import Window

@@ -1,7 +1,7 @@
 """A head on a CPU, without the small operations between its products.
 
 A level of a draft has a few rows, of which torch takes longer between the products than in them. Here a block is one
-function in C, that of the target's own layers (`backends/layer.c`), the gate before it is another one, and the most
+function in C, that of the target's own layers (`backends/native`), the gate before it is another one, and the most
 probable tokens of rows are found by a third. The network says what is to be computed; a test compares the two for every
 form of a head.
 """
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.layer import Attention, Gate, Likely, Turning, Whole, room_for, whole_of
 from branchwise.backends.native import LANES, RowFunctions, row_functions
+from branchwise.backends.native.layer import Attention, Gate, Likely, Turning, Whole, room_for, whole_of
 from branchwise.backends.packed import Lent, Product
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.head.cache import HeadCache

@@ -70,7 +70,7 @@ class BestFirstDraft(DeviceDraft):
             value = (values[..., None] + likely.logprobs).flatten(1)
             token, parent = likely.tokens.flatten(1), expanded.repeat_interleave(width, dim=1)
             proposed.append((value, token, parent))
-            if self._ends(depth, value):
+            if depth == self._grown:
                 break
             values, best = value.topk(width, dim=1)
             above = best // width
@@ -89,21 +89,10 @@ class BestFirstDraft(DeviceDraft):
             levels = torch.cat([levels, torch.arange(1, self._copies + 1, device=roots.device)])
         return self._lay(roots, whole, levels)
 
-    def _ends(self, depth: int, values: Tensor) -> bool:
-        """Whether no level is grown below this one, whose nodes (batch, nodes) are so probable."""
-        return depth == self._grown
-
-    def _chosen(self, proposed: Nodes) -> Tensor:
-        """(batch, nodes): the numbers of the nodes that are kept, rising."""
-        return self._best_of(proposed[0], self.nodes - 1)
-
-    def _best_of(self, values: Tensor, count: int) -> Tensor:
-        return values.topk(count, dim=1).indices.sort(dim=1).values
-
     def _lay(self, roots: Tensor, proposed: Nodes, levels: Tensor) -> tuple[Tensor, ...]:
         """The best of all proposed nodes below their roots, each behind its parent; `levels` says how deep they are."""
         values, tokens, parents = proposed
-        chosen = self._chosen(proposed)
+        chosen = values.topk(self.nodes - 1, dim=1).indices.sort(dim=1).values
         batch, count = chosen.shape
         numbers = torch.arange(1, count + 1, device=roots.device).expand(batch, -1)
         # Of equally probable nodes a parent may be left out while its child is in: then the child is padding.

@@ -8,10 +8,13 @@ is drafted.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +22,11 @@ from branchwise.backends.base import TargetInfo
 from branchwise.control.choice import Rest, Terms, best
 from branchwise.control.costs import PassCostModel, cost_model_of
 from branchwise.control.trust import Kept, Trust, what_came
+from branchwise.core.rows import WORD, words_for
 from branchwise.core.tree import DraftTree
 from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.draft.head.trees.best_first import BestFirstDraft
-from branchwise.draft.head.trees.copies import NOTHING, Nodes
+from branchwise.draft.head.trees.copies import NOTHING, copied, with_copy
 from branchwise.draft.policies.topk import TopK
 from branchwise.verify import Verdict
 
@@ -45,6 +49,64 @@ class Said(NamedTuple):
         path = [-1, *(self.chosen[node - 1] for node in verdict.path[1:])]
         found = what_came(self.tokens, self.parents, path, verdict.token)
         return {node: came for node, came in found.items() if self.masses[node]}
+
+
+class Rows(NamedTuple):
+    """Nodes of one text that are expanded together."""
+
+    values: list[float]
+    """the logarithms of the chances of their paths"""
+    nodes: list[int]
+    """which of the proposed ones they are, -1 for the root"""
+
+
+class Proposed(NamedTuple):
+    """All nodes that may join the tree of one text, level by level, those of a copy behind them."""
+
+    values: list[float]
+    """the logarithms of the chances of their paths"""
+    tokens: list[int]
+    parents: list[int]
+    """-1 for the root"""
+
+    def add(self, rows: Rows, logprobs: list[list[float]], tokens: list[list[int]]) -> None:
+        """What is proposed behind each of some nodes."""
+        for value, node, said, named in zip(*rows, logprobs, tokens, strict=True):
+            self.values.extend(value + more for more in said)
+            self.tokens.extend(named)
+            self.parents.extend([node] * len(named))
+
+    @property
+    def masses(self) -> list[float]:
+        """How probable each node is behind its parent; 0 for one that is not there."""
+        above = [self.values[parent] if parent >= 0 else 0.0 for parent in self.parents]
+        pairs = zip(self.values, above, strict=True)
+        return [math.exp(min(0.0, value - over)) if value > NOTHING else 0.0 for value, over in pairs]
+
+    @property
+    def ranked(self) -> list[int]:
+        """The most probable paths first; of equal ones that which was proposed first."""
+        return sorted(range(len(self.values)), key=self.values.__getitem__, reverse=True)
+
+    def best(self, count: int) -> list[int]:
+        """So many nodes of the most probable paths, rising."""
+        return sorted(self.ranked[:count])
+
+    def laid(self, root: int, chosen: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens, parents and depths of the chosen nodes behind their root, and their ancestors as bits of words. One
+        whose parent was not chosen is padding."""
+        place = {-1: 0} | {node: number for number, node in enumerate(chosen, start=1)}
+        tokens, parents, depths, reach = [root], [-1], [0], [1]
+        for number, node in enumerate(chosen, start=1):
+            above = place.get(self.parents[node])
+            real = above is not None and reach[above]
+            tokens.append(self.tokens[node] if real else 0)
+            parents.append(above if above is not None and real else -1)
+            depths.append(depths[above] + 1 if above is not None and real else 0)
+            reach.append(reach[above] | 1 << number if above is not None and real else 0)
+        words = words_for(len(tokens))
+        bits = [[one >> WORD * word & (1 << WORD) - 1 for word in range(words)] for one in reach]
+        return [tokens, parents, depths], bits
 
 
 class PacedDraft(BestFirstDraft):
@@ -72,23 +134,61 @@ class PacedDraft(BestFirstDraft):
         """of those that are scored"""
 
     def grow(self, slots: Tensor, lengths: Tensor, roots: Tensor) -> tuple[Tensor, ...]:
-        self._texts = int((slots != self.cache.padding).sum())
-        return super().grow(slots, lengths, roots)
-
-    def _ends(self, depth: int, values: Tensor) -> bool:
-        self._made = depth
-        return super()._ends(depth, values) or not self._costs.knows_plain or float(values.max().exp()) < UNLIKELY
-
-    def _chosen(self, proposed: Nodes) -> Tensor:
-        values, tokens, parents = proposed
-        above = torch.where(parents < 0, 0.0, values.gather(1, parents.clamp_min(0)))
-        masses = torch.where(values > NOTHING, values - above, -torch.inf).exp().clamp_max(1.0).tolist()
-        worth = [self._worth(*row) for row in zip(masses, parents.tolist(), strict=True)]
-        chosen = self._best_of(values, self._size(values, torch.tensor(worth)))
+        """What its parent does, whose few numbers a host has sooner in lists."""
+        slots, lengths = slots.long(), lengths.long()
+        self._texts, width = int((slots != self.cache.padding).sum()), self._width
+        every, texts = torch.arange(len(slots))[:, None], [Proposed([], [], []) for _ in slots]
+        predict, carry = self._at_roots(slots, roots.long())
+        rows = [Rows([0.0], [-1]) for _ in slots]
+        own = np.zeros((len(slots), 1, max(1, self.cells)), dtype=np.bool_)
+        first, own_cells = 0, np.eye(width, dtype=np.bool_)
+        for depth in range(1, self._grown + 1):
+            likely = self._best(predict, slots, lengths, depth, width)
+            for text, at, *said in zip(texts, rows, likely.logprobs.tolist(), likely.tokens.tolist(), strict=True):
+                text.add(at, *said)
+            new = [text.values[first:] for text in texts]
+            if self._ends_at(depth, max(map(max, new))):
+                break
+            best = [sorted(range(len(values)), key=values.__getitem__, reverse=True)[:width] for values in new]
+            rows = [
+                Rows([values[node] for node in nodes], [first + node for node in nodes])
+                for values, nodes in zip(new, best, strict=True)
+            ]
+            tokens = torch.tensor(
+                [[text.tokens[node] for node in at.nodes] for text, at in zip(texts, rows, strict=True)]
+            )
+            above = torch.tensor(best) // width
+            if self.grammars is not None:
+                self.grammars.descend(above, tokens)
+            first, cell = first + len(new[0]), (depth - 1) * width
+            own = own[every.numpy(), above.numpy()]
+            own[:, :, cell : cell + width] |= own_cells
+            predict, carry = self._below(
+                slots, lengths, carry[every, above], tokens, cell, torch.from_numpy(own), depth
+            )
+        if self._copies:
+            texts = self._with_copies(texts, slots, lengths)
+        masses = [text.masses for text in texts]
+        size = self._size(texts, [self._worth(*pair) for pair in zip(masses, (t.parents for t in texts), strict=True)])
+        chosen = [text.best(size) for text in texts]
         self._said = [
-            Said(*row) for row in zip(masses, tokens.tolist(), parents.tolist(), chosen.tolist(), strict=True)
+            Said(mass, text.tokens, text.parents, nodes)
+            for mass, text, nodes in zip(masses, texts, chosen, strict=True)
         ]
-        return chosen
+        laid = [text.laid(root, nodes) for text, root, nodes in zip(texts, roots.tolist(), chosen, strict=True)]
+        numbers, reach = (np.array(part) for part in zip(*laid, strict=True))
+        tokens, parents, depths = torch.from_numpy(numbers).unbind(1)
+        return tokens, parents, depths, torch.from_numpy(reach.astype(np.uint32).view(np.int32))
+
+    def _with_copies(self, texts: list[Proposed], slots: Tensor, lengths: Tensor) -> list[Proposed]:
+        nodes = tuple(torch.tensor([text[part] for text in texts]) for part in range(3))
+        found = with_copy(nodes, copied(self.cache.tokens[slots], lengths, self._copies), self._grown)  # type: ignore[arg-type]
+        return [Proposed(*parts) for parts in zip(*(part.tolist() for part in found), strict=True)]
+
+    def _ends_at(self, depth: int, most: float) -> bool:
+        """Whether no level is grown below this one, whose best node has a path so probable."""
+        self._made = depth
+        return depth == self._grown or not self._costs.knows_plain or math.exp(most) < UNLIKELY
 
     def _worth(self, masses: list[float], parents: list[int]) -> list[float]:
         """How probable the paths of nodes are, by what such promises were worth."""
@@ -100,12 +200,14 @@ class PacedDraft(BestFirstDraft):
     def _trusted(self, node: int, nodes: int) -> Trust:
         return self._trust_in_copies if node >= nodes - self._copies else self._trust
 
-    def _size(self, values: Tensor, worth: Tensor) -> int:
+    def _size(self, texts: list[Proposed], worth: list[list[float]]) -> int:
         """How many nodes give most tokens a second, of all texts together."""
         if not self._costs.knows_plain:
             return 0  # once in a while a plain step must be timed
-        most = min(self.nodes - 1, values.shape[1])
-        reached = worth.gather(1, values.topk(most, dim=1).indices)[: self._texts].mean(dim=0).cumsum(dim=0).tolist()
+        most = min(self.nodes - 1, len(texts[0].values))
+        real = [*zip(texts, worth, strict=True)][: self._texts]
+        gains = [[paths[node] for node in text.ranked[:most]] for text, paths in real]
+        reached = [*accumulate(sum(gain) / len(real) for gain in zip(*gains, strict=True))]
         tokens = [1.0, *(1 + more for more in reached)]
         spent = self._made * self._level_cost
         costs = [spent + cost for cost in self._costs.costs(range(1, most + 2), hoped=True)]

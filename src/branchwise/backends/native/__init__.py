@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from branchwise.backends.layer import Attention, Gate, Layer, Likely, Turning
+from branchwise.backends.native.layer import Attention, Gate, Layer, Likely, Turning
 
 log = logging.getLogger(__name__)
 
