@@ -31,7 +31,10 @@ from tests.test_head_training import FORMS
 pytestmark = pytest.mark.skipif(row_functions() is None, reason="needs a C compiler and OpenMP")
 
 WIDTH = 32
-HERE = [form for form, options in FORMS.items() if "cross" not in options]
+ALL = FORMS | {
+    "speculators": {"norm_before_residual": True, "carry_normed": True, "query_norm": True, "attention_bias": True}
+}
+HERE = [form for form, options in ALL.items() if "cross" not in options]
 KINDS = ["floats", pytest.param("bytes", marks=pytest.mark.skipif(byte_product() is None, reason="needs AVX-512 VNNI"))]
 
 
@@ -55,10 +58,9 @@ def install(model: nn.Module, kind: str) -> Callable[[Tensor], Product]:
 def head_of(form: str) -> Head:
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"width": WIDTH, "taps": TAPS, "heads": 4, "kv_heads": 2, "head_width": 8, "mlp": 32}
-    head = Head(HeadConfig(**sizes | FORMS[form]), 1 / 100 ** (torch.arange(4) / 4))
+    head = Head(HeadConfig(**sizes | ALL[form]), 1 / 100 ** (torch.arange(4) / 4))
     for weight in head.parameters():
-        if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=0.3)
+        torch.nn.init.normal_(weight, std=0.3) if weight.ndim == 2 else torch.nn.init.uniform_(weight, 0.5, 1.5)
     return head.eval().requires_grad_(False)
 
 

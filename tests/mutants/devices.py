@@ -233,7 +233,7 @@ FAMILIES = [
         ],
         "draft/head/host.py": [
             ("None if number else read, jobs)", "read, jobs)"),
-            ("if head.config.norm_before_residual:", "if False:", "no form of the tests norms before: speculators' files do"),
+            ("if head.config.norm_before_residual:", "if False:"),
             ("torch.arange(first, first + rows)", "torch.arange(rows)"),
             ("lengths[:, None] + depths", "lengths[:, None] + depths * 0"),
             ("window=config.window", "window=0"),
