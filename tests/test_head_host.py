@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from branchwise.backends.int8 import Bytes, Numbers
 from branchwise.backends.native import byte_product, row_functions
 from branchwise.backends.packed import Lent, PanelMatrix, Product
-from branchwise.backends.quantized import InEightBits
+from branchwise.backends.quantized import InEightBits, Installed, install_products
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.sequence import SequenceState
 from branchwise.draft import build_drafter, build_policy
+from branchwise.draft.head import drafter as drafter_module
 from branchwise.draft.head.cache import HeadCache
 from branchwise.draft.head.drafter import HeadDrafter
 from branchwise.draft.head.file import TrainedHead
@@ -125,7 +126,7 @@ def test_the_most_probable_tokens_are_those_of_torch(batch: int, rows: int, size
 @torch.no_grad()
 def test_trees_and_texts_are_those_of_the_network(form: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With prompts in chunks, texts that come and go, and rows that have left a window."""
-    monkeypatch.setattr("branchwise.draft.head.drafter.install_products", lambda head, quantised: install(head, kind))
+    monkeypatch.setattr(drafter_module, "install_products", lambda head, _: Installed(install(head, kind), 1.0))
     model, noted, read = model_of(hidden_size=WIDTH), [], list[int]()
     own = HostHead.read
     monkeypatch.setattr(HostHead, "read", lambda self, *rows: read.append(1) or own(self, *rows))
@@ -179,12 +180,24 @@ def test_rows_that_follow_a_text_are_written_behind_it() -> None:
 
 
 def test_a_drafter_on_a_cpu_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "branchwise.draft.head.drafter.install_products", lambda head, quantised: install(head, "floats")
-    )
+    monkeypatch.setattr(drafter_module, "install_products", lambda head, _: Installed(install(head, "floats"), 1.0))
     target = TransformersTarget(model_of(hidden_size=WIDTH), slots=1, context=64)
     drafter = HeadDrafter(TrainedHead(head_of("fspad"), torch.arange(VOCABULARY), *names(target)))
     drafter.bind(target.info)
     assert drafter._host is not None
     assert drafter._ahead is not None
     assert drafter._ahead._head._host is not None
+
+
+@pytest.mark.skipif(byte_product() is None, reason="needs AVX-512 VNNI")
+@pytest.mark.parametrize(("width", "size"), [(512, 0.25), (32, 1.0)])
+def test_a_large_head_multiplies_in_bytes_where_we_have_a_product(width: int, size: float) -> None:
+    layers = nn.Sequential(nn.Linear(width, 2048), nn.Linear(2048, width)).requires_grad_(False)
+    rows = torch.randn(3, width)
+    wanted = layers(rows)
+    installed = install_products(layers, "")
+    assert installed.bytes == size
+    assert all(isinstance(vars(layer).get("forward"), Lent) is (size < 1) for layer in layers)
+    torch.testing.assert_close(layers(rows), wanted, rtol=0.05, atol=0.05 if size < 1 else 1e-5)
+    weight = torch.randn(64, width)
+    torch.testing.assert_close(installed.product_of(weight)(rows, None), rows @ weight.T, rtol=0.05, atol=2.0)

@@ -333,7 +333,7 @@ def test_a_layer_that_is_one_function_gives_the_bits_of_its_parts(
 ) -> None:
     if kind == "bytes" and (byte_product() is None or tried([(64, 64)], 8).best is not Bytes):
         pytest.skip("the product of this CPU is a library's")
-    monkeypatch.setattr(packed, "ways_to_pack", lambda weights: [PanelMatrix] * len(weights))
+    monkeypatch.setattr(packed, "ways_to_pack", lambda weights, spared: [PanelMatrix] * len(weights))
     at_once: list[int] = []
     own = RowFunctions.layer
     monkeypatch.setattr(RowFunctions, "layer", lambda self, job: at_once.append(job.rows) or own(self, job))

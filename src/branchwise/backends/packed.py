@@ -27,6 +27,9 @@ ROWS = 4
 """of the trial, beside a single one"""
 GAIN = 0.9
 """the share of the time of several rows from which on packing pays"""
+SPARED = 1.25
+"""times as long as a library's product with a single row may be one of our own that makes a layer one call: what lies
+between its products is spared"""
 MANY = 128
 """rows from which on bringing weights into blocks at a call hardly counts"""
 TRIALS = 5
@@ -158,7 +161,8 @@ class PackedLayers:
     """The linear layers of a model on a CPU, and `stacks` of some of them; as a context it lends the model its
     products. Stacks have theirs from the start."""
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Stack] = ()) -> None:
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack] = (), *, at_once: bool = False) -> None:
+        """`at_once`: where products are our own, several of them are one call."""
         apart = {id(weight) for stack in stacks for weight in stack.weights}
         layers = [one for one in model.modules() if type(one) is nn.Linear and id(one.weight) not in apart]
         first: dict[tuple[torch.Size, ...], Tensor] = {}
@@ -167,7 +171,7 @@ class PackedLayers:
             if shapes not in first:
                 first[shapes] = stacked([weight.detach() for weight in stack.weights])
         examples = [first[tuple(weight.shape for weight in stack.weights)] for stack in stacks]
-        ways = ways_to_pack([*(layer.weight for layer in layers), *examples])
+        ways = ways_to_pack([*(layer.weight for layer in layers), *examples], SPARED if at_once else 1.0)
         self._forwards = [
             (layer, Lent(way(layer.weight), layer.bias)) for layer, way in zip(layers, ways, strict=False) if way
         ]
@@ -201,9 +205,9 @@ class Lent:
         return self.product(rows, self.bias)
 
 
-def ways_to_pack(weights: Sequence[Tensor]) -> list[Way | None]:
+def ways_to_pack(weights: Sequence[Tensor], spared: float = 1.0) -> list[Way | None]:
     """How each is packed: all in the way in which products with all of them are fastest, if there is room for them and
-    this way can do it; None if not."""
+    this way can do it; None if not. A product of our own with a single row may take `spared` times a library's."""
     usable = [one.device.type == "cpu" and not one.is_inference() and one.numel() >= SMALL for one in weights]
     kinds = [(weight.shape, weight.dtype) for weight in weights]
     first = {kind: weight for kind, weight, can in zip(kinds, weights, usable, strict=True) if can}
@@ -216,7 +220,7 @@ def ways_to_pack(weights: Sequence[Tensor]) -> list[Way | None]:
     best = min(WAYS, key=lambda way: totals[way][1])
     pays = totals[best][1] < GAIN * totals[None][1]
     works = [can and pays and best in tried[kind] for kind, can in zip(kinds, usable, strict=True)]
-    if best is PanelMatrix and totals[best][0] > totals[None][0]:
+    if best is PanelMatrix and totals[best][0] > spared * totals[None][0]:
         best = PanelsForSeveral
     chosen = [best if can else None for can in works]
     wanted = sum(weight.nbytes for weight, way in zip(weights, chosen, strict=True) if way)

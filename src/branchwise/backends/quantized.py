@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from branchwise.backends.exact import Shape, Trial, tried
-from branchwise.backends.int8 import GROUP, Numbers, Way, stacked
+from branchwise.backends.int8 import GROUP, Bytes, Numbers, Way, stacked
+from branchwise.backends.native import byte_product
 from branchwise.backends.native.layer import InMemory, Matrix
 from branchwise.backends.packed import Lent, PackedLayers, Product
 from branchwise.backends.packed import matrix as packed_matrix
@@ -32,6 +33,8 @@ FORMAT = 1
 """of what is kept in the cache; raise it when a conversion would come out differently"""
 PAYS = 1.25
 """how many times as fast as in floating point products must be for `auto` to take 8 bits"""
+LARGE = 1 << 20
+"""weights of a drafter from which on it is read from memory"""
 
 
 def choose_weights(weights: str, dtype: str | torch.dtype, device: str) -> str:
@@ -198,9 +201,9 @@ def best_way(shapes: Iterable[Shape], bits: int) -> type[Way]:
     return found
 
 
-def in_eight_bits(weights: Sequence[Tensor]) -> list[Product]:
-    """Products with matrices (out, in) brought to 8 bits, for drafters of a quantised target."""
-    way = best_way([(len(weight), weight.shape[1]) for weight in weights], 8)
+def in_eight_bits(weights: Sequence[Tensor], way: type[Way] | None = None) -> list[Product]:
+    """Products with matrices (out, in) brought to 8 bits, for drafters; by default in the fastest way."""
+    way = way or best_way([(len(weight), weight.shape[1]) for weight in weights], 8)
     return [InEightBits(way(Numbers.of(weight)), weight.shape[1]) for weight in weights]
 
 
@@ -218,16 +221,28 @@ class InEightBits(InMemory):
         return self._way.matrix(bias) if isinstance(self._way, InMemory) else None
 
 
-def install_products(model: nn.Module, quantised: str) -> Callable[[Tensor], Product]:
-    """Let the linear layers of a drafter compute from now on as those of its target do, `TargetInfo.quantised`. Returns
-    what makes a product of another matrix."""
-    if quantised != "int8":
-        PackedLayers(model).install()
-        return packed_matrix
+class Installed(NamedTuple):
+    """How a drafter multiplies."""
+
+    product_of: Callable[[Tensor], Product]
+    """what makes a product of another matrix"""
+    bytes: float
+    """that a weight has, in those of its parameters"""
+
+
+def install_products(model: nn.Module, quantised: str) -> Installed:
+    """Let the linear layers of a drafter compute from now on as those of its target do, `TargetInfo.quantised`, or in 8
+    bits where a product of our own has them: that takes a quarter of the time and changes no text."""
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
-    for layer, product in zip(layers, in_eight_bits([layer.weight for layer in layers]), strict=True):
+    plain = all(layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32 for layer in layers)
+    large = sum(layer.weight.numel() for layer in layers) >= LARGE
+    way = Bytes if plain and large and byte_product() is not None else None
+    if quantised != "int8" and way is None:
+        PackedLayers(model, at_once=True).install()
+        return Installed(packed_matrix, 1.0)
+    for layer, product in zip(layers, in_eight_bits([layer.weight for layer in layers], way), strict=True):
         layer.__dict__["forward"] = Lent(product, layer.bias)
-    return lambda weight: in_eight_bits([weight])[0]
+    return Installed(lambda weight: in_eight_bits([weight], way)[0], 1 / layers[0].weight.itemsize)
 
 
 def trial(model: nn.Module, dtype: torch.dtype) -> Trial:

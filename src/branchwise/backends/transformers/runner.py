@@ -206,7 +206,8 @@ class ModelRunner:
                 layers = HostLayers(self.model)
                 if layers:
                     layers.check(layout, self._small_passes)
-                _forms[self.model] = known = HostForm(layers, PackedLayers(self.model, layers.stacks))
+                packed = PackedLayers(self.model, layers.stacks, at_once=bool(layers))
+                _forms[self.model] = known = HostForm(layers, packed)
             self._form = known
 
     @property

@@ -107,7 +107,7 @@ class HeadDrafter(SharingDrafter):
         # keys of the target would not fit queries of the head.
         self.head = copy.deepcopy(self.trained.head).to(target.device, target.dtype)
         self.head.frequencies = self.trained.head.frequencies.float().to(target.device)
-        product_of = install_products(self.head, target.quantised)
+        product_of, size = install_products(self.head, target.quantised)
         table, copies, usual = self.wanted, self._copies, usual_on(target.device)
         if not self._tree_given:
             self.tree, copies = usual.tree, usual.copies if copies is None else copies
@@ -132,7 +132,7 @@ class HeadDrafter(SharingDrafter):
         self._window, self._reach = config.window, config.layers * (config.window - 1) + 1
         if target.weight_bytes is not None:
             weights = sum(weight.nbytes for weight in self.head.parameters()) + self._rows.nbytes
-            self.cost = weights / target.weight_bytes / (4 if target.quantised == "int8" else 1)
+            self.cost = size * weights / target.weight_bytes
         if config.cross and target.cached_layer is None:
             return  # the target does not show where its cache lies
         cached = partial(target.cached_layer, config.cross) if config.cross and target.cached_layer else None
