@@ -52,7 +52,7 @@ def install(model: nn.Module, kind: str) -> Callable[[Tensor], Product]:
     product_of = panels_of if kind == "floats" else bytes_of
     for layer in model.modules():
         if type(layer) is nn.Linear:
-            layer.__dict__["forward"] = Lent(product_of(layer.weight), layer.bias)
+            layer.__dict__["forward"] = Lent(product_of(layer.weight), layer)
     return product_of
 
 

@@ -19,7 +19,7 @@ from branchwise.backends.base import Needs
 from branchwise.backends.exact import tried
 from branchwise.backends.int8 import LEAST, Bytes, IntMM, Numbers
 from branchwise.backends.native import LANES, PANEL, RowFunctions, byte_product, row_functions
-from branchwise.backends.native.layer import Attention, Turning
+from branchwise.backends.native.layer import Attention, Turning, room_for
 from branchwise.backends.packed import MANY, PanelMatrix
 from branchwise.backends.transformers import host_layers
 from branchwise.backends.transformers.host_layers import HostLayer
@@ -333,7 +333,7 @@ def test_a_layer_that_is_one_function_gives_the_bits_of_its_parts(
 ) -> None:
     if kind == "bytes" and (byte_product() is None or tried([(64, 64)], 8).best is not Bytes):
         pytest.skip("the product of this CPU is a library's")
-    monkeypatch.setattr(packed, "ways_to_pack", lambda weights, spared: [PanelMatrix] * len(weights))
+    monkeypatch.setattr(packed, "ways_to_pack", lambda weights, at_once: [PanelMatrix] * len(weights))
     at_once: list[int] = []
     own = RowFunctions.layer
     monkeypatch.setattr(RowFunctions, "layer", lambda self, job: at_once.append(job.rows) or own(self, job))
@@ -478,3 +478,28 @@ def test_functions_that_are_compiled_beside_a_reading_are_compiled_once(monkeypa
     first, second = native._library(), native._library()
     assert first is second is not None
     assert done == ["compiled"]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_room_for_functions_is_of_floats_whatever_torch_takes_by_default(kind: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(kind)
+        room = room_for(3, 10, 8)
+    finally:
+        torch.set_default_dtype(before)
+    assert room.nbytes >= 3 * (4 * 10 + 2 * 8 + 4)
+
+
+def test_without_a_place_for_files_a_model_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: Any, **more: Any) -> Any:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refused)
+    native._compiled.cache_clear()
+    assert native._library() is None
+    native._compiled.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setenv("CC", 'gcc "')
+    assert native._library() is None
+    native._compiled.cache_clear()

@@ -107,6 +107,13 @@ def test_there_is_a_way_on_every_machine() -> None:
 
 
 @pytest.mark.skipif(byte_product() is None, reason="needs a CPU with AVX-512 VNNI, and a C compiler")
+@pytest.mark.parametrize("count", [128, 129, 300])
+def test_rows_of_a_long_prompt_are_multiplied_in_parts(count: int) -> None:
+    product, rows = Bytes(Numbers.of(torch.randn(48, 64))), torch.randn(count, 64) * torch.rand(count, 1)
+    assert torch.equal(product(rows), torch.cat([product(row[None]) for row in rows]))
+
+
+@pytest.mark.skipif(byte_product() is None, reason="needs a CPU with AVX-512 VNNI, and a C compiler")
 def test_our_own_product_is_exact_wherever_it_is() -> None:
     """Were it not, the trial would leave it out, and nobody would know."""
     assert Bytes in ways()

@@ -177,7 +177,7 @@ def load(
     place = choose_device(device)
     bits, number = choose_weights(weights, dtype, place), choose_dtype(dtype, place)
     check_name(model)
-    if place == "cpu":
+    if place == "cpu" and (bits != FLOAT or number == torch.float32):
         native.begin()
     keep_compiled_kernels()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}

@@ -90,7 +90,7 @@ FAMILIES = [
             ("layer.__dict__.pop(\"forward\", None)", "pass"),
             ("wanted <= SHARE * free_memory()", "wanted <= free_memory()"),
             (" and one.numel() >= SMALL", ""),
-            ("return self.product(rows, self.bias)", "return self.product(rows, None)"),
+            ("return self.product(rows, self.layer.bias)", "return self.product(rows, None)"),
             ("rows = rows.contiguous()", "pass"),
             ("torch.allclose(wanted.float(), found.float(), atol=TOLERANCE * float(wanted.abs().max()))", "True"),
         ],
@@ -151,13 +151,16 @@ FAMILIES = [
     Family("bytes", [
         "tests/test_int8.py::test_our_own_product_is_exact_wherever_it_is",
         "tests/test_int8.py::test_a_row_gives_the_same_bits_alone_and_among_others",
+        "tests/test_int8.py::test_rows_of_a_long_prompt_are_multiplied_in_parts",
     ], {
         "backends/native/products.c": [
             ("_mm512_sub_epi32(sums[r], zeros)", "sums[r]"),
             ("all->scales[from + r]", "all->scales[r]"),
             ("i < in; i += 4, rows += all->count", "i < in; i += 4, rows += count"),
             ("(const int32_t *)all->rows + from;", "(const int32_t *)all->rows;"),
-            ("fours + i * count + 4 * r, bytes", "fours + i * count + r, bytes"),
+            ("fours + i * some + 4 * r, bytes", "fours + i * some + r, bytes"),
+            ("bytes + (first + r) * in", "bytes + r * in"),
+            (".scales = scales + first", ".scales = scales"),
         ],
         "backends/int8.py": [
             ("self.zero * matrix.numbers.sum(", "127 * matrix.numbers.sum("),
@@ -245,8 +248,8 @@ FAMILIES = [
             ("real = above is not None and reach[above]", "real = above is not None"),
             ("reach[above] | 1 << number if", "1 << number if"),
             ("one >> WORD * word & (1 << WORD) - 1", "one & (1 << WORD) - 1"),
-            ("own = own[every.numpy(), above.numpy()]", "own = own[:, :1].repeat(width, axis=1)"),
-            ("carry[every, above]", "carry[:, :1].expand(-1, width, -1)"),
+            ("own = own[every, above.numpy()]", "own = own[:, :1].repeat(width, axis=1)"),
+            ("carry[torch.from_numpy(every), above]", "carry[:, :1].expand(-1, width, -1)"),
             ("[: self._texts]", ""),
         ],
     }),

@@ -162,7 +162,7 @@ class PackedLayers:
     products. Stacks have theirs from the start."""
 
     def __init__(self, model: nn.Module, stacks: Sequence[Stack] = (), *, at_once: bool = False) -> None:
-        """`at_once`: where products are our own, several of them are one call."""
+        """`at_once`: where products are our own, those of layers are one call, as those of stacks are."""
         apart = {id(weight) for stack in stacks for weight in stack.weights}
         layers = [one for one in model.modules() if type(one) is nn.Linear and id(one.weight) not in apart]
         first: dict[tuple[torch.Size, ...], Tensor] = {}
@@ -171,9 +171,11 @@ class PackedLayers:
             if shapes not in first:
                 first[shapes] = stacked([weight.detach() for weight in stack.weights])
         examples = [first[tuple(weight.shape for weight in stack.weights)] for stack in stacks]
-        ways = ways_to_pack([*(layer.weight for layer in layers), *examples], SPARED if at_once else 1.0)
+        ways = ways_to_pack(
+            [*(layer.weight for layer in layers), *examples], [*[at_once] * len(layers), *[True] * len(stacks)]
+        )
         self._forwards = [
-            (layer, Lent(way(layer.weight), layer.bias)) for layer, way in zip(layers, ways, strict=False) if way
+            (layer, Lent(way(layer.weight), layer)) for layer, way in zip(layers, ways, strict=False) if way
         ]
         for stack, way in zip(stacks, ways[len(layers) :], strict=True):
             if way and not any(weight.is_inference() for weight in stack.weights):
@@ -199,15 +201,15 @@ class Lent:
     """What a linear layer computes with in place of its own."""
 
     product: Product
-    bias: Tensor | None
+    layer: nn.Linear
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self.product(rows, self.bias)
+        return self.product(rows, self.layer.bias)
 
 
-def ways_to_pack(weights: Sequence[Tensor], spared: float = 1.0) -> list[Way | None]:
+def ways_to_pack(weights: Sequence[Tensor], at_once: Sequence[bool] = ()) -> list[Way | None]:
     """How each is packed: all in the way in which products with all of them are fastest, if there is room for them and
-    this way can do it; None if not. A product of our own with a single row may take `spared` times a library's."""
+    this way can do it; None if not. Those `at_once` are part of one call where they are our own."""
     usable = [one.device.type == "cpu" and not one.is_inference() and one.numel() >= SMALL for one in weights]
     kinds = [(weight.shape, weight.dtype) for weight in weights]
     first = {kind: weight for kind, weight, can in zip(kinds, weights, usable, strict=True) if can}
@@ -220,9 +222,10 @@ def ways_to_pack(weights: Sequence[Tensor], spared: float = 1.0) -> list[Way | N
     best = min(WAYS, key=lambda way: totals[way][1])
     pays = totals[best][1] < GAIN * totals[None][1]
     works = [can and pays and best in tried[kind] for kind, can in zip(kinds, usable, strict=True)]
-    if best is PanelMatrix and totals[best][0] > spared * totals[None][0]:
-        best = PanelsForSeveral
-    chosen = [best if can else None for can in works]
+    chosen: list[Way | None] = [best if can else None for can in works]
+    for number, spares in enumerate(at_once or [False] * len(weights)):
+        if chosen[number] is PanelMatrix and totals[best][0] > (SPARED if spares else 1.0) * totals[None][0]:
+            chosen[number] = PanelsForSeveral
     wanted = sum(weight.nbytes for weight, way in zip(weights, chosen, strict=True) if way)
     return chosen if wanted <= SHARE * free_memory() else [None] * len(weights)
 

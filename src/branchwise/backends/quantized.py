@@ -241,7 +241,7 @@ def install_products(model: nn.Module, quantised: str) -> Installed:
         PackedLayers(model, at_once=True).install()
         return Installed(packed_matrix, 1.0)
     for layer, product in zip(layers, in_eight_bits([layer.weight for layer in layers], way), strict=True):
-        layer.__dict__["forward"] = Lent(product, layer.bias)
+        layer.__dict__["forward"] = Lent(product, layer)
     return Installed(lambda weight: in_eight_bits([weight], way)[0], 1 / layers[0].weight.itemsize)
 
 

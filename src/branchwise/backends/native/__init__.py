@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "rows.c", "attention.c", "layer.c", "likely.c")]
 FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
-    *("-shared", "-fPIC"),
+    *("-shared", "-fPIC", "-Wl,-Bsymbolic"),
 )
 ALIKE = "--param=avoid-fma-max-bits=0"
 """GCC would round sums otherwise where there is only one of them, for some CPUs; other compilers may not know that"""
@@ -178,7 +178,8 @@ def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def begin() -> None:
     """Compile beside what the caller does, which may end first: whoever asks for a function waits."""
-    threading.Thread(target=_library, daemon=True, name="compiling").start()
+    if _threads() is not None:  # or nobody will ask
+        threading.Thread(target=_library, daemon=True, name="compiling").start()
 
 
 def _library() -> ctypes.CDLL | None:
@@ -188,16 +189,16 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _compiled() -> ctypes.CDLL | None:
-    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
     for flags in ((*FLAGS, ALIKE), FLAGS):
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "native.so"
-            try:
+        try:
+            compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "clang"]
+            with tempfile.TemporaryDirectory() as folder:
+                made = Path(folder) / "native.so"
                 command = [*compiler, *flags, *map(str, SOURCES), "-o", str(made), "-lm"]
                 subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
                 return ctypes.CDLL(str(made))
-            except (OSError, subprocess.SubprocessError) as error:
-                log.info("Functions of our own are not compiled: %s", error)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            log.info("Functions of our own are not compiled: %s", error)
     return None
 
 

@@ -90,7 +90,7 @@ class Likely(ctypes.Structure):
 
 def room_for(rows: int, floats: int, widest: int) -> Tensor:
     """For so many numbers a row, and for the bytes of rows of products, the widest of which are so wide."""
-    return torch.empty(rows * (floats + widest // 2 + 1) + 1)
+    return torch.empty(rows * (floats + widest // 2 + 1) + 1, dtype=torch.float32, device="cpu")
 
 
 class Whole:

@@ -92,7 +92,8 @@ void float_product(const float *rows, const float *panels, float *out, ptrdiff_t
 #ifdef BYTES
 #include <immintrin.h>
 #include <string.h>
-#define AHEAD 1024 /* bytes of weights that are on their way */
+#define AHEAD 1024   /* bytes of weights that are on their way */
+#define TOGETHER 128 /* rows that stay near while the weights pass by */
 
 /* Four products of a byte without a sign, of a row, and one with a sign, of a weight, are added at a time; so four bytes
    of every row are side by side. What stands for 0 in rows is in all sums alike, `zeros` times. */
@@ -125,10 +126,13 @@ void byte_product(const float *rows, uint8_t *bytes, float *scales, const int8_t
                   float least, int zero, unsigned threads, parallel *run) {
     whole_numbers(rows, 0, bytes, scales, count, in, levels, least, zero);
     uint8_t *const fours = bytes + count * in;
-    for (ptrdiff_t r = 0; r < count; r++)
-        for (ptrdiff_t i = 0; i < in; i += 4) memcpy(fours + i * count + 4 * r, bytes + r * in + i, 4);
-    job all = {.tile = any_byte_tile, .rows = fours, .panels = panels, .out = out, .count = count, .in = in, .size = size,
-               .columns = columns, .scales = scales, .zeros = zeros};
-    shared(&all, threads, run);
+    for (ptrdiff_t first = 0; first < count; first += TOGETHER) {
+        const ptrdiff_t some = count - first < TOGETHER ? count - first : TOGETHER;
+        for (ptrdiff_t r = 0; r < some; r++)
+            for (ptrdiff_t i = 0; i < in; i += 4) memcpy(fours + i * some + 4 * r, bytes + (first + r) * in + i, 4);
+        job all = {.tile = any_byte_tile, .rows = fours, .panels = panels, .out = out + first * size, .count = some,
+                   .in = in, .size = size, .columns = columns, .scales = scales + first, .zeros = zeros};
+        shared(&all, threads, run);
+    }
 }
 #endif

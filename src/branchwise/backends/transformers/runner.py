@@ -206,7 +206,7 @@ class ModelRunner:
                 layers = HostLayers(self.model)
                 if layers:
                     layers.check(layout, self._small_passes)
-                packed = PackedLayers(self.model, layers.stacks, at_once=bool(layers))
+                packed = PackedLayers(self.model, layers.stacks)
                 _forms[self.model] = known = HostForm(layers, packed)
             self._form = known
 

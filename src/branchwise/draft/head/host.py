@@ -67,12 +67,12 @@ class HostHead:
     def read(self, slots: Tensor, lengths: Tensor, features: Tensor | None, embeddings: Tensor, behind: Behind) -> Rows:
         """What `Head.forward` finds for rows behind texts of so many rows, (batch, rows, width) all."""
         head, (batch, rows, width) = self._head, embeddings.shape
-        embedded = self._normed(embeddings.reshape(-1, width), head.embedding_norm)
+        embedded = self._normed(embeddings.reshape(-1, width).float(), head.embedding_norm)
         read = None
         if features is None:
             state: Tensor = head.join(embedded)
         else:
-            state = self._selected(features.reshape(-1, width), embedded)
+            state = self._selected(features.reshape(-1, width).float(), embedded)
             normed = self._normed(state, head.feature_norm)
             read = torch.cat([normed, embedded], dim=1)
             if head.config.norm_before_residual:
@@ -165,7 +165,7 @@ class HostHead:
         seen, depths, cell_depths = own.contiguous(), depths.contiguous(), cell_depths.contiguous()
         most = int(ends.max()) + columns
         cos, sin = angles.cos(), angles.sin()
-        room = torch.empty(torch.get_num_threads(), 2 * config.head_width + most, LANES)
+        room = cos.new_empty(torch.get_num_threads(), 2 * config.head_width + most, LANES)
         numbers: dict[str, Any] = {
             "texts": batch, "nodes": rows, "heads": config.heads, "kv_heads": config.kv_heads,
             "width": config.head_width, "cached": cache.store.shape[4], "slots": slots.data_ptr(),
@@ -193,7 +193,7 @@ def _whole(block: nn.Module) -> Whole:
 
 def _matrices(layers: Sequence[nn.Module]) -> list[Any]:
     lent = [vars(layer).get("forward") for layer in layers]
-    found = whole_of((one.product, one.bias) for one in lent if isinstance(one, Lent))
+    found = whole_of((one.product, one.layer.bias) for one in lent if isinstance(one, Lent))
     if found is None or len(found) < len(layers):
         raise TypeError("its products are those of a library")
     return found

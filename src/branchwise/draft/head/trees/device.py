@@ -58,7 +58,7 @@ class HeadOnDevice:
         (slots, heads, rows, width)."""
         self.head, self.cache = head, cache
         # In the order of the vocabulary, in blocks of which draws go.
-        self._table, order = table.sort()
+        self._table, order = table.long().sort()
         self.embeddings, self._output, self._cached = embeddings, output, cached
         self._rows = (output[table] if rows is None else rows)[order].contiguous()
         self._product = product_of(self._rows)

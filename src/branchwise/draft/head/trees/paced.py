@@ -137,7 +137,7 @@ class PacedDraft(BestFirstDraft):
         """What its parent does, whose few numbers a host has sooner in lists."""
         slots, lengths = slots.long(), lengths.long()
         self._texts, width = int((slots != self.cache.padding).sum()), self._width
-        every, texts = torch.arange(len(slots))[:, None], [Proposed([], [], []) for _ in slots]
+        every, texts = np.arange(len(slots))[:, None], [Proposed([], [], []) for _ in slots]
         predict, carry = self._at_roots(slots, roots.long())
         rows = [Rows([0.0], [-1]) for _ in slots]
         own = np.zeros((len(slots), 1, max(1, self.cells)), dtype=np.bool_)
@@ -154,17 +154,15 @@ class PacedDraft(BestFirstDraft):
                 Rows([values[node] for node in nodes], [first + node for node in nodes])
                 for values, nodes in zip(new, best, strict=True)
             ]
-            tokens = torch.tensor(
-                [[text.tokens[node] for node in at.nodes] for text, at in zip(texts, rows, strict=True)]
-            )
-            above = torch.tensor(best) // width
+            tokens = on_host([[text.tokens[node] for node in at.nodes] for text, at in zip(texts, rows, strict=True)])
+            above = on_host(best) // width
             if self.grammars is not None:
                 self.grammars.descend(above, tokens)
             first, cell = first + len(new[0]), (depth - 1) * width
-            own = own[every.numpy(), above.numpy()]
+            own = own[every, above.numpy()]
             own[:, :, cell : cell + width] |= own_cells
             predict, carry = self._below(
-                slots, lengths, carry[every, above], tokens, cell, torch.from_numpy(own), depth
+                slots, lengths, carry[torch.from_numpy(every), above], tokens, cell, torch.from_numpy(own), depth
             )
         if self._copies:
             texts = self._with_copies(texts, slots, lengths)
@@ -176,12 +174,12 @@ class PacedDraft(BestFirstDraft):
             for mass, text, nodes in zip(masses, texts, chosen, strict=True)
         ]
         laid = [text.laid(root, nodes) for text, root, nodes in zip(texts, roots.tolist(), chosen, strict=True)]
-        numbers, reach = (np.array(part) for part in zip(*laid, strict=True))
-        tokens, parents, depths = torch.from_numpy(numbers).unbind(1)
-        return tokens, parents, depths, torch.from_numpy(reach.astype(np.uint32).view(np.int32))
+        numbers, reach = zip(*laid, strict=True)
+        tokens, parents, depths = on_host(numbers).unbind(1)
+        return tokens, parents, depths, torch.from_numpy(np.array(reach, np.int64).astype(np.uint32).view(np.int32))
 
     def _with_copies(self, texts: list[Proposed], slots: Tensor, lengths: Tensor) -> list[Proposed]:
-        nodes = tuple(torch.tensor([text[part] for text in texts]) for part in range(3))
+        nodes = tuple(torch.from_numpy(np.array([text[part] for text in texts])) for part in range(3))
         found = with_copy(nodes, copied(self.cache.tokens[slots], lengths, self._copies), self._grown)  # type: ignore[arg-type]
         return [Proposed(*parts) for parts in zip(*(part.tolist() for part in found), strict=True)]
 
@@ -252,3 +250,8 @@ class PacedDraft(BestFirstDraft):
     def forget(self) -> None:
         self._trust, self._trust_in_copies = Trust(), Trust()
         self._rests.clear()
+
+
+def on_host(numbers: Any) -> Tensor:
+    """Lists of whole numbers, whatever device and kind torch would take by default."""
+    return torch.from_numpy(np.array(numbers, np.int64))
