@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from branchwise.backends.base import Scored
+from branchwise.backends.transformers import target as target_module
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import PadShape, TreeBatch
 from branchwise.core.sampling import SamplingParams
@@ -379,14 +380,14 @@ def test_trees_of_a_draft_model_are_passed_over_before_the_host_knows_where_they
 def test_where_there_is_no_memory_for_it_a_pass_does_not_begin(
     target: Watched, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = target._move, iter(range(1000))
+    own, calls = target_module.advance_inputs, iter(range(1000))
 
-    def moving(*given: Any, **named: Any) -> None:
+    def moving(*given: Any) -> None:
         if given[-1] is not None and next(calls) % 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        own(*given, **named)
+        own(*given)
 
-    monkeypatch.setattr(target, "_move", moving)
+    monkeypatch.setattr(target_module, "advance_inputs", moving)
     assert texts_of(write(target, NoDrafter())) == plain
     assert target.served > 0
 
