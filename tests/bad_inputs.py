@@ -127,6 +127,8 @@ BAD = (
     # What is not supported
     Bad("a suffix", {"suffix": "x"}, param="suffix", code=UNSUPPORTED),
     Bad("the best of several", {"best_of": 3}, param="best_of", code=UNSUPPORTED),
+    Bad("the best of true", {"best_of": True}, param="best_of", code=UNSUPPORTED),
+    Bad("a beam search of 0", {"use_beam_search": 0}, param="use_beam_search", code=UNSUPPORTED),
     Bad("a beam search", {"use_beam_search": True}, param="use_beam_search", code=UNSUPPORTED),
     # Paths and models
     Bad("another model", {"model": "other"}, 404, "model", "model_not_found"),

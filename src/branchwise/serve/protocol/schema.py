@@ -73,7 +73,9 @@ class Form(BaseModel):
         """Refuse what is beyond the limits, and what we cannot do."""
         for name, harmless in UNSUPPORTED.items():
             value = (self.model_extra or {}).get(name)
-            if value is not None and value not in harmless:
+            # To Python false is 0, and to JSON it is not.
+            same = [one for one in harmless if one == value and isinstance(one, bool) is isinstance(value, bool)]
+            if value is not None and not same:
                 raise Refusal(400, f"{name} is not supported by this server.", param=name, code="unsupported_value")
 
 
