@@ -204,11 +204,13 @@ def speeds(name: str) -> dict[tuple[str, str], Row]:
 
 
 def test_the_table_of_the_readme_shows_what_the_records_say() -> None:
-    table = re.findall(r"^\| SmolLM2.*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| SmolLM2.*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    table = [row for row in rows if row.count("|") == 9]
     assert len(table) == 6
     files = {
         ("2 CPU cores", "Spec-Bench, 40"): "memory-warm-cpu.jsonl",
         ("2 CPU cores", "Spec-Bench"): "bench-cpu.jsonl",
+        ("2 CPU cores", "Spec-Bench, 13"): "bench-default-xeon.jsonl",
         ("H200", "Spec-Bench, 40"): "speed-h200.jsonl",
     }
     for row in table:
