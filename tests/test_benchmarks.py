@@ -232,7 +232,8 @@ def test_records_of_a_contest_are_of_clean_code_and_equal_where_they_must_be(pat
         # A machine without git has the commit told, and the digest of what ran beside it.
         assert record.run["dirty"] is False or (record.run["dirty"] is None and record.run["source"])
         assert record.ids_hash == records.hash_ids(record.ids)
-        if record.run["dtype"] == "float32" and record.kind != "plain":
+        # llama.cpp computes with the weights as they are in the file.
+        if record.run["dtype"] == "float32" and record.kind != "plain" and record.contestant != "llama.cpp":
             assert record.equal is True
 
 
