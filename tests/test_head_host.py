@@ -192,7 +192,7 @@ def test_a_drafter_on_a_cpu_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(byte_product() is None, reason="needs AVX-512 VNNI")
 @pytest.mark.parametrize(("width", "size"), [(512, 0.25), (32, 1.0)])
 def test_a_large_head_multiplies_in_bytes_where_we_have_a_product(width: int, size: float) -> None:
-    layers = nn.Sequential(nn.Linear(width, 2048), nn.Linear(2048, width)).requires_grad_(False)
+    layers = nn.Sequential(nn.Linear(width, 1024), nn.Linear(1024, width)).requires_grad_(False)
     rows = torch.randn(3, width)
     wanted = layers(rows)
     installed = install_products(layers, "")
