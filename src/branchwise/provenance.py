@@ -56,7 +56,7 @@ def source_digest(*folders: Path) -> str:
     """Sixteen hexadecimal digits of the code and its data: they tell changed code from a commit's, also without git."""
     digest = hashlib.sha256()
     for folder in folders:
-        for file in sorted(file for file in folder.rglob("*") if file.suffix in (".c", ".py", ".toml", ".jsonl")):
+        for file in sorted(file for file in folder.rglob("*") if file.suffix in (".c", ".h", ".py", ".toml", ".jsonl")):
             digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -232,7 +232,7 @@ class Installed(NamedTuple):
 
 def install_products(model: nn.Module, quantised: str) -> Installed:
     """Let the linear layers of a drafter compute from now on as those of its target do, `TargetInfo.quantised`, or in 8
-    bits where a product of our own has them: that takes a quarter of the time and changes no text."""
+    bits where a product of our own has them: that reads a quarter of the bytes and changes no text."""
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     plain = all(layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32 for layer in layers)
     large = sum(layer.weight.numel() for layer in layers) >= LARGE

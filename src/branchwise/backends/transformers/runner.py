@@ -206,8 +206,7 @@ class ModelRunner:
                 layers = HostLayers(self.model)
                 if layers:
                     layers.check(layout, self._small_passes)
-                packed = PackedLayers(self.model, layers.stacks)
-                _forms[self.model] = known = HostForm(layers, packed)
+                _forms[self.model] = known = HostForm(layers, PackedLayers(self.model, layers.stacks))
             self._form = known
 
     @property
