@@ -18,8 +18,8 @@ from branchwise.backends import native, packed
 from branchwise.backends.base import Needs
 from branchwise.backends.exact import tried
 from branchwise.backends.int8 import LEAST, Bytes, IntMM, Numbers
-from branchwise.backends.native import LANES, PANEL, RowFunctions, byte_product, row_functions
-from branchwise.backends.native.layer import Attention, Turning, room_for
+from branchwise.backends.native import PANEL, RowFunctions, byte_product, row_functions
+from branchwise.backends.native.layer import LANES, Attention, Turning, room_for
 from branchwise.backends.packed import MANY, PanelMatrix
 from branchwise.backends.transformers import host_layers
 from branchwise.backends.transformers.host_layers import HostLayer

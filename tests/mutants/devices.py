@@ -237,7 +237,7 @@ FAMILIES = [
         "draft/head/host.py": [
             ("None if number else read, jobs)", "read, jobs)"),
             ("if head.config.norm_before_residual:", "if False:"),
-            ("torch.arange(first, first + rows)", "torch.arange(rows)"),
+            ("torch.arange(first, first + own.shape[1])", "torch.arange(own.shape[1])"),
             ("lengths[:, None] + depths", "lengths[:, None] + depths * 0"),
             ("window=config.window", "window=0"),
             ("cache.store.dtype == torch.float32 and not head.config.cross", "cache.store.dtype == torch.float32"),
@@ -245,8 +245,8 @@ FAMILIES = [
         ],
         "draft/head/trees/paced.py": [
             ("self.values[parent] if parent >= 0 else 0.0", "0.0"),
-            ("real = above is not None and reach[above]", "real = above is not None"),
-            ("reach[above] | 1 << number if", "1 << number if"),
+            ("real = above >= 0 and reach[above] > 0", "real = above >= 0"),
+            ("reach[above] | 1 << number if real", "1 << number if real"),
             ("one >> WORD * word & (1 << WORD) - 1", "one & (1 << WORD) - 1"),
             ("own = own[every, above.numpy()]", "own = own[:, :1].repeat(width, axis=1)"),
             ("carry[torch.from_numpy(every), above]", "carry[:, :1].expand(-1, width, -1)"),

@@ -44,8 +44,6 @@ SECONDS = 60
 _COMPILING = threading.Lock()
 PANEL = 16
 """outputs whose weights lie side by side"""
-LANES = 16
-"""numbers of a register, at most"""
 
 
 @cache

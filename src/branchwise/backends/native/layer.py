@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_float, c_int, c_ssize_t, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+LANES = 16
+"""numbers of a register, at most"""
 
 Norm = tuple[Tensor, float]
 """its weight, and what keeps it from dividing by zero"""
@@ -93,6 +97,53 @@ def room_for(rows: int, floats: int, widest: int) -> Tensor:
     return torch.empty(rows * (floats + widest // 2 + 1) + 1, dtype=torch.float32, device="cpu")
 
 
+class Jobs(NamedTuple):
+    """What layers of one shape hand to functions in a pass."""
+
+    turning: Turning
+    attention: Attention
+    kept: tuple[Tensor, ...]
+    """as long as these may be read"""
+
+
+def jobs_of(
+    turn: tuple[Tensor, Tensor],
+    slots: Tensor,
+    lengths: Tensor,
+    places: Tensor,
+    depths: Tensor,
+    seen: Tensor,
+    column_depths: Tensor,
+    *,
+    most: int,
+    cached: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    window: int,
+    scale: float,
+    epsilon: float,
+) -> Jobs:
+    """Filled in but for the places that are those of one layer: of new rows (texts, nodes) with these cosines and
+    sines, which are written to `places` of a cache of so many rows behind prefixes of these lengths, and see at `most`
+    so many rows. All tensors are in one piece."""
+    (texts, nodes), columns, (cos, sin) = places.shape, seen.shape[2], turn
+    room = cos.new_empty(torch.get_num_threads(), 2 * width + most, LANES)
+    numbers: dict[str, int] = {
+        "texts": texts, "nodes": nodes, "heads": heads, "kv_heads": kv_heads, "width": width, "cached": cached,
+        "slots": slots.data_ptr(),
+    }  # fmt: skip
+    turning = Turning(
+        cos=cos.data_ptr(), sin=sin.data_ptr(), places=places.data_ptr(), epsilon=epsilon, **numbers
+    )  # fmt: skip
+    attention = Attention(
+        lengths=lengths.data_ptr(), depths=depths.data_ptr(), seen=seen.data_ptr(),
+        column_depths=column_depths.data_ptr(), room=room.data_ptr(), columns=columns,
+        stride=(heads + 2 * kv_heads) * width, own=len(seen) > 1, most=most, window=window, scale=scale, **numbers,
+    )  # fmt: skip
+    return Jobs(turning, attention, (cos, sin, slots, lengths, places, depths, seen, column_depths, room))
+
+
 class Whole:
     """All of a layer but what a pass brings, for the function that computes it at once."""
 
@@ -107,6 +158,22 @@ class Whole:
         floats = 3 * back.size + qkv.size + back.width + wide.size + down.width
         self.room = floats, max(matrix.width for matrix in matrices)
         """numbers of a row, and of the widest row of a product"""
+
+    def compute(
+        self,
+        run: Callable[[Layer], None],
+        state: Tensor,
+        out: Tensor,
+        room: Tensor,
+        jobs: Jobs,
+        read: Tensor | None = None,
+    ) -> None:
+        """Of a state (…, width), which attends from what it reads, by default from itself; `run` is the one in C."""
+        job = self.job
+        job.state, job.out, job.room = state.data_ptr(), out.data_ptr(), room.data_ptr()
+        job.read, job.rows = None if read is None else read.data_ptr(), state.numel() // job.width
+        job.turning, job.attention = ctypes.addressof(jobs.turning), ctypes.addressof(jobs.attention)
+        run(job)
 
 
 def whole_of(parts: Iterable[tuple[object, Tensor | None]]) -> list[Matrix] | None:

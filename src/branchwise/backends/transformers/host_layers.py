@@ -12,19 +12,18 @@ compared with the model's own in small passes at load. A layer that has been cha
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.native import LANES, RowFunctions, row_functions
-from branchwise.backends.native.layer import Attention, Norm, Turning, Whole, room_for, whole_of
+from branchwise.backends.native import RowFunctions, row_functions
+from branchwise.backends.native.layer import Jobs, Norm, Whole, jobs_of, room_for, whole_of
 from branchwise.backends.packed import MANY, Stack
 from branchwise.backends.quantized import QuantizedLinear, common_product
 from branchwise.backends.transformers.attention import Window
@@ -153,14 +152,10 @@ class HostLayer:
     ) -> Tensor:
         keys, values = cache.layers_keys[self._number], cache.layers_values[self._number]
         jobs, hidden = self._jobs(current, turn, window, keys, values), hidden.contiguous()
-        out, rows = torch.empty_like(hidden), hidden.shape[0] * hidden.shape[1]
+        out = torch.empty_like(hidden)
         if whole.room not in current.jobs:
-            current.jobs[whole.room] = room_for(rows, *whole.room)
-        job = whole.job
-        job.state, job.out, job.rows = hidden.data_ptr(), out.data_ptr(), rows
-        job.room = current.jobs[whole.room].data_ptr()
-        job.turning, job.attention = ctypes.addressof(jobs.turning), ctypes.addressof(jobs.attention)
-        self._functions.layer(job)
+            current.jobs[whole.room] = room_for(current.rows.numel(), *whole.room)
+        whole.compute(self._functions.layer, hidden, out, current.jobs[whole.room], jobs)
         return out
 
     def fits(self, hidden: Tensor, cache: KVCache, turn: Turn) -> bool:
@@ -181,23 +176,12 @@ class HostLayer:
     def _shared_jobs(self, current: HostPass, turn: Turn, window: int | None, cached: int) -> Jobs:
         shape = self._heads, self._kv_heads, self._width, window, self._scale, self._epsilon
         if shape not in current.jobs:
-            (batch, nodes), columns = current.rows.shape, current.seen.shape[2]
-            cos, sin = (part.expand(batch, nodes, -1).contiguous() for part in turn)
-            room = cos.new_empty(torch.get_num_threads(), 2 * self._width + current.most, LANES)
-            numbers = {
-                "texts": batch, "nodes": nodes, "heads": self._heads, "kv_heads": self._kv_heads, "width": self._width,
-                "cached": cached, "slots": current.slots.data_ptr(),
-            }  # fmt: skip
-            turning = Turning(
-                cos=cos.data_ptr(), sin=sin.data_ptr(), places=current.rows.data_ptr(), epsilon=self._epsilon, **numbers
-            )
-            attention = Attention(
-                lengths=current.lengths.data_ptr(), depths=current.depths.data_ptr(), seen=current.seen.data_ptr(),
-                column_depths=current.column_depths.data_ptr(), room=room.data_ptr(), columns=columns,
-                stride=(self._heads + 2 * self._kv_heads) * self._width, own=len(current.seen) > 1, most=current.most,
-                window=window or 0, scale=self._scale, **numbers,
+            cos, sin = (part.expand(*current.rows.shape, -1).contiguous() for part in turn)
+            current.jobs[shape] = jobs_of(
+                (cos, sin), current.slots, current.lengths, current.rows, current.depths, current.seen,
+                current.column_depths, most=current.most, cached=cached, heads=self._heads, kv_heads=self._kv_heads,
+                width=self._width, window=window or 0, scale=self._scale, epsilon=self._epsilon,
             )  # fmt: skip
-            current.jobs[shape] = Jobs(turning, attention, (cos, sin, room))
         found: Jobs = current.jobs[shape]
         return found
 
@@ -226,15 +210,6 @@ class Seal:
             same = same and [*owner] == names and all(map(is_, owner.values(), parts))
         watched = any(self._watchers) or any("forward" in attributes for attributes in self._attributes)
         return same and not watched and self._places() == self._values
-
-
-class Jobs(NamedTuple):
-    """What layers of one shape hand to functions in a pass."""
-
-    turning: Turning
-    attention: Attention
-    kept: tuple[Tensor, ...]
-    """as long as these may be read"""
 
 
 class HostLayers:

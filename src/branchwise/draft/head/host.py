@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from branchwise.backends.native import LANES, RowFunctions, row_functions
-from branchwise.backends.native.layer import Attention, Gate, Likely, Turning, Whole, room_for, whole_of
+from branchwise.backends.native import RowFunctions, row_functions
+from branchwise.backends.native.layer import Gate, Jobs, Likely, Whole, jobs_of, room_for, whole_of
 from branchwise.backends.packed import Lent, Product
 from branchwise.core.sequence import SequenceState
 from branchwise.draft.head.cache import HeadCache
@@ -25,15 +25,6 @@ from branchwise.draft.head.trees.attention import Behind
 
 FEW = 32
 """rows of a text that are read here; of more a library is as fast"""
-
-
-class Jobs(NamedTuple):
-    """What the blocks of a pass have in common."""
-
-    turning: Turning
-    attention: Attention
-    kept: tuple[Tensor, ...]
-    """as long as these may be read"""
 
 
 class HostHead:
@@ -147,39 +138,22 @@ class HostHead:
             jobs.turning.query_norm, jobs.turning.key_norm = (
                 norm.weight.data_ptr() for norm in (own.query_norm, own.key_norm)
             )
-        job, rows = block.job, len(state)
-        out, room = state.new_empty(rows, job.outputs * job.width), room_for(rows, *block.room)
-        job.state, job.read, job.rows = state.data_ptr(), None if read is None else read.data_ptr(), rows
-        job.out, job.room = out.data_ptr(), room.data_ptr()
-        job.turning, job.attention = ctypes.addressof(jobs.turning), ctypes.addressof(jobs.attention)
-        self._functions.layer(job)
+        out = state.new_empty(len(state), block.job.outputs * block.job.width)
+        block.compute(self._functions.layer, state, out, room_for(len(state), *block.room), jobs, read)
         return out
 
     def _jobs(self, slots: Tensor, lengths: Tensor, behind: Behind) -> Jobs:
         config, cache = self._head.config, self._cache
         first, own, depths, cell_depths = behind
-        batch, rows, columns = own.shape
-        ends = cache.ends(slots, lengths, columns).contiguous()
-        places = (ends[:, None] + torch.arange(first, first + rows)).contiguous()
+        ends = cache.ends(slots, lengths, own.shape[2]).contiguous()
+        places = (ends[:, None] + torch.arange(first, first + own.shape[1])).contiguous()
         angles = (lengths[:, None] + depths).view(-1, 1) * self._frequencies
-        seen, depths, cell_depths = own.contiguous(), depths.contiguous(), cell_depths.contiguous()
-        most = int(ends.max()) + columns
-        cos, sin = angles.cos(), angles.sin()
-        room = cos.new_empty(torch.get_num_threads(), 2 * config.head_width + most, LANES)
-        numbers: dict[str, Any] = {
-            "texts": batch, "nodes": rows, "heads": config.heads, "kv_heads": config.kv_heads,
-            "width": config.head_width, "cached": cache.store.shape[4], "slots": slots.data_ptr(),
-        }  # fmt: skip
-        turning = Turning(
-            cos=cos.data_ptr(), sin=sin.data_ptr(), places=places.data_ptr(), epsilon=config.epsilon, **numbers
-        )
-        attention = Attention(
-            lengths=ends.data_ptr(), depths=depths.data_ptr(), seen=seen.data_ptr(),
-            column_depths=cell_depths.data_ptr(), room=room.data_ptr(), columns=columns,
-            stride=(config.heads + 2 * config.kv_heads) * config.head_width, own=True, most=most,
-            window=config.window, scale=config.head_width**-0.5, **numbers,
+        return jobs_of(
+            (angles.cos(), angles.sin()), slots, ends, places, depths.contiguous(), own.contiguous(),
+            cell_depths.contiguous(), most=int(ends.max()) + own.shape[2], cached=cache.store.shape[4],
+            heads=config.heads, kv_heads=config.kv_heads, width=config.head_width, window=config.window,
+            scale=config.head_width**-0.5, epsilon=config.epsilon,
         )  # fmt: skip
-        return Jobs(turning, attention, (ends, places, seen, depths, cell_depths, cos, sin, room, slots))
 
 
 def _whole(block: nn.Module) -> Whole:

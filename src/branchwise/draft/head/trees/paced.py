@@ -98,12 +98,12 @@ class Proposed(NamedTuple):
         place = {-1: 0} | {node: number for number, node in enumerate(chosen, start=1)}
         tokens, parents, depths, reach = [root], [-1], [0], [1]
         for number, node in enumerate(chosen, start=1):
-            above = place.get(self.parents[node])
-            real = above is not None and reach[above]
+            above = place.get(self.parents[node], -1)
+            real = above >= 0 and reach[above] > 0
             tokens.append(self.tokens[node] if real else 0)
-            parents.append(above if above is not None and real else -1)
-            depths.append(depths[above] + 1 if above is not None and real else 0)
-            reach.append(reach[above] | 1 << number if above is not None and real else 0)
+            parents.append(above if real else -1)
+            depths.append(depths[above] + 1 if real else 0)
+            reach.append(reach[above] | 1 << number if real else 0)
         words = words_for(len(tokens))
         bits = [[one >> WORD * word & (1 << WORD) - 1 for word in range(words)] for one in reach]
         return [tokens, parents, depths], bits
