@@ -36,6 +36,19 @@ class Summed(NamedTuple):
         return Summed(self.states.chunk(of, dim=1)[number], self.squares.chunk(of, dim=1)[number])
 
 
+MOST_SLICES = 8
+
+
+def slices_of(inputs: int, most: int = MOST_SLICES) -> int:
+    """Into how many slices so many inputs are cut for few rows: each warp has its own, and few of them start sooner."""
+    return min(most, max(2, int(triton.next_power_of_2(inputs)) // 512))
+
+
+def piece_of(inputs: int) -> int:
+    """How many inputs of a slice are read at a time."""
+    return min(64, max(16, int(triton.next_power_of_2(inputs))))
+
+
 @triton.jit
 def asked(squares, place, real, parts: tl.constexpr):
     """(tile, parts): squares of rows that begin at these places; to be asked for before a product, summed behind it."""
@@ -50,52 +63,107 @@ def scales(squares, epsilon, width: tl.constexpr):
 
 
 @triton.jit
+def inputs_from(start, slices: tl.constexpr, piece: tl.constexpr):
+    """(piece,), or (slices, piece): inputs that are read at a time. Each warp of a program multiplies a slice of its
+    own: a product of few rows waits for what comes from memory and for its own sums so far, never for arithmetic."""
+    at = start + tl.arange(0, piece)
+    if slices > 1:
+        at = start + tl.arange(0, slices)[:, None] * piece + tl.arange(0, piece)[None, :]
+    return at
+
+
+@triton.jit
 def elements(rows, place, real, at, width: tl.constexpr, operand: tl.constexpr):
-    """(tile, piece): of rows that begin at these places."""
-    places = rows + place[:, None] + at[None, :]
-    return tl.load(places, mask=real[:, None] & (at < width)[None, :], other=0.0).to(operand)
+    """(tile, piece), or (slices, tile, piece): of rows that begin at these places."""
+    if len(at.shape) == 1:
+        places, mask = place[:, None] + at[None, :], real[:, None] & (at < width)[None, :]
+    else:
+        places, mask = place[None, :, None] + at[:, None, :], real[None, :, None] & (at < width)[:, None, :]
+    return tl.load(rows + places, mask=mask, other=0.0).to(operand)
 
 
 @triton.jit
 def lines(weight, line, inside, at, width: tl.constexpr, stride: tl.constexpr, operand: tl.constexpr):
-    """(piece, lines): part of some lines of a matrix, as a product takes them."""
-    places = weight + line[:, None].to(tl.int64) * stride + at[None, :]
-    return tl.trans(tl.load(places, mask=inside[:, None] & (at < width)[None, :], other=0.0).to(operand))
+    """(piece, lines), or (slices, piece, lines): part of some lines of a matrix, as a product takes them."""
+    first = line.to(tl.int64) * stride
+    if len(at.shape) == 1:
+        places, mask = first[:, None] + at[None, :], inside[:, None] & (at < width)[None, :]
+    else:
+        places, mask = first[None, :, None] + at[:, None, :], inside[None, :, None] & (at < width)[:, None, :]
+    return turned(tl.load(weight + places, mask=mask, other=0.0).to(operand))
+
+
+@triton.jit
+def turned(part):
+    """Columns as rows, slice by slice."""
+    return tl.trans(part) if len(part.shape) == 2 else tl.permute(part, (0, 2, 1))
+
+
+@triton.jit
+def nothing(tile: tl.constexpr, columns: tl.constexpr, slices: tl.constexpr):
+    """Sums to begin with."""
+    total = tl.zeros((tile, columns), tl.float32)
+    if slices > 1:
+        total = tl.zeros((slices, tile, columns), tl.float32)
+    return total
+
+
+@triton.jit
+def summed_up(total):
+    """(tile, columns): what the slices have found together."""
+    if len(total.shape) == 3:
+        total = tl.sum(total, axis=0)
+    return total
+
+
+@triton.jit
+def product(
+    rows, place, real, weight, line, inside,
+    width: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, slices: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr,
+):  # fmt: skip
+    """(tile, columns): rows times some lines of a matrix."""
+    total = nothing(tile, columns, slices)
+    for start in range(0, width, slices * piece):
+        at = inputs_from(start, slices, piece)
+        left = elements(rows, place, real, at, width, operand)
+        total = tl.dot(left, lines(weight, line, inside, at, width, stride, operand), total, input_precision="ieee")
+    return summed_up(total)
 
 
 @triton.jit
 def pair(
     rows, place, real, weight, first, second, inside,
-    width: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr,
+    width: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, slices: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """(tile, columns) twice: rows times some lines of a matrix, and times as many others."""
-    lower, upper = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, columns), tl.float32)
-    for start in range(0, width, piece):
-        at = start + tl.arange(0, piece)
+    lower, upper = nothing(tile, columns, slices), nothing(tile, columns, slices)
+    for start in range(0, width, slices * piece):
+        at = inputs_from(start, slices, piece)
         left = elements(rows, place, real, at, width, operand)
         lower = tl.dot(left, lines(weight, first, inside, at, width, stride, operand), lower, input_precision="ieee")
         upper = tl.dot(left, lines(weight, second, inside, at, width, stride, operand), upper, input_precision="ieee")
-    return lower, upper
+    return summed_up(lower), summed_up(upper)
 
 
 @triton.jit
 def apart(
     first, first_place, second, second_place, real, weight, line, other, shift, inside,
-    width: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr,
+    width: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, slices: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """(tile, columns) twice: rows times some lines of a matrix, and other rows times other lines, whose first elements
     are left out."""
-    found, beside = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, columns), tl.float32)
-    for start in range(0, width, piece):
-        at = start + tl.arange(0, piece)
+    found, beside = nothing(tile, columns, slices), nothing(tile, columns, slices)
+    for start in range(0, width, slices * piece):
+        at = inputs_from(start, slices, piece)
         left = elements(first, first_place, real, at, width, operand)
         found = tl.dot(left, lines(weight, line, inside, at, width, stride, operand), found, input_precision="ieee")
         right = elements(second, second_place, real, at, width, operand)
         theirs = lines(weight + shift, other, inside, at, width, stride, operand)
         beside = tl.dot(right, theirs, beside, input_precision="ieee")
-    return found, beside
+    return summed_up(found), summed_up(beside)
 
 
 @triton.jit
@@ -134,7 +202,7 @@ def spread(
 def _gate_up(
     weighted, squares, factor, out, rows, inner, epsilon,
     inputs: tl.constexpr, columns: tl.constexpr, made: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
-    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """The gated inner values of an MLP. A `factor` is the matrix, or, where it is made, the product with it."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
@@ -150,8 +218,9 @@ def _gate_up(
         up = made_part(factor, row, real, column + inner, inside, 2 * inner)
     else:
         gate, up = pair(
-            weighted, place, real, factor, column, column + inner, inside, inputs, inputs, columns, tile, piece, operand
-        )
+            weighted, place, real, factor, column, column + inner, inside, inputs, inputs, columns, tile, slices, piece,
+            operand,
+        )  # fmt: skip
     scale = scales(summed, epsilon, inputs)
     gate, up = gate * scale, up * scale
     found = gate / (1 + tl.exp(-gate)) * up

@@ -22,13 +22,28 @@ from torch import Tensor
 
 from branchwise.cuda.early import begin, early, fetch
 from branchwise.cuda.kernels import _operand
-from branchwise.cuda.products import Summed, _gate_up, apart, asked, elements, lines, pair, scales, spread
+from branchwise.cuda.products import (
+    Summed,
+    _gate_up,
+    apart,
+    asked,
+    elements,
+    inputs_from,
+    lines,
+    nothing,
+    pair,
+    piece_of,
+    product,
+    scales,
+    slices_of,
+    spread,
+    summed_up,
+    turned,
+)
 
 MOST_TAPS = 4
 """layers of the target that `join` reads"""
-PIECE = 128
-"""inputs of a product that are read at a time"""
-COLUMNS = 16
+COLUMNS = 8
 """outputs of a program"""
 FEW = 256
 """rows that are read sixteen at a time: their weights come from the cache of the device in any case"""
@@ -55,7 +70,8 @@ def join(hidden: Sequence[Tensor], weight: Tensor, nodes: Tensor, epsilon: float
     taps = [*hidden, *[hidden[-1]] * (MOST_TAPS - len(hidden))]
     _join[_grid(width, batch * steps)](
         *taps, weight, nodes, *out, *hidden[0].stride()[:2], nodes.stride(0), batch * steps, steps, epsilon,
-        taps=len(hidden), width=width, columns=COLUMNS, parts=out.squares.shape[1], **_shape(weight, batch * steps),
+        taps=len(hidden), width=width, columns=COLUMNS, parts=out.squares.shape[1],
+        **_shape(weight, batch * steps, width),
     )  # fmt: skip
     return out
 
@@ -67,7 +83,7 @@ def mix(states: Summed, chosen: Tensor, embedded: Embedded, weight: Tensor, bias
     _mix[_grid(width, rows)](
         states.states, chosen, *embedded, weight, bias, *out, states.states.stride(0), embedded.table.stride(0), rows,
         epsilon,
-        width=width, columns=COLUMNS, parts=out.squares.shape[1], **_shape(weight, rows),
+        width=width, columns=COLUMNS, parts=out.squares.shape[1], **_shape(weight, rows, width),
     )  # fmt: skip
     return out
 
@@ -79,7 +95,7 @@ def select(mixed: Summed, embedded: Embedded, weight: Tensor, epsilon: float) ->
     out = weight.new_empty(rows, inner)
     _select[_grid(inner, rows)](
         *mixed, *embedded, weight, out, embedded.table.stride(0), rows, inner, epsilon,
-        width=width, columns=COLUMNS, parts=mixed.squares.shape[1], **_shape(weight, rows),
+        width=width, columns=COLUMNS, parts=mixed.squares.shape[1], **_shape(weight, rows, width),
     )  # fmt: skip
     return out
 
@@ -108,6 +124,7 @@ def read(
     keys, values = cache
     batch, count = chosen.shape
     kv_heads, head_width = keys.shape[1], keys.shape[3]
+    width = weight.shape[1] // (2 if embedded else 1)
     query = weight.new_empty(batch, count, heads, head_width)
     table, sizes, tokens = embedded or (*rows, chosen)
     chunks = triton.cdiv(head_width // 2, COLUMNS)
@@ -115,9 +132,8 @@ def read(
         *rows, chosen, table, sizes, tokens, weight, frequencies, query, keys, values, slots, lengths,
         rows.states.stride(0), rows.squares.stride(0), table.stride(0), *keys.stride()[:3], batch * count, count,
         keys.shape[2], cell, position, advance, epsilon,
-        paired=embedded is not None, width=weight.shape[1] // (2 if embedded else 1), heads=heads,
-        kv_heads=kv_heads, head_width=head_width, chunk=COLUMNS, parts=rows.squares.shape[1],
-        **_shape(weight, batch * count),
+        paired=embedded is not None, width=width, heads=heads, kv_heads=kv_heads, head_width=head_width,
+        chunk=COLUMNS, parts=rows.squares.shape[1], **_shape(weight, batch * count, width),
     )  # fmt: skip
     return query
 
@@ -133,7 +149,7 @@ def gate_up(rows: Summed, weight: Tensor, epsilon: float) -> Tensor:
     out = weight.new_empty(count, inner)
     _gate_up[_grid(inner, count)](
         *rows, weight, out, count, inner, epsilon,
-        inputs=width, columns=COLUMNS, made=False, parts=rows.squares.shape[1], **_shape(weight, count),
+        inputs=width, columns=COLUMNS, made=False, parts=rows.squares.shape[1], **_shape(weight, count, width),
     )  # fmt: skip
     return out
 
@@ -149,7 +165,7 @@ def _added(inputs: Tensor, weight: Tensor, states: Tensor, chosen: Tensor | None
     _add[(out.squares.shape[1], triton.cdiv(rows, _tile(rows)))](
         inputs, weight, states, states if chosen is None else chosen, *out, states.stride(0), rows,
         inputs=inputs.shape[1], width=width, indexed=chosen is not None, columns=COLUMNS, parts=out.squares.shape[1],
-        **_shape(weight, rows, pair=False),
+        **_shape(weight, rows, inputs.shape[1]),
     )  # fmt: skip
     return out
 
@@ -169,10 +185,18 @@ def _tile(rows: int) -> int:
     return 16 if rows <= FEW else 64
 
 
-def _shape(weight: Tensor, rows: int, *, pair: bool = True) -> dict[str, object]:
-    piece = min(PIECE, max(16, triton.next_power_of_2(weight.shape[1] // 2)))
-    launch = {"num_warps": 2 if pair else 4, "num_stages": 5} if rows <= FEW else {"num_warps": 4, "num_stages": 4}
-    return {"tile": _tile(rows), "piece": piece, "operand": _operand(weight.dtype), **launch, **early(weight.device)}
+def _shape(weight: Tensor, rows: int, inputs: int) -> dict[str, object]:
+    """How a program of a product with so many inputs at a time is launched."""
+    slices = slices_of(inputs) if rows <= FEW and weight.element_size() == 2 else 1
+    return {
+        "tile": _tile(rows),
+        "slices": slices,
+        "piece": piece_of(inputs) * (1 if slices > 1 else 2),
+        "operand": _operand(weight.dtype),
+        "num_warps": slices if slices > 1 else 4,
+        "num_stages": 5 if slices > 1 else 4,
+        **early(weight.device),
+    }
 
 
 @triton.jit
@@ -197,7 +221,7 @@ def _join(
     first, second, third, fourth, weight, nodes, out, squares,
     stride_batch, stride_node, stride_path, rows, steps, epsilon,
     taps: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr,
-    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -217,22 +241,22 @@ def _join(
             states = third
         else:
             states = fourth
-        part, gram = tl.zeros((tile, columns), tl.float32), tl.zeros((tile, tile), tl.float32)
-        for start in range(0, width, piece):
-            at = start + tl.arange(0, piece)
+        part, gram = nothing(tile, columns, slices), nothing(tile, tile, slices)
+        for start in range(0, width, slices * piece):
+            at = inputs_from(start, slices, piece)
             left = elements(states, place, real, at, width, operand)
             right = lines(weight + tap * width, column, inside, at, width, taps * width, operand)
             part = tl.dot(left, right, part, input_precision="ieee")
-            gram = tl.dot(left, tl.trans(left), gram, input_precision="ieee")
-        total += part / _norms(gram, epsilon, width, tile)[:, None]
+            gram = tl.dot(left, turned(left), gram, input_precision="ieee")
+        total += summed_up(part) / _norms(summed_up(gram), epsilon, width, tile)[:, None]
     _write(total, out, squares, row, real, column, inside, width, parts)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _mix(
     states, chosen, table, sizes, tokens, weight, bias, out, squares, stride_state, stride_token, rows, epsilon,
-    width: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr, early: tl.constexpr,
+    width: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, slices: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -244,7 +268,7 @@ def _mix(
     summed = asked(sizes, token, real, 1)
     found, beside = apart(
         table, token * stride_token, states, place, real, weight, column, column, width, inside, width, 2 * width,
-        columns, tile, piece, operand,
+        columns, tile, slices, piece, operand,
     )  # fmt: skip
     total = found * scales(summed, epsilon, width) + beside
     total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -254,8 +278,8 @@ def _mix(
 @triton.jit(do_not_specialize=["rows"])
 def _select(
     mixed, squares, table, sizes, tokens, weight, out, stride_token, rows, inner, epsilon,
-    width: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr,
-    operand: tl.constexpr, early: tl.constexpr,
+    width: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, slices: tl.constexpr,
+    piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -267,7 +291,7 @@ def _select(
     summed, theirs = asked(squares, row * parts, real, parts), asked(sizes, token, real, 1)
     gate, up = apart(
         table, token * stride_token, mixed, row.to(tl.int64) * width, real, weight, column, column + inner, 0, inside,
-        width, width, columns, tile, piece, operand,
+        width, width, columns, tile, slices, piece, operand,
     )  # fmt: skip
     gate, up = gate * scales(theirs, epsilon, width), up * scales(summed, epsilon, width)
     found = gate / (1 + tl.exp(-gate)) * up
@@ -281,8 +305,8 @@ def _read(
     stride_state, stride_squares, stride_token, stride_slot, stride_head, stride_row, rows, per_text, capacity, cell,
     position, advance, epsilon,
     paired: tl.constexpr, width: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr,
-    chunk: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr,
-    early: tl.constexpr,
+    chunk: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, slices: tl.constexpr, piece: tl.constexpr,
+    operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Part of the product of one head, of both of its halves, which rotary positions turn against each other."""
     half: tl.constexpr = head_width // 2
@@ -306,15 +330,15 @@ def _read(
         token = tl.load(tokens + row, mask=real, other=0).to(tl.int64)
         theirs = asked(sizes, token, real, 1)
     lower, upper = pair(
-        states, place * stride_state, real, weight, line, line + half, inside, width, inputs, chunk, tile, piece,
-        operand,
+        states, place * stride_state, real, weight, line, line + half, inside, width, inputs, chunk, tile, slices,
+        piece, operand,
     )  # fmt: skip
     scale = scales(summed, epsilon, width)
     lower, upper = lower * scale, upper * scale
     if paired:
         more_lower, more_upper = pair(
             table, token * stride_token, real, weight + width, line, line + half, inside, width, inputs, chunk, tile,
-            piece, operand,
+            slices, piece, operand,
         )  # fmt: skip
         scale = scales(theirs, epsilon, width)
         lower += more_lower * scale
@@ -335,7 +359,7 @@ def _read(
 def _add(
     left, weight, states, chosen, out, squares, stride_state, rows,
     inputs: tl.constexpr, width: tl.constexpr, indexed: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    tile: tl.constexpr, slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Part of one of several outputs, each of which is as wide as the states."""
     programs: tl.constexpr = (width + columns - 1) // columns
@@ -351,12 +375,10 @@ def _add(
         state = tl.load(chosen + row, mask=real, other=0).to(tl.int64)
     mask = real[:, None] & inside[None, :]
     before = tl.load(states + state[:, None] * stride_state + column[None, :], mask=mask, other=0.0)
-    total = tl.zeros((tile, columns), tl.float32)
-    for start in range(0, inputs, piece):
-        at = start + tl.arange(0, piece)
-        part = elements(left, row.to(tl.int64) * inputs, real, at, inputs, operand)
-        right = lines(weight, line, inside, at, inputs, inputs, operand)
-        total = tl.dot(part, right, total, input_precision="ieee")
+    total = product(
+        left, row.to(tl.int64) * inputs, real, weight, line, inside, inputs, inputs, columns, tile, slices, piece,
+        operand,
+    )  # fmt: skip
     total += before.to(tl.float32)
     found = total.to(out.dtype.element_ty)
     tl.store(out + row[:, None].to(tl.int64) * (outputs * width) + line[None, :], found, mask=mask)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from branchwise.cuda.early import begin, early, fetch
 from branchwise.cuda.kernels import _operand, shared_memory
-from branchwise.cuda.products import _gate_up, asked, elements, lines, made_part, pair, scales, spread
+from branchwise.cuda.products import _gate_up, asked, made_part, pair, piece_of, product, scales, slices_of, spread
 
 MOST_EARLY = 256
 """rows of kernels that start before the one in front of them is over; over more, each has use for the whole device"""
@@ -44,22 +44,32 @@ class Tiling:
     columns: int
     """outputs of a program"""
     piece: int
-    """inputs that are read at a time"""
+    """inputs of a slice that are read at a time"""
     warps: int = 4
     stages: int = 4
+    slices: int = 1
+    """of the inputs, side by side: one of each warp"""
 
 
 def tiling(rows: int, inputs: int, outputs: int, size: int, *, pair: bool = False) -> Tiling:
     """That of a product of so many rows, whose elements have `size` bytes; a program may find a pair of each output.
-    Measured on an H200 with the layers of a small model: few rows are bound by how much is on its way at a time."""
-    piece, wide = min(128, max(16, triton.next_power_of_2(inputs))), outputs > inputs
+    Measured on an H200 with the layers of three small models, one product after the other: few rows are bound by how
+    much is on its way at a time and by how many programs ask for it, more of them by what they read again."""
+    wide, piece = outputs > inputs, piece_of(inputs)
     if size > 2:
         return Tiling(max(16, min(64, triton.next_power_of_2(rows))), 16, min(piece, 32), stages=2)
-    if rows <= 16:
-        return Tiling(16, 16, piece, warps=2 if pair else 4, stages=6 if wide or not pair else 5)
+    if rows <= 16 or (rows <= 32 and not wide):
+        slices = slices_of(inputs, most=8 if rows <= 16 else 4)
+        tile = 32 if rows > 16 and pair and slices > 2 else 16
+        return Tiling(tile, 8 if pair or outputs <= 1024 else 16, piece, warps=slices, stages=5, slices=slices)
+    if rows <= 32:
+        return Tiling(32, 16, piece, warps=2, stages=6)
+    if rows <= 64 and outputs < 768:  # the programs of larger tiles would be too few
+        return Tiling(32, 16, piece, warps=2 if pair else 4, stages=6)
     if rows <= FEW_ROWS:
-        return Tiling(64 if wide else 32, 16, min(piece, 64), warps=4 if wide or not pair else 2, stages=6)
-    return Tiling(64, 32, min(piece, 64) if wide or pair else piece)
+        long = inputs >= 1536 and not wide
+        return Tiling(64, 16, 2 * piece if long else piece, stages=4 if long else 6)
+    return Tiling(64, 32, piece if wide or pair else 2 * piece)
 
 
 BEHIND = Tiling(16, 64, 16, stages=1)
@@ -138,7 +148,7 @@ def read(
     alone = tiling(count, width, weight.shape[0] // 2, weighted.element_size(), pair=True)
     tiles = alone if product is None else BEHIND
     whole = triton.next_power_of_2(half)
-    chunk = max(16, whole if head_norms else min(tiles.columns, whole))
+    chunk = whole if head_norms else min(tiles.columns, whole)
     (query_norm, head_epsilon), (key_norm, _) = head_norms or ((weight, 0.0), (weight, 0.0))
     query = weighted.new_empty(count // nodes, nodes, heads, head_width)
     _read[((heads + 2 * kv_heads) * triton.cdiv(half, chunk), triton.cdiv(count, tiles.tile))](
@@ -191,9 +201,10 @@ def _by_library(rows: Tensor, weight: Tensor) -> Tensor | None:
 
 def _shape(tiles: Tiling, rows: Tensor, outputs: int) -> dict[str, object]:
     """How a program with so many outputs is launched. What is on its way at a time has to fit into shared memory."""
-    stage = (tiles.tile + outputs) * tiles.piece * rows.element_size()
+    stage = (tiles.tile + outputs) * tiles.slices * tiles.piece * rows.element_size()
     return {
         "tile": tiles.tile,
+        "slices": tiles.slices,
         "piece": tiles.piece,
         "operand": _operand(rows.dtype),
         "num_warps": tiles.warps,
@@ -208,7 +219,7 @@ def _read(
     stride_text, stride_node, stride_slot, stride_head, stride_row, rows, nodes, capacity, epsilon, head_epsilon,
     inputs: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_width: tl.constexpr, chunk: tl.constexpr,
     biased: tl.constexpr, normed: tl.constexpr, turned: tl.constexpr, made: tl.constexpr, parts: tl.constexpr,
-    tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    tile: tl.constexpr, slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Part of the product of one head, of both of its halves, which rotary positions turn against each other. A
     `factor` is the matrix, or, where it is made, the product."""
@@ -238,7 +249,7 @@ def _read(
     else:
         lower, upper = pair(
             weighted, row.to(tl.int64) * inputs, real, factor, line, line + half, inside, inputs, inputs, chunk, tile,
-            piece, operand,
+            slices, piece, operand,
         )  # fmt: skip
     scale = scales(summed, epsilon, inputs)
     lower, upper = lower * scale, upper * scale
@@ -271,7 +282,7 @@ def _read(
 def _add(
     left, factor, bias, norm, states, out, weighted, squares, rows, width,
     inputs: tl.constexpr, columns: tl.constexpr, biased: tl.constexpr, made: tl.constexpr, parts: tl.constexpr,
-    tile: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
+    tile: tl.constexpr, slices: tl.constexpr, piece: tl.constexpr, operand: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -284,12 +295,10 @@ def _add(
     if made:
         total = made_part(factor, row, real, column, inside, width)
     else:
-        total = tl.zeros((tile, columns), tl.float32)
-        for start in range(0, inputs, piece):
-            at = start + tl.arange(0, piece)
-            part = elements(left, row.to(tl.int64) * inputs, real, at, inputs, operand)
-            right = lines(factor, column, inside, at, inputs, inputs, operand)
-            total = tl.dot(part, right, total, input_precision="ieee")
+        total = product(
+            left, row.to(tl.int64) * inputs, real, factor, column, inside, inputs, inputs, columns, tile, slices, piece,
+            operand,
+        )  # fmt: skip
     if biased:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     found = (total + before.to(tl.float32)).to(out.dtype.element_ty)
