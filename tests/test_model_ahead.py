@@ -18,6 +18,7 @@ from torch import Tensor
 from branchwise.backends.base import Scored, ScoredNodes, TargetInfo
 from branchwise.backends.transformers.target import TransformersTarget
 from branchwise.core.batch import TreeBatch
+from branchwise.core.rows import BLOCK
 from branchwise.core.sampling import SamplingParams
 from branchwise.core.sequence import SequenceState
 from branchwise.core.tree import DraftTree
@@ -403,3 +404,25 @@ def test_a_choice_that_was_traced_serves_other_parameters_and_keys(
         ):
             assert torch.equal(one, other)
     assert len(fused._programs) == 1
+
+
+@settings(deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    vocabulary=st.integers(1, 4 * BLOCK + 3),
+    count=st.integers(1, 5),
+    kinds=st.integers(2, 4000),
+    seed=st.integers(0, 99),
+)
+def test_the_largest_numbers_are_found_block_by_block(
+    shape: tuple[int, int], vocabulary: int, count: int, kinds: int, seed: int
+) -> None:
+    """Many are equal if there are few kinds of numbers: then any of them will do, but for one alone the first."""
+    vocabulary = max(vocabulary, count * BLOCK + 1)
+    probs = torch.randint(kinds, (*shape, vocabulary), generator=torch.Generator().manual_seed(seed)) / kinds
+    masses, tokens = choice.largest_by_blocks(probs, count)
+    assert torch.equal(masses, probs.topk(count, dim=-1).values)
+    assert torch.equal(probs.gather(-1, tokens), masses)
+    assert all(len(set(row)) == count for row in tokens.flatten(0, 1).tolist())
+    if count == 1:
+        assert torch.equal(tokens[..., 0], probs.argmax(dim=-1))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from branchwise.core.rng import race, race_on
+from branchwise.core.rows import BLOCK, filled_blocks
 from branchwise.cuda.compiled import compiled_or_not, traced
 from branchwise.draft.model.reading import BatchReading
 
@@ -68,9 +69,9 @@ class Picks(Choice):
 
     def _best(self, probs: Tensor, first: Tensor, *, apart: bool) -> Tensor:
         """The paths of a node take its best tokens in turn, and the best if there are no more."""
+        masses, tokens = largest(probs, min(self._count, probs.shape[2]))
         if self._count == 1:
-            return probs.argmax(dim=-1)
-        masses, tokens = probs.topk(min(self._count, probs.shape[2]), dim=-1)
+            return tokens[..., 0]
         path = torch.arange(self._count, device=probs.device)
         earlier = (first[:, :, None] == first[:, None, :]) & (path < path[:, None])
         turn = earlier.sum(dim=2) if apart else torch.zeros_like(first)
@@ -97,5 +98,31 @@ class Orders(Choice):
         return race_on(probs.flatten(0, 1), keys.flatten(), width).view(*keys.shape, width)
 
     def _best(self, probs: Tensor, width: int) -> Tensor:
-        masses, tokens = probs.topk(min(width, probs.shape[2]), dim=-1)
+        masses, tokens = largest(probs, min(width, probs.shape[2]))
         return functional.pad(torch.where(masses > 0, tokens, -1), (0, width - tokens.shape[2]), value=-1)
+
+
+def largest(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(…, count) twice: the largest numbers of rows (…, vocabulary) and where they stand. If one is wanted it is the
+    first of equal ones."""
+    if probs.device.type == "cpu" or probs.shape[-1] <= count * BLOCK:
+        return _ordered(probs, count)
+    return largest_by_blocks(probs, count)
+
+
+def largest_by_blocks(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same on a device, where a whole row would be one program's work: the largest stand in the blocks
+    with the largest ones."""
+    blocks = filled_blocks(probs, -torch.inf)
+    _, chosen = _ordered(blocks.amax(dim=-1), count)
+    index = chosen[..., None].expand(*chosen.shape, BLOCK)
+    masses, places = _ordered(blocks.gather(-2, index).flatten(-2), count)
+    return masses, chosen.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
+
+
+def _ordered(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if count > 1:
+        masses, places = rows.topk(count, dim=-1)
+        return masses, places
+    place = rows.argmax(dim=-1, keepdim=True)
+    return rows.gather(-1, place), place
