@@ -158,8 +158,10 @@ def _token(row, own, key, penalised: tl.constexpr, at_once: tl.constexpr):
             count, total = _gather(row, cold, high, likely, penalised, at_once)
             enough = (_gathered_mass(row, count) >= (top_p + (1 - top_p) * SPARE) * total) | (most > 0)
             if (top_p < 1) & ((count < most) | (enough == 0)):
-                # Tokens with less mass than that have together less than what a cut by mass takes: the best one has 1.
-                least = (1 - top_p) / (2 * row.vocabulary)
+                # Tokens with less mass than that have together half of what a cut by mass takes. Of what a cut by rank
+                # leaves it takes less: of no less than 1, the mass of the best one.
+                whole = tl.where(most > 0, 1.0, total)
+                least = (1 - top_p) * whole / (2 * row.vocabulary)
                 count, total = _gather(row, cold, high, least, penalised, at_once)
             if (count <= ROOM) & (count >= most):
                 floor = _floor(row, count, total, cold, high, most, top_p, penalised, True, at_once)
