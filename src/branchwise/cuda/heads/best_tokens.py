@@ -32,8 +32,6 @@ SIZE = 64
 """output rows of a program"""
 MOST_TILED = 32
 """rows of states in it: every tile reads its part of the table, but more of them have no registers for their noise"""
-TAKEN = tl.constexpr(-(1 << 63))
-"""below all ranks of values and places"""
 MOST = tl.constexpr(BLOCK // SIZE)
 """parts of a block of the vocabulary, at most"""
 WHOLE = tl.constexpr(BLOCK)
@@ -104,13 +102,13 @@ def best_tokens(
         width=width, every=every, parts=squares.shape[1], size=SIZE, piece=64 if width >= 64 else 16, tile=tile,
         fill=fill, operand=_operand(table.dtype), num_warps=4, num_stages=4, **early(device),
     )  # fmt: skip
-    blocks = len(parts.firsts) - 1
+    blocks, at_least = len(parts.firsts) - 1, max(2, count)  # what is ordered has to be two or more
     _merge[(whole,)](
         logits, *sums, more, *parts[1:], known, slots, lengths, *draws, best, where,
         lengths.stride(0), per_text, len(table), depth,
         every=every, count=count, some=some, blocks=blocks, size=SIZE,
-        padded_every=triton.next_power_of_2(every), padded_count=triton.next_power_of_2(count),
-        padded=triton.next_power_of_2(some), padded_blocks=triton.next_power_of_2(blocks), num_warps=4,
+        padded_every=triton.next_power_of_2(max(every, at_least)), padded_count=triton.next_power_of_2(at_least),
+        padded=triton.next_power_of_2(max(some, at_least)), padded_blocks=triton.next_power_of_2(blocks), num_warps=8,
         **early(device),
     )  # fmt: skip
     return best.view(batch, per_text, count), where.view(batch, per_text, count)
@@ -313,12 +311,8 @@ def _merge(
     highs = tl.where((highs > NOTHING) & (scale > NOTHING), highs - top + scale, NOTHING)
     ranks = _ranked(highs, part)
     rank_of = tl.arange(0, padded_count)
-    winners = tl.full((padded_count,), every, tl.int32)
-    for rank in range(count):
-        first = tl.max(ranks, axis=0)
-        high, winner = _unranked(first)
-        winners = tl.where(rank_of == rank, tl.where(high > NOTHING, winner, every), winners)
-        ranks = tl.where(ranks == first, TAKEN, ranks)
+    high, winner = _unranked(tl.topk(ranks, padded_count))
+    winners = tl.where((rank_of < count) & (high > NOTHING), winner, every)
     # Tokens by their chances.
     scale = _log_share(owners, firsts, highest, totals, speeds, key, winners, winners < every, top, whole, drawn)
     start = tl.load(starts + winners, mask=winners < every, other=0)
@@ -327,14 +321,8 @@ def _merge(
     place, inside = start[:, None] + inner[None, :], inner[None, :] < within[:, None]
     value = tl.load(logits + row.to(tl.int64) * tokens + place, mask=inside, other=NOTHING)
     value = tl.where((value > NOTHING) & (scale > NOTHING)[:, None], value - top + scale[:, None], NOTHING)
-    ranks = tl.reshape(_ranked(value, place), (padded_count * size,))
-    own_ranks = _ranked(own_value, column)
-    for rank in range(count):
-        first, own_first = tl.max(ranks, axis=0), tl.max(own_ranks, axis=0)
-        listed, found = _unranked(first)
-        own, own_found = _unranked(own_first)
-        theirs = (first >> 32) >= (own_first >> 32)  # what is taken has no value
-        tl.store(best + row * count + rank, tl.where(theirs, listed, own))
-        tl.store(where + row * count + rank, tl.where(theirs, found, tokens + own_found))
-        ranks = tl.where(ranks == tl.where(theirs, first, TAKEN), TAKEN, ranks)
-        own_ranks = tl.where(own_ranks == tl.where(theirs, TAKEN, own_first), TAKEN, own_ranks)
+    listed = tl.topk(tl.reshape(_ranked(value, place), (padded_count * size,)), padded_count)
+    own = tl.topk(_ranked(own_value, tokens + column), padded_count)
+    value, place = _unranked(tl.topk(tl.reshape(tl.join(listed, own), (2 * padded_count,)), padded_count))
+    tl.store(best + row * count + rank_of, value, mask=rank_of < count)
+    tl.store(where + row * count + rank_of, place, mask=rank_of < count)

@@ -20,6 +20,8 @@ from branchwise.core.rows import words_for
 from branchwise.cuda.early import begin, early
 
 NOTHING = tl.constexpr(-1.0e30)
+RIVALS = 64
+"""proposed nodes that each one is compared with at a time"""
 
 
 class Proposed(NamedTuple):
@@ -67,12 +69,13 @@ def pick(
     tokens, numbers, states = (torch.empty(batch, width, dtype=torch.int64, device=values.device) for _ in range(3))
     bits = torch.empty(batch, width, before.bits.shape[2], dtype=torch.int32, device=values.device)
     found = Level(values.new_empty(batch, width), tokens, numbers, states, bits)
+    block = triton.next_power_of_2(max(rows * count, width))
     _pick[(batch,)](
         *best, *names, before.values, before.numbers, before.bits, rows_at, *proposed, *found,
         len(table), known.shape[1], proposed.values.shape[1], first, cell,
         rows=rows, count=count, width=width, words=before.bits.shape[2],
-        block_words=triton.next_power_of_2(before.bits.shape[2]), block_width=triton.next_power_of_2(width),
-        block=triton.next_power_of_2(rows * count), num_warps=1, **early(values.device),
+        block_words=triton.next_power_of_2(before.bits.shape[2]), rivals=min(block, RIVALS),
+        block=block, num_warps=max(1, min(16, block * min(block, RIVALS) // 1024)), **early(values.device),
     )  # fmt: skip
     return found
 
@@ -156,42 +159,50 @@ def _pick(
     proposed_values, proposed_tokens, proposed_parents, out_values, out_tokens, out_numbers, out_states, out_bits,
     tokens, some, all_proposed, first, cell,
     rows: tl.constexpr, count: tl.constexpr, width: tl.constexpr, words: tl.constexpr, block_words: tl.constexpr,
-    block_width: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
+    rivals: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     begin(early)
     text = tl.program_id(0)
     at = tl.arange(0, block)
-    real, row = at < rows * count, at // count
-    line = text * rows + row
-    value = tl.load(values + text * rows * count + at, mask=real, other=0.0)
-    value = tl.where(real, value + tl.load(path_values + line, mask=real, other=0.0), NOTHING)
-    place = tl.load(places + text * rows * count + at, mask=real, other=0).to(tl.int64)
+    real = at < rows * count
+    # Where fewer are proposed than are wanted, the last one stands for those that are missing.
+    spot = tl.minimum(at, rows * count - 1)
+    line, place = text * rows + spot // count, tl.load(places + text * rows * count + spot).to(tl.int64)
+    value = _of_path(values, path_values, text, at, rows, count)
     slot = tl.load(slots + text).to(tl.int64)
     listed = place < tokens
-    token = tl.load(table + place, mask=real & listed, other=0)
-    token += tl.load(known + slot * some + place - tokens, mask=real & (place >= tokens), other=0)
-    parent = tl.load(path_numbers + line, mask=real, other=-1)
+    token = tl.load(table + place, mask=listed, other=0)
+    token += tl.load(known + slot * some + place - tokens, mask=place >= tokens, other=0)
+    parent = tl.load(path_numbers + line)
     goal = text * all_proposed + first + at
     tl.store(proposed_values + goal, value, mask=real)
     tl.store(proposed_tokens + goal, token, mask=real)
     tl.store(proposed_parents + goal, parent, mask=real)
-    word = tl.arange(0, block_words)
-    for rank in range(width):
-        best = tl.max(value, axis=0)
-        spot = tl.min(tl.where(value == best, at, block), axis=0)
-        spot = tl.minimum(spot, rows * count - 1)  # fewer proposals than are wanted: the last one again
-        hit = at == spot
-        out = text * width + rank
-        tl.store(out_values + out, best)
-        tl.store(out_tokens + out, tl.sum(tl.where(hit, token, 0), axis=0))
-        tl.store(out_numbers + out, first + spot)
-        above = text * rows + spot // count
-        tl.store(out_states + out, tl.load(rows_at + above).to(tl.int64))
-        bits = tl.load(path_bits + above * words + word, mask=word < words, other=0)
-        bit = cell + rank
-        bits |= tl.where(word == bit // 32, 1, 0) << (bit % 32)
-        tl.store(out_bits + out * words + word, bits, mask=word < words)
-        value = tl.where(hit, 2 * NOTHING, value)
+    rank = tl.zeros((block,), tl.int32)
+    for start in range(0, block, rivals):
+        other = start + tl.arange(0, rivals)
+        rival = _of_path(values, path_values, text, other, rows, count)[None, :]
+        better = (rival > value[:, None]) | ((rival == value[:, None]) & (other[None, :] < at[:, None]))
+        rank += tl.sum(better.to(tl.int32), axis=1)
+    chosen, out = rank < width, text * width + rank
+    tl.store(out_values + out, value, mask=chosen)
+    tl.store(out_tokens + out, token, mask=chosen)
+    tl.store(out_numbers + out, (first + spot).to(tl.int64), mask=chosen)
+    tl.store(out_states + out, tl.load(rows_at + line).to(tl.int64), mask=chosen)
+    word, bit = tl.arange(0, block_words)[None, :], (cell + rank)[:, None]
+    bits = tl.load(path_bits + line[:, None] * words + word, mask=word < words, other=0)
+    bits |= tl.where(word == bit // 32, 1, 0) << (bit % 32)
+    tl.store(out_bits + out[:, None] * words + word, bits, mask=chosen[:, None] & (word < words))
+
+
+@triton.jit
+def _of_path(values, path_values, text, at, rows: tl.constexpr, count: tl.constexpr):
+    """The log-probabilities of paths to proposed nodes. No two places have the same rank: what is no number is
+    nothing, and there is nothing beyond what is proposed."""
+    real = at < rows * count
+    value = tl.load(values + text * rows * count + at, mask=real, other=NOTHING)
+    value += tl.load(path_values + text * rows + at // count, mask=real, other=NOTHING)
+    return tl.where(value == value, value, 2 * NOTHING)
 
 
 @triton.jit(do_not_specialize=["stride", "all_proposed", "first", "count"])
