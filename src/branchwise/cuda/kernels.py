@@ -160,7 +160,8 @@ def tree_attention(
         _merge[(batch * nodes * heads,)](
             parts, scores, out, batch * nodes * heads,
             splits=splits, block_splits=triton.next_power_of_2(splits), value_width=value_width,
-            block_value=block_value, num_warps=4, **early(keys.device),
+            block_value=block_value, num_warps=max(1, min(4, triton.next_power_of_2(splits) * block_value // 1024)),
+            **early(keys.device),
         )  # fmt: skip
     return out
 
@@ -302,10 +303,10 @@ def _merge(
     line = tl.program_id(0).to(tl.int64)
     split, element = tl.arange(0, block_splits), tl.arange(0, block_value)
     score = tl.load(scores + split * lines.to(tl.int64) + line, mask=split < splits, other=NOTHING)
-    # A split without keys wrote no part.
-    mask = (score > NOTHING)[:, None] & (element < value_width)[None, :]
     places = parts + (split * lines.to(tl.int64) + line)[:, None] * value_width + element[None, :]
-    part = tl.load(places, mask=mask, other=0.0)
+    part = tl.load(places, mask=(split < splits)[:, None] & (element < value_width)[None, :], other=0.0)
+    # A split without keys wrote no part. To ask for it all the same is sooner than to wait for its score.
+    part = tl.where((score > NOTHING)[:, None], part, 0.0)
     weight = tl.exp2(score - tl.max(score, 0))
     found = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + line * value_width + element, found.to(out.dtype.element_ty), mask=element < value_width)
