@@ -70,9 +70,9 @@ def tiling(
         else:
             break
     tiles = batch * heads * triton.cdiv(rows, tile)
-    parts = (few if tile < 64 else programs) // tiles
-    # Parts of many rows take longer to merge than two more of them save.
-    parts = min(parts if parts >= 4 else programs // 2 // tiles, keys // (2 * block), 64)
+    parts = (few if tile < 32 else programs) // tiles
+    # Parts of many rows take longer to merge than two more of them save, and so do many parts of a short text.
+    parts = min(parts if parts >= 4 else programs // 2 // tiles, keys // (2 * block), 32 if keys <= SHORT else 64)
     return Tiling(
         rows=tile,
         keys=block,
