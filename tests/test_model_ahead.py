@@ -27,13 +27,14 @@ from branchwise.draft import build_policy
 from branchwise.draft.base import Budget
 from branchwise.draft.drawn import choice
 from branchwise.draft.drawn.drawing import Drawing
-from branchwise.draft.drawn.trees import Drawn, TreeDraft
+from branchwise.draft.drawn.trees import Drawn, TreeDraft, draw_keys
 from branchwise.draft.model import reading
 from branchwise.draft.model.ahead import ModelAhead
 from branchwise.draft.model.draft_model import Weights
 from branchwise.draft.model.drafter import ModelDrafter
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.model.vocabulary import Vocabulary, save_counts
+from branchwise.draft.sampler import PICKS
 from branchwise.engine import Engine, Generation, Request
 from branchwise.verify import VERIFIERS, Verdict, Verdicts
 from tests import attention_twins
@@ -403,7 +404,11 @@ def test_a_choice_that_was_traced_serves_other_parameters_and_keys(
             strict=True,
         ):
             assert torch.equal(one, other)
-    assert len(fused._programs) == 1
+        seeds, draws = torch.tensor([turn, 5]), torch.arange(3)
+        wanted = draw_keys(PICKS, draws, seeds, keys[:, 0])
+        assert wanted.unique().numel() == 6
+        assert torch.equal(fused.keys(PICKS, draws, seeds, keys[:, 0]), wanted)
+    assert len(fused._programs) == 2
 
 
 @settings(deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional
 from branchwise.core.rng import race, race_on
 from branchwise.core.rows import BLOCK, filled_blocks
 from branchwise.cuda.compiled import compiled_or_not, traced
+from branchwise.draft.drawn.trees import draw_keys
 from branchwise.draft.model.reading import BatchReading
 
 
@@ -29,14 +31,25 @@ class Choice(ABC):
     def __call__(self, *given: Tensor, **options: int) -> tuple[Tensor, Tensor]:
         """Tokens, and distributions (batch, nodes, vocabulary) of logits (batch, nodes, columns), the first of what is
         given; `options` are what a program is compiled for."""
-        if not self._compile:
-            return self._choose(*given, **options)
         kind = tuple(options.values()), given[0].shape
-        if kind not in self._programs:
-            program = partial(self._choose, **options)
-            self._programs[kind] = compiled_or_not(traced(program, given), given, "The draws of a draft run")
-        tokens, probs = self._programs[kind](*given)
+        tokens, probs = self._run(kind, partial(self._choose, **options), given)
         return tokens, probs
+
+    def keys(self, stream: int, draws: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """`draw_keys`, which is some sixty launches if it is not fused; zeros where no text draws."""
+        if not self._drawn:
+            return torch.zeros(len(seeds), len(draws), dtype=torch.int64, device=seeds.device)
+        kind = stream, draws.shape, seeds.shape
+        found: Tensor = self._run(kind, partial(draw_keys, stream), (draws, seeds, positions))
+        return found
+
+    def _run(self, kind: Any, program: Callable[..., Any], given: Sequence[Tensor]) -> Any:
+        """A program, compiled once for each kind of what it is given."""
+        if not self._compile:
+            return program(*given)
+        if kind not in self._programs:
+            self._programs[kind] = compiled_or_not(traced(program, given), given, "The draws of a draft run")
+        return self._programs[kind](*given)
 
     @abstractmethod
     def _choose(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]: ...

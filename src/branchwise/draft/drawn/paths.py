@@ -18,7 +18,7 @@ from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.builder import tree_of_paths
 from branchwise.draft.drawn.choice import Picks
-from branchwise.draft.drawn.trees import Choose, Drawn, Level, Passes, Texts, TreeDraft, draw_keys
+from branchwise.draft.drawn.trees import Choose, Drawn, Level, Passes, Texts, TreeDraft
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.policies.paths import Paths
 from branchwise.draft.sampler import PICKS
@@ -30,6 +30,8 @@ class PathDraft(TreeDraft):
     def __init__(self, policy: Paths, length: int, device: torch.device) -> None:
         self._policy, self._count = policy, policy.count
         self.depth, self.below, self.resident = length, policy.count * (length - 1), policy.count == 1
+        level, path = torch.arange(length)[:, None], torch.arange(policy.count)
+        self._draws = (level * policy.count + torch.where(level >= policy.common, path, 0)).to(device)
         super().__init__([self._level(number) for number in range(length - 1)], device)
 
     def _level(self, number: int) -> Level:
@@ -57,7 +59,7 @@ class PathDraft(TreeDraft):
         """The first path is written as a chain; of all paths the tokens, and which nodes of the tree these are."""
         positions, roots, logits = passes.roots
         place.tokens[:, 0] = roots
-        keys = self._keys(texts.seeds, positions)
+        keys = choose.keys(PICKS, self._draws.flatten(), texts.seeds, positions).view(-1, *self._draws.shape)
         every = torch.arange(len(roots), device=roots.device)[:, None]
         node = first = torch.zeros(len(roots), self._count, dtype=torch.long, device=roots.device)
         size = torch.ones(len(roots), 1, dtype=torch.long, device=roots.device)
@@ -75,13 +77,6 @@ class PathDraft(TreeDraft):
             if level + 1 < self.depth:
                 logits = passes.below(token, level + 1)
         return place
-
-    def _keys(self, seeds: Tensor, positions: Tensor) -> Tensor:
-        """(batch, levels, paths)"""
-        level = torch.arange(self.depth, device=seeds.device)[:, None]
-        path = torch.arange(self._count, device=seeds.device)
-        draws = level * self._count + torch.where(level >= self._policy.common, path, 0)
-        return draw_keys(PICKS, draws.flatten(), seeds, positions).view(-1, *draws.shape)
 
     def trees(self, found: Drawn, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
         """A draw belongs to its level: fewer levels are drawn as the first of more are."""

@@ -21,7 +21,7 @@ from branchwise.core.topology import Topology, branched, topology
 from branchwise.core.tree import DraftTree, Draw
 from branchwise.draft.base import Budget
 from branchwise.draft.drawn.choice import Orders
-from branchwise.draft.drawn.trees import Choose, Drawn, Level, Passes, Texts, TreeDraft, draw_keys
+from branchwise.draft.drawn.trees import Choose, Drawn, Level, Passes, Texts, TreeDraft
 from branchwise.draft.model.reading import BatchReading
 from branchwise.draft.policies.rsd import Branching
 from branchwise.draft.policies.template import Ranks, Template, places_in
@@ -126,7 +126,7 @@ class ShapeDraft(TreeDraft):
         for number, inner in enumerate(self._inner):
             if number:
                 logits = passes.below(place.tokens[:, inner.nodes], number)
-            keys = draw_keys(ORDERS, inner.draws, texts.seeds, positions)
+            keys = choose.keys(ORDERS, inner.draws, texts.seeds, positions)
             tokens, probs = choose(logits, keys, texts.greedy, width=inner.width)
             place.tokens[:, inner.children] = tokens.flatten(1)[:, inner.elder]
             if not self._ranked:

@@ -8,8 +8,8 @@ recorded as one CUDA graph behind the verdict.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,16 @@ from branchwise.core.tree import DraftTree
 from branchwise.draft.base import Budget
 from branchwise.draft.model.reading import BatchReading
 
-Choose = Callable[..., tuple[Tensor, Tensor]]
-"""tokens and distributions of logits (batch, nodes, columns); what else it is given is between it and its trees"""
+
+class Choose(Protocol):
+    """How tokens are chosen."""
+
+    def __call__(self, *given: Tensor, **options: int) -> tuple[Tensor, Tensor]:
+        """Tokens and distributions of logits (batch, nodes, columns), the first of what is given; what else it is given
+        is between it and its trees."""
+
+    def keys(self, stream: int, draws: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """`draw_keys`, if a text draws; else nobody looks at them."""
 
 
 class Texts(NamedTuple):
