@@ -200,6 +200,55 @@ def test_rows_of_a_verdict_are_written_as_without_kernels(options: dict[str, Any
     assert torch.equal(drafts.caches[0].foreseen, before[1]) != bool(options.get("masks"))
 
 
+def test_products_find_the_same_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few rows of two bytes a number are multiplied on a device; the last slices are partly or wholly empty."""
+    rows = pytest.importorskip("branchwise.cuda.heads.rows")
+    whole = rows._shape
+    monkeypatch.setattr(rows, "_shape", lambda *given: whole(*given) | {"slices": 4, "piece": 16})
+    options = WIDE | {"width": 328, "carry": True, "gate": "full"}
+    test_trees_are_laid_as_without_kernels(options, "topk:9,depth=2,width=3", 1, 0)
+
+
+@pytest.mark.parametrize(("rows", "count", "width"), [(1, 8, 8), (1, 3, 5), (2, 4, 3), (3, 5, 15), (9, 9, 20)])
+@pytest.mark.parametrize("kinds", [2, 1000])
+def test_the_best_nodes_of_a_level_are_expanded(rows: int, count: int, width: int, kinds: int) -> None:
+    """Of equals the first; the last one proposed stands for those that are missing."""
+    tree = pytest.importorskip("branchwise.cuda.heads.tree")
+    rng, batch, cell, first, every = torch.Generator().manual_seed(rows), 2, 30, 7, 200
+
+    def numbers(*shape: int, most: int = 1000) -> Tensor:
+        return torch.randint(most, shape, generator=rng).to(DEVICE)
+
+    values, places = -numbers(batch, rows, count, most=kinds).float(), numbers(batch, rows, count, most=70).int()
+    table, known, slots = numbers(60), numbers(4, 10), torch.tensor([3, 1], device=DEVICE)
+    words = numbers(batch, rows, 2).int() & 1023
+    before = tree.Level(
+        -numbers(batch, rows, most=2).float(), numbers(batch, rows), *(numbers(batch, rows),) * 2, words
+    )
+    rows_at, proposed = numbers(batch, rows), tree.Proposed(*(numbers(batch, every) for _ in range(3)))
+    proposed = proposed._replace(values=proposed.values.float())
+    found = tree.pick((values, places), (table, known, slots), before, rows_at, proposed, first, cell, width)
+    for text in range(batch):
+        tokens = torch.cat([table, known[slots[text]]])[places[text].flatten().long()]
+        paths = (values[text] + before.values[text][:, None]).flatten()
+        now = slice(first, first + rows * count)
+        assert torch.equal(proposed.values[text, now], paths)
+        assert torch.equal(proposed.tokens[text, now], tokens)
+        assert torch.equal(proposed.parents[text, now], before.numbers[text].repeat_interleave(count))
+        order = paths.sort(descending=True, stable=True).indices[:width]
+        missing = width - len(order)
+        assert torch.equal(found.values[text, : len(order)], paths[order])
+        assert (found.values[text, len(order) :] < -1e29).all()
+        order = torch.cat([order, order.new_full((missing,), rows * count - 1)])
+        assert torch.equal(found.tokens[text], tokens[order])
+        assert torch.equal(found.numbers[text], first + order)
+        assert torch.equal(found.states[text], rows_at[text][order // count])
+        for rank, (bits, row) in enumerate(zip(found.bits[text].tolist(), (order // count).tolist(), strict=True)):
+            wanted = words[text, row].tolist()
+            wanted[(cell + rank) // 32] |= 1 << (cell + rank) % 32
+            assert [word & 0xFFFFFFFF for word in bits] == wanted
+
+
 def test_of_equally_probable_nodes_the_first_is_kept_and_none_hangs_in_the_air() -> None:
     tree = pytest.importorskip("branchwise.cuda.heads.tree")
     root, levels = torch.tensor([4], device=DEVICE), torch.tensor([1, 1, 2, 2, 2, 2], device=DEVICE)

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def test_passes_of_usual_layers_score_as_the_model_does(family: str, caplog: pyt
                 text.tokens += [*tree.tokens[list(path[1:])].tolist(), 7]
     assert not caplog.records, "a layer was refused"
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("slices", [2, 8])
+def test_products_find_the_same_in_slices(
+    slices: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As few rows of two bytes a number are multiplied on a device; the last slices are partly or wholly empty."""
+    rows = pytest.importorskip("branchwise.cuda.layers.rows")
+    whole = rows.tiling
+    cut = {"slices": slices, "piece": 16}
+    monkeypatch.setattr(rows, "tiling", lambda *given, **kinds: replace(whole(*given, **kinds), **cut))
+    test_passes_of_usual_layers_score_as_the_model_does("qwen2", caplog)
 
 
 AROUND = ("embed", "look_up", "normed")
