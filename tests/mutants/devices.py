@@ -76,23 +76,21 @@ FAMILIES = [
             ("own = tl.topk(_ranked(own_value, tokens + column)", "own = tl.topk(_ranked(own_value, column)"),
         ],
     }),
-    Family("picked", ["tests/test_head_kernels.py::test_the_best_nodes_of_a_level_are_expanded"], {
+    Family("few-rows", [
+        "tests/test_head_kernels.py::test_the_best_nodes_of_a_level_are_expanded",
+        "tests/test_draw.py::test_flat_rows_are_cut_as_they_would_be_whole",
+        "tests/test_head_kernels.py::test_products_find_the_same_in_slices",
+        "tests/test_layer_kernels.py::test_products_find_the_same_in_slices",
+    ], {
         "cuda/heads/tree.py": [
             ("((rival == value[:, None]) & (other[None, :] < at[:, None]))\n        rank", "((rival == value[:, None]) & (other[None, :] > at[:, None]))\n        rank"),
             ("spot = tl.minimum(at, rows * count - 1)", "spot = at * (at < rows * count)"),
             ("word == bit // 32, 1, 0) << (bit % 32)", "word == 0, 1, 0) << (bit % 32)"),
         ],
-    }),
-    Family("slices", [
-        "tests/test_head_kernels.py::test_products_find_the_same_in_slices",
-        "tests/test_layer_kernels.py::test_products_find_the_same_in_slices",
-    ], {
         "cuda/products.py": [
             ("tl.arange(0, slices)[:, None] * piece", "tl.arange(0, slices)[:, None]"),
             ("real[None, :, None] & (at < width)[:, None, :]", "real[None, :, None] & (at < width + 999)[:, None, :]"),
         ],
-    }),
-    Family("cuts", ["tests/test_draw.py::test_flat_rows_are_cut_as_they_would_be_whole"], {
         "cuda/draw.py": [
             ("least = (1 - top_p) * whole / (2 * row.vocabulary)", "least = (1 - top_p) * whole * 40 / row.vocabulary"),
         ],
