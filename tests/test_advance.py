@@ -13,7 +13,7 @@ from branchwise.core.tree import DeviceShape
 from branchwise.cuda.advance import advance_inputs
 from branchwise.cuda.inputs import PassInputs, Size
 from branchwise.verify import Verdicts
-from tests.test_attention import Compiled, as_on_hopper, compiled_by, interpreted
+from tests.hopper import Compiled, as_on_hopper, compiled_by, interpreted
 
 TEXTS, STEPS = 3, 4
 

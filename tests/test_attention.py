@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +14,12 @@ from torch import Tensor
 
 from branchwise.backends.transformers.attention import attend, tree_mask
 from branchwise.core.rows import pack_bits
+from tests.hopper import Compiled, as_on_hopper, compiled_by, interpreted
 
 try:
     from branchwise.cuda import kernels
 except ImportError:
     kernels = None  # type: ignore[assignment]
-
-interpreted = pytest.mark.skipif(
-    kernels is None or torch.cuda.is_available(),
-    reason="needs Triton" if kernels is None else "tests/gpu runs these cases on the device",
-)
-
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -403,16 +394,6 @@ def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
     assert compiled_by("tests.test_attention", tmp_path) == ["_attend", "_merge", "_attend", "_write", "_keep"]
 
 
-def compiled_by(module: str, cache: Path) -> list[str]:
-    """The kernels that a module's `compile_all` compiles, with nothing but the compiler: what they do on a device is
-    for `tests/gpu`."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", f"from {module} import compile_all; compile_all()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def compile_all() -> None:
     """Call every launcher with kernels that are compiled and not run."""
     for name in ("_attend", "_merge", "_write", "_keep"):
@@ -427,55 +408,3 @@ def compile_all() -> None:
     one = torch.zeros(1, dtype=torch.int32)
     kernels.write_rows(keys, keys, keys[:1, :, :4], keys[:1, :, :4], one, one)
     kernels.keep_rows(keys[None], one, one, torch.zeros(1, 5, dtype=torch.int32))
-
-
-def as_on_hopper(device: torch.device) -> dict[str, bool]:
-    """Stands for `early`."""
-    return {"early": True, "launch_pdl": True}
-
-
-class Compiled:
-    """Stands for a kernel: compiles it for the arguments that it is called with."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self._compile
-
-    def _compile(
-        self,
-        *given: Any,
-        num_warps: int,
-        num_stages: int = 3,
-        maxnreg: int | None = None,
-        enable_fp_fusion: bool = True,
-        launch_pdl: bool = False,
-        **constants: Any,
-    ) -> None:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
-        aligned = {}
-        kinds = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
-        kinds[torch.int64] = "*i64"
-        for place, (parameter, it) in enumerate(zip(self.kernel.params, given, strict=False)):
-            name, fixed = parameter.name, not parameter.do_not_specialize
-            if parameter.is_constexpr or (isinstance(it, int) and it == 1 and fixed):
-                signature[name], constants[name] = "constexpr", it
-            else:
-                signature[name] = (
-                    kinds[it.dtype] if isinstance(it, Tensor) else "i32" if isinstance(it, int) else "fp32"
-                )
-                if isinstance(it, Tensor) or (isinstance(it, int) and it % 16 == 0 and fixed):
-                    aligned[place,] = [["tt.divisibility", 16]]
-        in_order = {name: signature[name] for name in self.kernel.arg_names}
-        source = ASTSource(self.kernel, in_order, constants, aligned)
-        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
-        options |= {"maxnreg": maxnreg, "launch_pdl": launch_pdl}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert compiled.metadata.shared < 227 * 1024
-        assert enable_fp_fusion or "fma." not in compiled.asm["ptx"]
-        print(self.kernel.fn.__name__)

@@ -25,7 +25,7 @@ from branchwise.verify import VERIFIERS
 from tests import device_twins
 from tests.conformance.test_drafters import assert_writes_like_plain_decoding
 from tests.device_twins import OnDevice, draw_paths
-from tests.test_attention import Compiled, compiled_by
+from tests.hopper import Compiled, compiled_by
 from tests.test_lookup import assert_first_tokens_have_the_law
 
 SPECS = ["chain:1", "chain:6", "paths:4x6", "paths:3x2", "paths:5x4@2", "paths:2x3@1"]

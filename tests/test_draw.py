@@ -26,8 +26,8 @@ from branchwise.testing import RandomDrafter, ToyTarget
 from branchwise.verify import VERIFIERS, Verdicts, Verifier
 from branchwise.verify.match import Match
 from tests.doubles import PipelinedToy
+from tests.hopper import Compiled, compiled_by, interpreted
 from tests.strategies import trees
-from tests.test_attention import Compiled, compiled_by, interpreted
 from tests.test_verify_batches import Launching
 
 pytestmark = pytest.mark.usefixtures("interpreter")

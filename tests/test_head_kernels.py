@@ -18,7 +18,7 @@ from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.drawn import DrawnHead
 from branchwise.draft.policies.topk import TopK
-from tests.test_attention import Compiled, as_on_hopper, compiled_by, interpreted
+from tests.hopper import Compiled, as_on_hopper, compiled_by, interpreted
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,7 +24,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.verify import Verdict
 from tests.conformance.architectures import COMMON, VOCABULARY, build, served
 from tests.conformance.test_target import assert_scores_equal_own_forward, random_tree
-from tests.test_attention import Compiled, as_on_hopper, compiled_by, interpreted
+from tests.hopper import Compiled, as_on_hopper, compiled_by, interpreted
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -25,7 +25,7 @@ from branchwise.draft.recycle.drafter import MOST_WIDTH, Recycle
 from branchwise.testing import ToyTarget
 from tests import device_twins
 from tests.device_twins import OnDevice
-from tests.test_attention import Compiled, compiled_by, interpreted
+from tests.hopper import Compiled, compiled_by, interpreted
 from tests.test_recycle import AMPLE, VOCABULARY, Slow, assert_holds, bound, noise, scene, teach
 
 try:
