@@ -24,7 +24,7 @@ from branchwise.core.rows import BLOCK
 from branchwise.cuda.early import begin, early, fetch
 from branchwise.cuda.kernels import _operand
 from branchwise.cuda.noise import GAMMA, mix
-from branchwise.cuda.products import Summed, asked, elements, lines, scales
+from branchwise.cuda.products import Summed, asked, product, scales
 
 NOTHING = tl.constexpr(-1.0e30)
 """the logit of no token; it is finite, so that differences are numbers"""
@@ -134,13 +134,11 @@ def _product(
     width: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, size: tl.constexpr, piece: tl.constexpr,
     operand: tl.constexpr,
 ):  # fmt: skip
-    """(tile, size): logits of normed rows with output rows; both are read in pieces."""
-    summed, found = asked(squares, place * stride_squares, real, parts), tl.zeros((tile, size), tl.float32)
-    for start in range(0, width, piece):
-        at = start + tl.arange(0, piece)
-        left = elements(rows, place * stride_row, real, at, width, operand)
-        right = lines(weights, column, inside, at, width, width, operand)
-        found = tl.dot(left, right, found, input_precision="ieee")
+    """(tile, size): logits of normed rows with output rows."""
+    summed = asked(squares, place * stride_squares, real, parts)
+    found = product(
+        rows, place * stride_row, real, weights, column, inside, width, width, size, tile, 1, piece, operand
+    )  # fmt: skip
     return found * scales(summed, epsilon, width)
 
 
