@@ -158,8 +158,8 @@ def _token(row, own, key, penalised: tl.constexpr, at_once: tl.constexpr):
             count, total = _gather(row, cold, high, likely, penalised, at_once)
             enough = (_gathered_mass(row, count) >= (top_p + (1 - top_p) * SPARE) * total) | (most > 0)
             if (top_p < 1) & ((count < most) | (enough == 0)):
-                # Tokens with less mass than that have together half of what a cut by mass takes. Of what a cut by rank
-                # leaves it takes less: of no less than 1, the mass of the best one.
+                # Tokens with less mass than that have together at most half of what a cut by mass takes from the row.
+                # From what a cut by rank leaves it takes less, but that holds the best token, which has 1.
                 whole = tl.where(most > 0, 1.0, total)
                 least = (1 - top_p) * whole / (2 * row.vocabulary)
                 count, total = _gather(row, cold, high, least, penalised, at_once)

@@ -148,7 +148,7 @@ def read(
     alone = tiling(count, width, weight.shape[0] // 2, weighted.element_size(), pair=True)
     tiles = alone if product is None else BEHIND
     whole = triton.next_power_of_2(half)
-    chunk = whole if head_norms else min(tiles.columns, whole)
+    chunk = max(8, whole if head_norms else min(tiles.columns, whole))
     (query_norm, head_epsilon), (key_norm, _) = head_norms or ((weight, 0.0), (weight, 0.0))
     query = weighted.new_empty(count // nodes, nodes, heads, head_width)
     _read[((heads + 2 * kv_heads) * triton.cdiv(half, chunk), triton.cdiv(count, tiles.tile))](
