@@ -1,5 +1,5 @@
-"""A batch in which nothing is drafted. With many texts the host would look at their trees for as long as a device takes
-for a pass, and there is nothing to see: all of them are bare roots, whose tokens are known."""
+"""A batch of bare roots, in which nothing is drafted. Reading the trees of many texts takes the host as long as a pass
+takes a device; bare roots need no reading, because their tokens are known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The engine: generations that run together on one target, step by step.
 
-Threads may share an engine. `submit` and `cancel` return at once, whatever step is running; `step` takes turns.
+Threads may share an engine. `submit` and `cancel` return at once, even during a step; calls of `step` take turns.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from branchwise.verify import Verifier, check_pairing
 
 
 class StepFacts(NamedTuple):
-    """What all texts of a step are told of it."""
+    """What the statistics of every text in a step record of it."""
 
     seconds: dict[str, float]
-    """by phase"""
+    """seconds by phase"""
     batch: int
-    """texts that took part"""
+    """how many texts took part"""
     prepared: frozenset[str]
-    """what had to be compiled or recorded in it"""
+    """what the step had to compile or record"""
     drafter: str
-    """who drafted nodes of which their tree does not say it"""
+    """the source of nodes whose tree names none"""
     rested: bool = False
-    """whether a guard let nothing be drafted"""
+    """whether the guard let nothing be drafted"""
     drafting_speed: float | None = None
-    """that of drafted steps, in plain decoding, by which it decides"""
+    """speed of drafted steps relative to plain decoding, by which the guard decides; 2.0 is twice as fast"""
 
 
 class Engine:
@@ -65,10 +65,10 @@ class Engine:
     ) -> None:
         """`most` bounds every tree; by default only the target does. `queue` bounds how many requests may wait, and
         `prefill_tokens` how much of their prompts is written between two steps, as `Scheduler` says. With a
-        `prefix_cache` prompts begin with cached rows of texts that begin alike, running or ended; it is how many that
-        have ended are kept, or True for as many as there are slots. With a `guard` nothing is drafted while that would
-        be slower than plain decoding, unless the drafter sees to it itself. One that has several sources has a guard in
-        any case, which chooses among them."""
+        `prefix_cache` prompts begin with cached rows of texts that begin alike, running or ended; the number says how
+        many ended texts are kept, True as many as there are slots. With a `guard` nothing is drafted while drafting
+        would be slower than plain decoding, unless the drafter sees to that itself. A drafter with several sources
+        always has a guard, which chooses among them."""
         check_pairing(verifier, drafter.draw, drafter.name)
         drafter.bind(target.info)
         drafter.let_foresee(verifier.name == "match")
@@ -94,14 +94,15 @@ class Engine:
         else:
             self._step = Step(target, stepping, verifier, self.most)
         self.turn = threading.RLock()
-        """held during a step, which moves the texts of all threads"""
+        """held during a step, because a step advances the texts of all threads"""
         self._stepping = False
         self.counts_probs = False
-        """whether statistics count acceptance by draft probability, which takes a look at q in every step"""
+        """whether statistics count acceptance by draft probability, for which every step reads q"""
         self._seeding = threading.Lock()
 
     def warn_if_cut(self) -> None:
-        """Every function that loads a method for users calls this: say so if its trees do not fit into a pass."""
+        """Warn if the trees of the method do not fit into a pass. Every function that loads a method for users calls
+        this."""
         wanted, most = self.drafter.largest + 1, self.most.nodes
         if wanted > most == self.target.info.max_nodes:
             lift = f"load it with max_nodes={min(wanted, LARGEST)} (--max-nodes {min(wanted, LARGEST)})"
@@ -127,8 +128,8 @@ class Engine:
         """Queue a request; it joins the others between two steps, as soon as a slot is free. Never waits.
 
         `on_output(generation, pieces)` is called on the thread that steps, after every step that added something and
-        when the generation ends. `like` is a sequence of the same tokens that the caller opened on the target, and
-        that stays open until the request runs: its cache rows are copied in place of a prefill.
+        when the generation ends. `like` is a sequence of the same tokens that the caller has opened on the target and
+        keeps open until the request runs: its cache rows are copied in place of a prefill.
         """
         info = self.target.info
         if len(request.prompt) >= info.context:
@@ -167,7 +168,7 @@ class Engine:
                 self.turn.release()
 
     def drop_prefixes(self) -> None:
-        """Let go of the cached rows of texts that have ended."""
+        """Free the cached rows of texts that have ended."""
         with self.turn:
             if self.scheduler.prefixes is not None:
                 self.scheduler.prefixes.clear()
@@ -192,38 +193,44 @@ class Engine:
         for generation in [one for one in scheduler.running if not one.request.max_new_tokens]:
             self._finish(generation, FinishReason.LENGTH)
             generation.report()
+        before = counted()
+        outcomes = self._outcomes()
+        if not outcomes:
+            return []
+        seconds = self._step.clock.settle()
+        seconds.pop(PHASE, None)
+        moved = [generation for generation in outcomes if not isinstance(generation, Lingering)]
+        facts = self._facts(seconds, len(moved), since(before))
+        for generation, outcome in outcomes.items():
+            if isinstance(generation, Lingering):
+                generation.sequence.tokens += outcome.tokens
+            else:
+                self._emit(generation, outcome, facts)
+        scheduler.thin_out(sparing=self._step.works_ahead)
+        for generation in moved:
+            generation.report()
+        return moved
+
+    def _outcomes(self) -> dict[Generation, Outcome]:
+        """What a step finds for every running generation. Where the device has no memory for all of them, the latest
+        leave, one after the other, until it has: a step that fails has committed nothing."""
+        scheduler, step = self.scheduler, self._step
         while scheduler.running:
             generations = list(scheduler.running)
-            if self._step.interrupted:  # what was learned from that step knows of draws that would come again
+            if step.interrupted:
+                # The step comes again, and with its seeds the same draws would: the drafter may have learned from them.
                 for generation in generations:
                     self._assign_seed(generation.sequence)
-                self._step.interrupted = False
-            self._step.clock.start()
-            before = counted()
+                step.interrupted = False
+            step.clock.start()
             try:
-                outcomes = self._step(generations, joining=scheduler.joining)
+                return dict(zip(generations, step(generations, joining=scheduler.joining), strict=True))
             except torch.OutOfMemoryError:
-                # Nothing was committed yet. The last that came leaves, until there is room for the others.
                 if scheduler.lingering:
                     scheduler.thin_out()
                 else:
                     self._run_out(generations[-1])
-                continue
-            seconds = self._step.clock.settle()
-            seconds.pop(PHASE, None)
-            prepared = since(before)
-            moved = [generation for generation in generations if not isinstance(generation, Lingering)]
-            facts = self._facts(seconds, len(moved), prepared)
-            for generation, outcome in zip(generations, outcomes, strict=True):
-                if isinstance(generation, Lingering):
-                    generation.sequence.tokens += outcome.tokens
-                else:
-                    self._emit(generation, outcome, facts)
-            scheduler.thin_out(sparing=self._step.works_ahead)
-            for generation in moved:
-                generation.report()
-            return moved
-        return []
+        return {}
 
     def _assign_seed(self, sequence: SequenceState) -> None:
         """The tokens of `match` do not depend on the draft, so there the seed of the text always serves."""

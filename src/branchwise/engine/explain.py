@@ -14,29 +14,29 @@ from branchwise.cuda.inputs import BATCHES, fitting
 from branchwise.engine.stats import PHASES, Stats
 
 FEW = 3
-"""plain steps of a text that say what a plain step takes"""
+"""how many plain steps of a text suffice to say what a plain step takes"""
 MOSTLY = 0.5
-"""the share of a request that its prompt takes, from which on no drafter helps much"""
+"""the share of the time that a prompt must take for the advice that no drafter helps much"""
 DEAR_DRAFT = 0.25
-"""plain steps that drafting may take in a step before it is worth a word"""
+"""the time of drafting, in plain steps, above which it is called dear"""
 DEAR_PASS = 1.5
-"""plain passes that the pass over a tree may cost before it is worth a word"""
+"""the time of a pass over a tree, in plain steps, above which it is called dear"""
 ROWS = (2, 4, 8, 16)
-"""of passes whose costs are told"""
+"""the sizes of passes whose costs are shown"""
 FEW_KEPT = 1.3
-"""tokens a step below which too little of what is drafted is kept"""
+"""the tokens a step below which too few drafted nodes are kept"""
 
 
 class Size(NamedTuple):
-    """All steps with as many nodes."""
+    """All steps with the same number of nodes."""
 
     nodes: int
-    """drafted below the root"""
+    """drafted nodes below the root"""
     steps: int
     tokens: float
-    """emitted by a step"""
+    """mean tokens that a step emitted"""
     seconds: float
-    """of a step"""
+    """mean time of a step"""
 
 
 class Source(NamedTuple):
@@ -47,30 +47,30 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Prints as a short text; `as_dict` has the same for programs."""
+    """An explanation that prints as a short text; `as_dict` is the same for programs."""
 
     method: str
     tokens: int
     steps: int
     seconds: dict[str, float]
-    """of the whole request, by what they were spent on; they add up to its wall clock"""
+    """the time of the whole request by purpose; the parts add up to its wall clock"""
     sizes: tuple[Size, ...]
     sources: tuple[Source, ...]
-    """most kept tokens first"""
+    """the sources, most kept tokens first"""
     plain: float | None
-    """seconds that a step of plain decoding takes here, if that is known"""
+    """seconds that a step of plain decoding takes here, if known"""
     speedup: float | None
-    """the speed of the answer in plain decoding of it, its prompt left out"""
+    """the speed of the answer relative to plain decoding, the prompt left out"""
     advice: tuple[str, ...]
-    """what would help, what helps most first"""
+    """what would help, most helpful first"""
     weights: str = ""
     """the bits of the target's weights (`TargetInfo.quantised`)"""
     rested: int = 0
-    """steps in which a guard let nothing be drafted"""
+    """steps in which the guard let nothing be drafted"""
     drafting_speed: float | None = None
-    """that of drafted steps, in plain decoding, by which the guard decided"""
+    """the speed of drafted steps relative to plain decoding, by which the guard decided"""
     reasons: tuple[str, ...] = ()
-    """what was chosen, and by which numbers"""
+    """what drafter and guard chose, and by which numbers"""
 
     @property
     def wall(self) -> float:
@@ -96,7 +96,7 @@ class Explanation:
 
     @property
     def aside(self) -> str | None:
-        """Why the drafter stood aside, where it did."""
+        """Why the drafter stood aside in some steps, if it did."""
         if not self.rested or self.drafting_speed is None or self.drafting_speed >= 1:
             return None
         return (
@@ -164,12 +164,12 @@ MEANING = {
 def explain(
     stats: Stats, target: TargetInfo, method: str, plain: Stats | None = None, reasons: Sequence[str] = ()
 ) -> Explanation:
-    """Explain a request. `plain` are the statistics of the same request without a drafter, if it was made; otherwise a
-    plain step takes as long as those among its own steps, or as those that were timed on this target before. `reasons`
-    are those of the drafter."""
+    """Explain a request. `plain` holds the statistics of the same request without a drafter, if that was run. Otherwise
+    the time of a plain step is that of the request's own plain steps, or of plain steps timed on this target before.
+    `reasons` are the drafter's."""
     seconds = {"prefill": stats.prefill_seconds, **{phase: stats.seconds.get(phase, 0.0) for phase in PHASES}}
-    # Wall clocks are compared with each other, and steps with steps: what a reader of a stream does between two steps
-    # would slow down plain decoding as well.
+    # Wall clocks are compared with wall clocks and steps with steps: the time that the reader of a stream takes between
+    # two steps would slow down plain decoding as well.
     spent, a_plain_step = sum(stats.seconds.values()), _plain_step(stats, target)
     if plain is not None and plain.emitted_tokens and plain.wall_seconds > plain.prefill_seconds:
         spent = stats.wall_seconds - stats.prefill_seconds
@@ -198,7 +198,7 @@ def explain(
 
 
 def _costs(stats: Stats, target: TargetInfo) -> list[str]:
-    """What passes cost here, where that is known."""
+    """What passes cost here, if known."""
     model = cost_models(target).get(fitting(stats.each[-1].batch, BATCHES)) if stats.each else None
     if model is None or not model.knows_plain or not any(step.nodes for step in stats.each):
         return []
@@ -230,7 +230,7 @@ def _sizes(stats: Stats) -> tuple[Size, ...]:
 
 
 def _plain_step(stats: Stats, target: TargetInfo) -> float | None:
-    """What a step of plain decoding takes in a batch like this one; not known where its size changed."""
+    """The time of a step of plain decoding in a batch of this size; None if the size changed during the request."""
     batches = {step.batch for step in stats.each}
     if len(batches) != 1:
         return None
@@ -239,7 +239,7 @@ def _plain_step(stats: Stats, target: TargetInfo) -> float | None:
 
 
 def _advice(found: Explanation, target: TargetInfo) -> list[str]:
-    """What would help most comes first: a line is worth the seconds that it is about."""
+    """What would help, ordered by the seconds that each line is about, most first."""
     spent, steps, plain = found.seconds, max(found.steps, 1), found.plain
     worth: list[tuple[float, str]] = []
     if spent["prefill"] > MOSTLY * found.wall:

@@ -1,6 +1,6 @@
-"""A drafter under a guard: before every step the guard says whether it drafts or rests, or which of its sources drafts.
+"""A drafter under a guard, which decides before every step whether the drafter drafts, or which of its sources does.
 
-To the step it is a drafter like any other. While nothing is drafted, trees are bare roots, and a step is that of plain
+To the step it is a drafter like any other. While nothing is drafted, trees are bare roots and the step is one of plain
 decoding: on a device the pass over them is enqueued ahead and not padded.
 """
 
@@ -20,15 +20,15 @@ from branchwise.verify import Verdict, Verdicts
 
 
 def may_rest(drafter: Drafter) -> bool:
-    """Whether a guard is of use, given a drafter that is bound. Forks are drawn for a rule that takes the token after a
-    root from the fork itself, where its distribution is known: there a bare root is no plain step."""
+    """Whether a guard is of use for a drafter that is bound. It is not if trees are forks: their rule takes the token
+    after a root from the fork itself, so a bare root would be no step of plain decoding."""
     return not drafter.paces and drafter.draw is not Draw.FORK
 
 
 class GuardedDrafter(Drafter):
     def __init__(self, drafter: Drafter, guard: Guard, *, same_text: bool) -> None:
-        """`same_text`: what is written does not depend on what is drafted. Otherwise a text that was given a seed would
-        depend on the time that steps take, so the first source always drafts for it."""
+        """`same_text` says that the text does not depend on the draft. If it does, a text with a seed would depend on
+        how long steps take, so the first source drafts every step of such a text."""
         self._guard, self._same_text = guard, same_text
         self._sources = drafter.sources or (drafter,)
         assert len(self._sources) == len(guard.sources), "a guard chooses among as many sources as there are"
@@ -36,36 +36,38 @@ class GuardedDrafter(Drafter):
         self.name, self.draw = drafter.name, drafter.draw
         self._needs = drafter.needs
         self._logits = [source.needs.prefill_logits for source in self._sources]
-        self._chosen = 0
-        """the source of the step that is made, or was made last"""
-        self._decided: int | None = None
-        """the source of the step after that, where its pass is enqueued ahead"""
-        self._laid = 0
-        """the source of the trees that were asked for last"""
+        self._current = 0
+        """the source of the current step, or of the last one between two steps"""
+        self._next: int | None = None
+        """the source of the step after that, if its pass is enqueued ahead"""
+        self._asked = 0
+        """the source that was last asked for trees, whose `pad_shape` is in force"""
         self._seeded = False
-        """whether there is a text that must not depend on time"""
+        """whether the first source must draft, for the sake of a text with a seed"""
         self._followed: tuple[int, frozenset[SequenceState]] = PLAIN, frozenset()
-        """a source, and the texts of which it has read all that there is"""
+        """the source that drafted last, and the texts for which it missed nothing"""
         self._caught_up = False
+        """whether the source of this step had to read what it had missed of a text"""
         self._began = 0.0
+        """when the current step began"""
         self._ended = -math.inf
-        """when the last step did, if nothing but this step came after it"""
+        """when the last step ended, if nothing came between it and the current one"""
 
     @property
     def rested(self) -> bool:
-        """Whether nothing was to be drafted in the step that is made, or was made last."""
-        return self._chosen == PLAIN
+        """Whether the guard let nothing be drafted in the current step, or in the last one between two steps."""
+        return self._current == PLAIN
 
     @property
     def drafting(self) -> str:
-        """The name of the source that drafted then."""
-        return self.name if self.rested else self._sources[self._chosen].source
+        """The name of the source that drafted in that step."""
+        return self.name if self.rested else self._sources[self._current].source
 
     @property
     def needs(self) -> Needs:
-        """Logits of prompts are asked for by those that draft now: others would learn from them at the expense of
-        these."""
-        pad_shape = None if self._laid == PLAIN else self._sources[self._laid].needs.pad_shape
+        """Only sources that draft now get the logits of prompts: computing them for the others would cost time that
+        these pay for."""
+        pad_shape = None if self._asked == PLAIN else self._sources[self._asked].needs.pad_shape
         drafting = self._guard.drafting(len(self._followed[1]) or 1)
         logits = max((self._logits[number] for number in drafting), default=0)
         return replace(self._needs, pad_shape=pad_shape, prefill_logits=logits)
@@ -99,7 +101,7 @@ class GuardedDrafter(Drafter):
             source.drop(sequence)
 
     def disturbed(self) -> None:
-        """What takes time between these two steps belongs to neither."""
+        """Time that passes between these two steps belongs to neither of them."""
         self._ended = -math.inf
 
     def draft(self, sequences: Sequence[SequenceState], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -107,16 +109,15 @@ class GuardedDrafter(Drafter):
         self._seeded = not self._same_text and any(
             sequence.sampling.seed is not None and not sequence.sampling.greedy for sequence in sequences
         )
-        self._chosen = self._choose(len(sequences)) if self._decided is None else self._decided
-        self._laid, self._decided = self._chosen, None
+        self._current = self._choose(len(sequences)) if self._next is None else self._next
+        self._asked, self._next = self._current, None
         if self.rested:
             self._followed = PLAIN, frozenset()
             return self._rest(sequences)
-        source, (number, followed) = self._sources[self._chosen], self._followed
-        # One that looks tokens up reads next to nothing.
-        behind = number != self._chosen or not followed.issuperset(sequences)
-        self._caught_up = source.cost is not None and behind
-        self._followed = self._chosen, frozenset(sequences)
+        source, (number, followed) = self._sources[self._current], self._followed
+        behind = number != self._current or not followed.issuperset(sequences)
+        self._caught_up = source.cost is not None and behind  # a lookup drafter catches up for free
+        self._followed = self._current, frozenset(sequences)
         return source.draft(sequences, budgets)
 
     def _rest(self, sequences: Sequence[SequenceState]) -> list[DraftTree]:
@@ -132,18 +133,19 @@ class GuardedDrafter(Drafter):
                 source.follow_on_device(scored, verdicts)
 
     def draft_next(self, budgets: Sequence[Budget]) -> list[DraftTree] | None:
-        """A source that has not drafted in this step drafts in the next one as if texts were new to it."""
-        self._decided = self._laid = self._choose(len(budgets))
-        if self._decided == PLAIN:
+        """Draft ahead only if the source of this step drafts the next one as well: any other source must first catch up
+        on the host."""
+        self._next = self._asked = self._choose(len(budgets))
+        if self._next == PLAIN:
             return [DraftTree.root(0)] * len(budgets)
-        return self._sources[self._decided].draft_next(budgets) if self._decided == self._chosen else None
+        return self._sources[self._next].draft_next(budgets) if self._next == self._current else None
 
     def _choose(self, batch: int) -> int:
         return 0 if self._seeded else self._guard.choose(batch)
 
     def _takes_part(self, number: int) -> bool:
-        """Whether it is the step of this source; one that is alone has no others to follow."""
-        return number == self._chosen or len(self._sources) == 1
+        """Whether this source updates after the current step, and not merely follows; a single source always does."""
+        return number == self._current or len(self._sources) == 1
 
     def update(self, sequences: Sequence[SequenceState], scored: Scored, verdicts: Sequence[Verdict]) -> None:
         for number, source in enumerate(self._sources):
@@ -152,8 +154,8 @@ class GuardedDrafter(Drafter):
             else:
                 source.follow(sequences, scored, verdicts)
         now = time.perf_counter()
-        start = self._began if self._ended < 0 else self._ended  # texts are handed out between two steps
+        start = self._began if self._ended < 0 else self._ended  # emitting tokens between two steps counts as well
         tokens = sum(len(verdict.path) for verdict in verdicts) / len(verdicts)
         rows = scored.logits.shape[1]
-        self._guard.record(len(sequences), self._chosen, rows, tokens, now - start, caught_up=self._caught_up)
+        self._guard.record(len(sequences), self._current, rows, tokens, now - start, caught_up=self._caught_up)
         self._ended = now

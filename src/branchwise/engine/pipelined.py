@@ -1,8 +1,8 @@
 """The step on a device: the next pass is enqueued behind the verdict, before the host has read it.
 
-It is the same step. What changes is when the device gets its work: cache rows are moved, the drafter learns and drafts,
-and the next forward pass starts as soon as the verdict is in device memory, while the host waits for its copy, emits
-tokens and detokenizes.
+It is the same step. Only the order in which the device gets its work differs: as soon as the verdict is in device
+memory, cache rows move, the drafter learns and drafts, and the next forward pass starts. Meanwhile the host waits for
+its copy of the verdict, emits tokens and detokenizes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class PipelinedStep(Step):
         self._verify = target.capture(verifier)
         self._inflight: Inflight | None = None
         self._batched: tuple[Sequence[DraftTree], TreeBatch] | None = None
-        """the trees that were made a batch last"""
-        # Other rules draw from what their drafts are drawn from, and what is learned from a row that nobody sees is
-        # learned from draws that may come again.
+        """the last trees, and the batch made of them"""
+        # Only `match` lets the rows of ended texts linger: with sampled trees, a drafter could learn from draws in such
+        # a row that come again.
         self._rows_may_linger = verifier.name == "match"
 
     @property
@@ -44,7 +44,8 @@ class PipelinedStep(Step):
     def batch(
         self, trees: Sequence[DraftTree], sequences: Sequence[SequenceState], budgets: Sequence[Budget]
     ) -> TreeBatch:
-        """Trees that only the device knows are the same batch after a verdict as before it; others have new roots."""
+        """Reuse the last batch if the trees are the same objects and only the device knows their tokens; other trees
+        have new roots after a verdict."""
         if self._batched is not None:
             before, batch = self._batched
             alike = before is trees or (len(before) == len(trees) and all(map(is_, before, trees)))
@@ -97,14 +98,14 @@ class PipelinedStep(Step):
         return self.outcomes(batch, verdicts, logprobs, seen)
 
     def _budgets(self, generations: Sequence[Generation], further: int = 0) -> list[Budget]:
-        """Trees that draw nothing may reach beyond the wanted length: what is recorded has one size, and a deep tree is
-        seldom kept whole. Where tokens are drawn, a deeper tree would draw others."""
+        """Fixed trees may reach beyond the wanted length: a recorded draft has one size, and a deep tree is seldom
+        accepted whole. A sampled tree may not, because a deeper tree would draw other tokens."""
         beyond, context = self.drafter.draw is Draw.FIXED, self.target.info.context
         return [generation.budget(self.most, context, further, beyond=beyond) for generation in generations]
 
     def _changes(self, generations: Sequence[Generation]) -> bool:
-        """Whether the batch is likely to be another one after the step that is being made: all texts that end leave, or
-        so many that a smaller pass serves the others."""
+        """Whether the batch is likely to change after this step: because texts that end leave at once, or because so
+        many of them end that a smaller pass serves the others."""
         ending = [one for one in generations if one.finished or one.ends_soon]
         if not all(self._rows_may_linger and one.may_linger for one in ending):
             return True
@@ -112,8 +113,8 @@ class PipelinedStep(Step):
         return not texts or self.target.bucket(texts, 1) != self.target.bucket(rows, 1)
 
     def _launch(self, generations: Sequence[Generation], depth: int, found: Verdicts) -> Inflight | None:
-        """Enqueue the next pass, if the drafter knows its trees. It is made in vain for another batch, so it is not
-        enqueued where that is likely to come."""
+        """Enqueue the next pass, if the drafter knows its trees. A pass for a batch that changes is wasted, so none is
+        enqueued if that is likely."""
         least = self._budgets(generations, depth + 1)
         if min(budget.depth for budget in least) < 0 or self._changes(generations):
             return None
@@ -124,9 +125,9 @@ class PipelinedStep(Step):
                 return None
             sequences = [generation.sequence for generation in generations]
             batch = self.batch(trees, sequences, least)
-            # A recorded verdict has columns for paths that no tree of this step has.
+            # A recorded verdict has columns for paths deeper than any tree of this step.
             return self.target.launch(sequences, batch, Verdicts(found.paths[:, : depth + 1], found.tokens))
         except torch.OutOfMemoryError:
-            return None  # the next step will meet it again, and handle it
+            return None  # the next step meets the same error, and handles it
         finally:
             self.clock.lap("score")

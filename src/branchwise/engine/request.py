@@ -1,4 +1,4 @@
-"""What is to be written, and a request on its way through the engine."""
+"""Requests, and generations: requests on their way through the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from branchwise.engine.trace import StepTrace
 from branchwise.errors import ModelError, UsageError
 
 MOST_TOP = 20
-"""tokens that can be reported in the place of one"""
+"""the most alternatives that can be reported for one token"""
 Top = list[tuple[int, float]]
 """the most probable tokens at a place under the unwarped model, best first, with their log-probabilities"""
 
@@ -40,7 +40,7 @@ class FinishReason(StrEnum):
     """the wanted length or the end of the context"""
     CANCELLED = "cancelled"
     ERROR = "error"
-    """the device had no memory for it, or its grammar could not be followed to the end"""
+    """the device had no memory for the text, or its grammar could not be followed to the end"""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Request:
     logprobs: bool = False
     """report the log-probability of each emitted token under the unwarped model"""
     top_logprobs: int = 0
-    """report so many of the most probable tokens in the place of each emitted one, with theirs"""
+    """report this many of the most probable tokens in the place of each emitted token, with their log-probabilities"""
     prompt_logprobs: bool = False
-    """report the same of the prompt's tokens, all but the first; none of it comes from the cache of another text"""
+    """report the same of all tokens of the prompt but the first; such a prompt takes no rows from another text"""
     trace: bool = False
     """report what every step looked like, in `Generation.traces`"""
     scope: Hashable = None
-    """whose it is: prompts begin with cached rows of texts of an equal scope and of no others (engine/prefixes.py)"""
+    """the owner of the text: a prompt takes cached rows from texts of an equal scope alone (engine/prefixes.py)"""
     task: str | None = None
-    """what it is about, one of the drafter's `tasks`: that specialist drafts for it"""
+    """one of the drafter's `tasks`, whose specialist drafts for the text"""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -83,14 +83,14 @@ class Piece:
 
     token: int
     text: str
-    """what it adds to the text; empty while a character or a stop string is incomplete"""
+    """what the token adds to the text; empty while a character or a stop string is incomplete"""
     drafted: bool
-    """accepted from the draft; otherwise the target's own"""
+    """whether the token was accepted from the draft; otherwise it is the target's own"""
     logprob: float | None
     source: str = ""
-    """the drafter that proposed it, or the one of its members that did"""
+    """the drafter, or its member, that proposed the token"""
     top: Top = field(default_factory=list)
-    """what else could have come, if the request asks for it"""
+    """the most probable tokens in its place, if the request asks for them"""
 
 
 class Pending(NamedTuple):
@@ -109,30 +109,30 @@ class Generation:
     request: Request
     sequence: SequenceState
     text: TextStream | None = None
-    """detokenizes the output, if it is streamed or stop strings end it"""
+    """detokenizes the output, if the output is streamed or stop strings may end it"""
     on_output: Callable[[Generation, list[Piece]], None] | None = None
-    """called on the engine's thread with the pieces that a step added, and with none when nothing but the end came"""
+    """called on the engine's thread with the pieces that a step added; with none if the text ends and nothing came"""
     like: SequenceState | None = None
     """an open sequence of the same tokens, whose cache rows are copied in place of a prefill"""
     pieces: list[Piece] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
-    """not detokenized yet: on a GPU that happens while the next step runs"""
+    """emitted tokens that are not detokenized yet: on a GPU that happens while the next step runs"""
     prefilled: int = 0
-    """prompt tokens that are in the cache"""
+    """prompt tokens in the KV cache"""
     prefill: list[Prefill] = field(default_factory=list)
-    """what the chunks of the prefill found, until the drafter has it"""
+    """what the chunks of the prefill found, until the drafter gets it"""
     prompt_scores: list[TokenScore] = field(default_factory=list)
-    """of the prompt's tokens from the second on, if the request asks for them"""
+    """scores of the prompt's tokens from the second on, if the request asks for them"""
     stats: Stats = field(default_factory=Stats)
     traces: list[StepTrace] = field(default_factory=list)
-    """what its steps looked like, if the request asks for it; whoever reads them may take them out"""
+    """a record of every step, if the request asks for it; readers may take them out"""
     prefill_clock: Stopwatch | None = None
     """runs until the prefill is known to be over"""
     began: float | None = None
-    """when its prompt was begun, by the clock of the host"""
+    """when the prefill began, by the clock of the host"""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """what happened and what helps, if it ended with an error"""
+    """what happened and what helps, if the text ended with an error"""
     _reported: int = 0
 
     @property
@@ -141,7 +141,7 @@ class Generation:
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """The grammar that it follows, if it does."""
+        """The grammar that the text follows, if any."""
         return constraint_of(self.request.sampling)
 
     @property
@@ -149,34 +149,34 @@ class Generation:
         return self.sequence.output
 
     def stop_clock(self) -> None:
-        """Nothing of it will run any more."""
+        """The text has ended: its wall time is over."""
         if self.began is not None:
             self.stats.wall_seconds = time.perf_counter() - self.began
 
     def check(self) -> None:
-        """Raise the error that it ended with, if it did."""
+        """Raise the error with which the text ended, if any."""
         if self.error is not None:
             raise ModelError(self.error)
 
     @property
     def wanted(self) -> int:
-        """Tokens that are still to come at most."""
+        """How many tokens may still come."""
         return self.request.max_new_tokens - (len(self.sequence.tokens) - self.sequence.prompt_length)
 
     @property
     def ends_soon(self) -> bool:
-        """Whether the step that is being made is likely to be the last, if it adds as many tokens as the others did."""
+        """Whether the current step is likely to be the last: if it adds as many tokens as the steps before did."""
         return self.wanted * self.stats.steps <= self.stats.emitted_tokens if self.stats.steps else self.wanted == 1
 
     @property
     def may_linger(self) -> bool:
-        """Whether its row can be written on when it has ended. Nothing follows the end of a grammar, and processors of
-        others may know of nothing that does either."""
+        """Whether its row may linger in the batch after the text has ended. With processors it may not: nothing follows
+        the end of a grammar, and a user's processor may not expect tokens after the end either."""
         return not self.request.sampling.processors
 
     def budget(self, most: Budget, context: int, further: int = 0, *, beyond: bool = False) -> Budget:
-        """What a tree may hold so that no node lies past the context, nor past the wanted length unless it may reach
-        `beyond` that, `further` tokens on."""
+        """The bound of the next tree, when the text is `further` tokens longer: no node lies past the context, nor past
+        the wanted length, unless the tree may reach `beyond` that length."""
         room = context - len(self.sequence.tokens)
         if not beyond:
             room = min(room, self.wanted)
@@ -195,7 +195,7 @@ class Generation:
             self.pieces.append(Piece(token, shown, bool(source), logprob, source, top))
 
     def flush(self) -> None:
-        """Nothing will follow: release the text that was held back, with the last piece if there is one."""
+        """The text has ended: release characters that were held back, with the last piece if there is one."""
         self.detokenize(last=True)
         held = self._held()
         if held and self.pieces:

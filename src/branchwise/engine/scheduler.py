@@ -31,12 +31,12 @@ from branchwise.engine.stats import Stopwatch
 from branchwise.errors import QueueFull
 
 MOST_PIECES = 4
-"""of a prompt that are written one after the other while texts wait for the next step"""
+"""the most pieces of one prompt in a prefill while other texts wait for their next step"""
 SCORED_TOKENS = 256
-"""of a prompt that are written at once where the logits behind all of them are wanted, which take memory"""
-
+"""the most tokens of one prompt in a prefill if the request wants the logits after each of them, which take memory"""
 MOST_HELD = 0.5
-"""tokens of rows that linger, of those of the texts beside them: a pass reads the keys and values of both"""
+"""how many tokens lingering rows may hold, as a share of those of the running texts: a pass reads the keys and values
+of both"""
 
 
 class Scheduler:
@@ -49,18 +49,19 @@ class Scheduler:
         prefill_tokens: int | None = None,
         prefix_cache: int = 0,
     ) -> None:
-        """`queue` is how many requests may wait for a slot; None for any number. `prefill_tokens` of prompts are
-        written between two steps while texts are running, by default as many as a pass may write. `prefix_cache` is how
-        many texts that have ended are kept for prompts that begin like them; with 0 all prompts are prefilled."""
+        """`queue` is how many requests may wait for a slot; None for any number. `prefill_tokens` bounds the tokens of
+        prompts that are written between two steps while texts are running; by default it is what one pass may write.
+        `prefix_cache` is how many ended texts are kept for prompts that begin like them; with 0 all prompts are
+        prefilled."""
         self.target = target
         self.drafter = drafter
         self.queue = queue
         self.prefill_tokens = prefill_tokens or target.prefill_chunk
         self.prefixes = Prefixes(target, drafter, prefix_cache) if prefix_cache else None
         self.prefilling: list[Generation] = []
-        """they have a slot, and their prompts are not wholly in the cache"""
+        """generations that have a slot, and whose prompts are not wholly in the cache"""
         self.running: list[Generation] = []
-        """in the order of their slots, rows that linger among them"""
+        """running generations in the order of their slots, lingering rows among them"""
         self._waiting: deque[Generation] = deque()
         self._cancelled: deque[Generation] = deque()
         self._inbox = threading.Lock()
@@ -78,7 +79,7 @@ class Scheduler:
 
     @property
     def lingering(self) -> list[Lingering]:
-        """Rows of texts that have ended."""
+        """Rows of ended texts that are still in the batch."""
         return [one for one in self.running if isinstance(one, Lingering)]
 
     # From any thread, at any time
@@ -110,10 +111,10 @@ class Scheduler:
         if self._waiting or self.prefilling:
             self.thin_out()
         failed: list[Generation] = []
-        put_off = 0
-        while put_off < self.target.free_slots and (generation := self._after(put_off)) is not None:
+        skipped = 0  # requests that wait for the rows of an earlier one; a slot stays reserved for each
+        while skipped < self.target.free_slots and (generation := self._after(skipped)) is not None:
             if self.prefixes is not None and self.prefixes.is_coming(generation, self.prefilling, self.running):
-                put_off += 1  # it keeps a slot
+                skipped += 1
             elif self._take(generation):
                 failed += self._enter(generation)
         if self.prefilling and self.running:
@@ -123,7 +124,7 @@ class Scheduler:
         return failed
 
     def release(self) -> None:
-        """Free the slots of what was cancelled; rows linger for the sake of those that go on."""
+        """Free the slots of cancelled texts; rows may linger for the texts that go on."""
         while self._cancelled:
             generation = self._cancelled.popleft()
             generation.flush()
@@ -132,11 +133,11 @@ class Scheduler:
         self.thin_out(sparing=True)
 
     def linger(self, generation: Generation, behind: Sequence[int]) -> None:
-        """Let the row of a generation that has ended stay in its place; a pass has these tokens `behind` its text."""
+        """Keep the row of an ended generation in its place; a pass has written the tokens `behind` its text."""
         self.running[self.running.index(generation)] = Lingering.of(generation, behind)
 
     def thin_out(self, *, sparing: bool = False) -> None:
-        """Let go of rows that linger, but `sparing` those that cost the others little."""
+        """Free lingering rows; `sparing` keeps them while they cost the other texts little."""
         lingering = self.lingering
         if sparing and lingering and self._cost_little(lingering):
             return
@@ -144,7 +145,7 @@ class Scheduler:
             self.leave(row)
 
     def _cost_little(self, lingering: Sequence[Lingering]) -> bool:
-        """Whether a pass over the other rows alone would hardly be shorter."""
+        """Whether a pass without the lingering rows would be hardly shorter."""
         rows, texts = len(self.running), len(self.running) - len(lingering)
         if not texts or self.target.bucket(texts, 1) != self.target.bucket(rows, 1):
             return False
@@ -157,7 +158,7 @@ class Scheduler:
             generation.restore()
         for group in (self.running, self.prefilling):
             if generation in group:
-                # The last takes its place, as in the KV cache: a pass over sequences in slot order copies no rows.
+                # The last one takes its place, as in the KV cache: a pass over sequences in slot order copies no rows.
                 place, last = group.index(generation), group.pop()
                 if last is not generation:
                     group[place] = last
@@ -170,12 +171,12 @@ class Scheduler:
                     self.drafter.finish(generation.sequence)
 
     def _after(self, others: int) -> Generation | None:
-        """Who waits behind so many others."""
+        """The waiting generation that has this many `others` before it."""
         with self._inbox:
             return self._waiting[others] if others < len(self._waiting) else None
 
     def _take(self, generation: Generation) -> bool:
-        """Let it wait no longer; whether it still did."""
+        """Take a generation from the queue; False if it was cancelled meanwhile."""
         with self._inbox:
             if generation.finished:
                 return False
@@ -189,13 +190,13 @@ class Scheduler:
         except torch.OutOfMemoryError:
             return [generation]
         except BaseException:
-            generation.finish_reason = FinishReason.CANCELLED  # the others must not wait behind it for ever
+            generation.finish_reason = FinishReason.CANCELLED  # or the others would wait for it for ever
             raise
         self.prefilling.append(generation)
         return []
 
     def _seat(self, generation: Generation) -> None:
-        """Take a slot, with the rows of a text that the prompt begins like, if there is one."""
+        """Reserve a slot; if a cached text begins like the prompt, its rows come along."""
         sequence = generation.sequence
         if generation.like is not None:
             generation.prefill = [self.target.fork(generation.like, sequence)]
@@ -206,10 +207,10 @@ class Scheduler:
         else:
             self.target.reserve(sequence)
         if self.prefixes is not None:
-            self.prefixes.sync()  # somebody may have made room
+            self.prefixes.sync()  # reserving a slot may have evicted a cached text
 
     def _chunks(self, budget: int) -> list[Chunk]:
-        """The next tokens of the prompts that are being written, the oldest first, at most `budget` of them."""
+        """The next chunks of prompts that are being written, oldest prompt first, at most `budget` tokens in all."""
         left = budget = min(budget, self.target.prefill_chunk)
         chunks = []
         for generation in self.prefilling:
@@ -225,12 +226,12 @@ class Scheduler:
         return chunks
 
     def _keep(self, generation: Generation, tokens: int) -> int:
-        """Behind how many of the next tokens of a prompt the drafter needs logits."""
+        """After how many of the next tokens of a prompt the drafter needs logits."""
         after = len(generation.sequence.tokens) - 1 - generation.prefilled - tokens
         return min(max(self.drafter.needs.prefill_logits - after, 0), tokens)
 
     def _share(self, prompt: int, fair: int) -> int:
-        """How many tokens of a prompt are written at once, if that many would be a fair share."""
+        """How many tokens of a prompt are written at once, given its `fair` share of the budget: whole pieces."""
         piece = self.target.prefill_piece(prompt)
         pieces = max(1, fair // piece)
         return piece * (min(pieces, MOST_PIECES) if self.running else pieces)
@@ -241,7 +242,7 @@ class Scheduler:
         try:
             found = self.target.prefill(chunks) if chunks else []
         except torch.OutOfMemoryError:
-            # The last that came leaves, so that there is room for the others.
+            # The latest one leaves, to make room for the others.
             self.leave(generations[-1])
             return [generations[-1]]
         except BaseException:
@@ -260,7 +261,7 @@ class Scheduler:
         return failed + self._start()
 
     def _scored(self, generation: Generation, part: Prefill) -> Prefill:
-        """Report the tokens of a chunk, if that is wanted; what remains of its logits is what the drafter needs."""
+        """Score the tokens of a chunk, if the request asks for it; only the logits that the drafter needs remain."""
         if not generation.request.prompt_logprobs:
             return part
         first, rows = generation.prefilled + 1, len(part.logits)
@@ -269,7 +270,7 @@ class Scheduler:
         return replace(part, logits=part.logits[rows - self._keep(generation, rows) :])
 
     def _start(self) -> list[Generation]:
-        """Let those run whose prompts are in the cache, in the order in which they came."""
+        """Start the generations whose prompts are wholly in the cache, in the order in which they came."""
         failed = []
         for generation in list(self.prefilling):
             if generation.prefilled < len(generation.sequence.tokens) - 1:

@@ -18,12 +18,12 @@ BINS = 10
 
 
 class StepTime(NamedTuple):
-    """One step of a text. Times of a device are known late: there they may be those of the step before."""
+    """One step of a text. Times of a device are known late: on a device they may be those of the step before."""
 
     nodes: int
-    """drafted below the root"""
+    """drafted nodes below the root"""
     tokens: int
-    """emitted"""
+    """emitted tokens"""
     seconds: float
     batch: int = 1
     """texts that took part"""
@@ -41,28 +41,28 @@ class Stats:
     accepted_per_depth: list[int] = field(default_factory=list)
     """index d - 1: steps that accepted a node at depth d"""
     tried_by_prob: list[int] = field(default_factory=list)
-    """by draft probability, in `BINS` bins: first draws below accepted nodes. Empty unless somebody counts them
-    (`Engine.counts_probs`)"""
+    """first draws below accepted nodes, by draft probability in `BINS` bins; empty unless `Engine.counts_probs`"""
     accepted_by_prob: list[int] = field(default_factory=list)
-    """those of them that were accepted"""
+    """how many of these draws were accepted"""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """time of the steps this request took part in, by phase"""
     prefill_seconds: float = 0.0
     reused_tokens: int = 0
     """prompt tokens whose keys and values came from another text, in place of a prefill"""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
-    """whose drafted tokens were emitted"""
+    """emitted drafted tokens, by the source that proposed them"""
     drafted_by_source: dict[str, int] = field(default_factory=dict)
+    """drafted nodes, by source"""
     each: list[StepTime] = field(default_factory=list)
-    """step by step"""
+    """the steps in order"""
     prepared: dict[str, int] = field(default_factory=dict)
-    """steps in which something was compiled, recorded, or ran eagerly that is recorded otherwise (`cuda.counts`)"""
+    """steps that compiled or recorded something, or ran eagerly what is usually recorded, by kind (`cuda.counts`)"""
     rested: int = 0
-    """steps in which a guard let nothing be drafted"""
+    """steps in which the guard let nothing be drafted"""
     drafting_speed: float | None = None
-    """that of drafted steps, in plain decoding, by which it decided last"""
+    """the latest speed of drafted steps relative to plain decoding, by which the guard decides; 2.0 is twice as fast"""
     wall_seconds: float = 0.0
-    """from the first prompt token to the end of the text, everything between steps included"""
+    """time from the first prompt token to the end of the text, everything between steps included"""
 
     def record(
         self,
@@ -74,9 +74,8 @@ class Stats:
         batch: int = 1,
         prepared: Collection[str] = (),
     ) -> None:
-        """Count one step of a batch of texts, which emitted so many tokens of this one; `sources` are who drafted the
-        accepted ones among them, `drafter` who drafted nodes of which the tree does not say it, and `prepared` what
-        had to be made ready in it."""
+        """Count one step, which `emitted` this many tokens of this text. `sources` proposed the accepted tokens among
+        them, `drafter` all nodes whose tree names no source; `prepared` is what the step had to compile or record."""
         self.steps += 1
         self.emitted_tokens += emitted
         for phase, spent in seconds.items():
@@ -122,13 +121,13 @@ class Stats:
 
     @property
     def acceptance_by_prob(self) -> list[float | None]:
-        """Of the first draws with a draft probability in each bin, the share that was accepted; None of no draws."""
+        """For each bin of draft probabilities, the share of first draws that was accepted; None for a bin without."""
         pairs = zip(self.accepted_by_prob, self.tried_by_prob, strict=True)
         return [taken / tried if tried else None for taken, tried in pairs]
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per step as vLLM counts them: the target's own one and the accepted drafts."""
+        """Tokens per step as vLLM counts them: the target's own token and the accepted drafts."""
         return 1 + self.accepted_tokens / self.steps if self.steps else 0.0
 
     @property
@@ -162,22 +161,22 @@ class Stats:
 class Stopwatch:
     """Time by phase, lap by lap.
 
-    On the host a lap ends when its work is done. A CUDA device runs behind the host: there the ends of laps are events
-    on its stream, looked at once they have passed, so that measuring waits for nothing.
+    On the host a lap ends when its work is done. A CUDA device runs behind the host: its laps end with events on its
+    stream, which are read after they have passed, so that measuring never waits.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._cuda = device is not None and device.type == "cuda"
         self._laps: list[tuple[str, Any, Any]] = []
-        self._spare: list[Any] = []  # events that were looked at, to be used again
+        self._spare: list[Any] = []  # events that were read, to be used again
         self.start()
 
     def start(self) -> None:
         if self._cuda:
             self._stream = torch.cuda.current_stream(self._device)
         else:
-            self._laps = []  # of a step that failed half-way
+            self._laps = []  # laps of a step that failed half-way
         self._last = self._mark()
 
     def lap(self, phase: str) -> None:
@@ -187,7 +186,7 @@ class Stopwatch:
         self._last = now
 
     def settle(self) -> dict[str, float]:
-        """Seconds by phase of the laps that are over; a lap that still runs is reported the next time."""
+        """Seconds by phase of the laps that are over; laps that still run are reported the next time."""
         seconds: dict[str, float] = {}
         running = []
         for phase, start, end in self._laps:

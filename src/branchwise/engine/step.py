@@ -40,20 +40,20 @@ class Outcome(NamedTuple):
     tree: DraftTree
     verdict: Verdict
     logprobs: list[float] | None
-    """of the emitted tokens under the unwarped model, if a request asks for them"""
+    """log-probabilities of the emitted tokens under the unwarped model, if a request asks for them"""
     tops: list[Top] | None
-    """the most probable tokens in the place of each, as many as any request asks for"""
+    """for each emitted token the most probable tokens in its place, as many as any request asks for"""
     seen: TraceRow | None
     """what the target thinks of the tree, if a request asks for it"""
 
     @property
     def tokens(self) -> list[int]:
-        """Those that were accepted, and the target's own."""
+        """The accepted tokens, and the target's own after them."""
         return [*self.verdict.kept_of(self.tree), self.verdict.token]
 
 
 class Reported(NamedTuple):
-    """What is reported of the tokens of verdicts, under the unwarped model; on its way to the host."""
+    """Log-probabilities of the tokens of verdicts under the unwarped model, on their way to the host."""
 
     logprobs: Tensor
     """(batch, depth + 1)"""
@@ -70,18 +70,18 @@ class Step:
         self.drafter = drafter
         self.verifier = verifier
         self.most = most
-        """bounds every tree"""
+        """the bound of every tree"""
         self.clock = Stopwatch(target.info.device)
         self.interrupted = False
         """whether a drafter may have learned from a step that was never committed"""
 
     @property
     def works_ahead(self) -> bool:
-        """Whether the next pass is made already, and counts if the rows of texts that have ended stay in the batch."""
+        """Whether the next pass is enqueued already; it is valid only if the rows of ended texts stay in the batch."""
         return False
 
     def __call__(self, generations: Sequence[Generation], *, joining: bool = False) -> list[Outcome]:
-        """Advance every generation; its tokens are emitted by the caller. `joining`: others join before the next."""
+        """Advance every generation; the caller emits its tokens. `joining`: other texts join before the next step."""
         sequences = [generation.sequence for generation in generations]
         budgets = [generation.budget(self.most, self.target.info.context) for generation in generations]
 
@@ -106,7 +106,7 @@ class Step:
     def batch(
         self, trees: Sequence[DraftTree], sequences: Sequence[SequenceState], budgets: Sequence[Budget]
     ) -> TreeBatch:
-        """The drafted trees as one batch; what a drafter got wrong must not reach the text."""
+        """The drafted trees as one batch. A drafter's mistake is refused here, before it reaches a text."""
         if len(trees) != len(sequences):
             raise UsageError(f"Drafter {self.drafter.name!r} gave {len(trees)} trees for {len(sequences)} sequences.")
         shape, bare = self.drafter.needs.pad_shape or PadShape(), all_bare(trees)
@@ -129,7 +129,7 @@ class Step:
         return kind(padded, self.target.info.device, replace(shape, nodes=nodes), roots)
 
     def check(self, scored: Scored, batch: TreeBatch) -> None:
-        """A target must return what the protocol says; later errors would not name it."""
+        """Refuse what breaks the target's protocol here: later errors would not name the target."""
         info, wanted = self.target.info, (len(batch), batch.nodes, self.target.info.vocabulary)
         if not isinstance(scored.logits, Tensor) or scored.logits.shape != wanted:
             shape = tuple(scored.logits.shape) if isinstance(scored.logits, Tensor) else type(scored.logits).__name__
@@ -151,9 +151,7 @@ class Step:
         self, generations: Sequence[Generation], batch: TreeBatch, scored: Scored, found: Verdicts
     ) -> Reported | None:
         """The log-probability of every token of the verdicts under the unwarped model, and the most probable tokens in
-        its place.
-
-        Computed where the logits are, before the next pass overwrites them; None if no request asks for it.
+        its place; None if no request asks for it. Computed on the device, before the next pass overwrites the logits.
         """
         requests = [generation.request for generation in generations]
         most = min(max(request.top_logprobs for request in requests), scored.logits.shape[-1])
@@ -170,7 +168,7 @@ class Step:
         return Reported(*(part.to("cpu", non_blocking=True) for part in (own, likely, best)))  # there with the verdicts
 
     def look(self, generations: Sequence[Generation], batch: TreeBatch, scored: Scored, found: Verdicts) -> Seen | None:
-        """What the target thinks of the trees, if a request wants to know."""
+        """What the target thinks of the trees, if a request asks for it."""
         if not any(generation.request.trace for generation in generations):
             return None
         self.clock.lap("verify")

@@ -1,7 +1,7 @@
-"""What a step looked like: the tree that was scored, what the target thought of every node, what was kept.
+"""A record of a step: the tree that was scored, what the target thought of every node, and what was kept.
 
-Made for requests that ask for it (`Request.trace`). The numbers are computed where the logits are and come to the host
-with the verdicts, as logprobs do: a step of a GPU waits for nothing more.
+It is made for requests that ask for it (`Request.trace`). Like log-probabilities, the numbers are computed on the
+device and come to the host with the verdicts, so a step on a GPU never waits for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from branchwise.core.tree import DraftTree
 from branchwise.verify import Verdict, Verdicts
 
 PHASE = "trace"
-"""of the clock: what it takes to look is no part of the step that is looked at"""
+"""the clock's phase for tracing, whose time is no part of the traced step"""
 
 
 class Node(NamedTuple):
@@ -26,11 +26,11 @@ class Node(NamedTuple):
     """-1 for the root"""
     token: int
     source: str
-    """who proposed it; empty for the root"""
+    """the drafter that proposed it; empty for the root"""
     p: float | None
     """the probability of its token after its parent, under the unwarped model; None for the root"""
     q: float | None
-    """what it was drawn with, where it was drawn"""
+    """the probability with which it was drawn, if it was drawn"""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class StepTrace:
     p: float
     """its probability under the unwarped model"""
     emitted: int
-    """tokens that the text got; fewer than were accepted where it ended"""
+    """tokens that the text got; fewer than were accepted if it ended"""
     seconds: Mapping[str, float]
-    """by phase"""
+    """seconds by phase"""
     batch: int
     """texts that took part in the step"""
 
@@ -79,7 +79,7 @@ def host(part: Tensor) -> Tensor:
 
 
 class TraceRow(NamedTuple):
-    """Of one tree, read on the host."""
+    """One tree of `Seen`, read on the host."""
 
     tokens: list[int]
     parents: list[int]
@@ -103,8 +103,8 @@ def trace_of(
     seconds: Mapping[str, float],
     batch: int,
 ) -> StepTrace:
-    """`drafter` drafted the nodes of which the tree does not say who did. A tree that was laid on a device may have
-    padding in between, which is left out."""
+    """`drafter` is the source of nodes whose tree names none. A tree that was laid out on a device may have padding
+    between its nodes, which is left out."""
     kept = [0, *(node for node in range(1, len(tree)) if row.parents[node] >= 0)]
     places: dict[int, int] = {node: place for place, node in enumerate(kept)}
     sources: Sequence[str] = tree.sources or ["", *[drafter] * (len(tree) - 1)]

@@ -1,9 +1,9 @@
-"""Compile and record at load what a request needs, so that the first request runs at the speed of the second.
+"""Compile and record at load what requests need, so that the first request is as fast as the second.
 
-On a GPU the first steps of a process compile kernels and record CUDA graphs: of the prefill, of every size of tree that
-the drafter tries in a batch of every size, of the verdict for greedy and for sampled texts. So short texts go through
-the engine at load, alone and together, then some with longer prompts, and the drafter forgets what it learned from
-them, but for what steps cost. Compiled kernels stay in the user's cache.
+On a GPU the first steps of a process compile kernels and record CUDA graphs: for the prefill, for every size of tree
+that the drafter tries in a batch of every size, for the verdict of greedy and of sampled texts. So short texts go
+through the engine at load, alone and together, then some with longer prompts. The drafter forgets what it learned from
+them, except for what steps cost. Compiled kernels stay in the user's cache.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from branchwise.models.cache import cache_dir, workspace
 from branchwise.progress import showing, silent
 
 STEPS = 64
-"""of each source of drafts: enough for every size of tree to be tried, recorded and timed"""
+"""steps for each source of drafts: enough to try, record and time every size of tree"""
 SAMPLED_STEPS = 12
+"""the same for each of the `TEMPERATURES`"""
 TEMPERATURES = (0.7, 1.0)
-"""of one text each: where a rule is not a kernel of ours, its verdicts on tempered texts and on those at temperature 1
-are different programs"""
+"""temperatures of sampled texts: unless a rule is a kernel of ours, its verdicts at 1 are another program"""
 PROMPT_TOKENS = 24
 LONGER_PROMPTS: tuple[tuple[int, ...], ...] = (
     *((tokens,) for tokens in (40, 100, 200, 400, 900)),
@@ -46,23 +46,24 @@ LONGER_PROMPTS: tuple[tuple[int, ...], ...] = (
     (350, 400) * 8,
     (350, 400) * 64,
 )
+"""tokens of prompts that are read together, at most as many as there are slots: other kernels read longer prompts or
+more of them, shorter ones are padded, and a full batch asks once for the memory that it needs"""
 TURNS = (1, 4, 16)
-"""texts that begin like one before them, and join together"""
+"""how many texts begin like an earlier one and join together"""
 LONGER_STEPS = 4
-"""tokens of prompts that are read together, at most as many as there are slots, and in how many steps: longer and more
-of them are read by other kernels, shorter ones padded, and all that fit want memory that a process asks for once"""
+"""steps after each of these groups of prompts"""
 TIMES = "warmup.json"
-"""in the cache: how long it took the last time"""
+"""file in the cache that says how long warm-up took the last time"""
 
 
 def keep_compiled_kernels() -> None:
-    """Let Triton and the compiler of torch keep what they compile in the user's cache; asked before either is used."""
+    """Let Triton and torch's compiler keep what they compile in the user's cache; call it before either is used."""
     for variable, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         os.environ.setdefault(variable, str(cache_dir() / "kernels" / folder))
 
 
 def warm_up(engine: Engine, progress: bool | None = None) -> float:
-    """Let short texts go through the engine; returns the seconds it took, 0.0 on a host, where nothing is recorded."""
+    """Let short texts go through the engine. Returns the seconds it took; 0.0 on a host, where nothing is recorded."""
     info = engine.target.info
     if not engine.pipelined:
         return 0.0
@@ -93,16 +94,16 @@ def warm_up(engine: Engine, progress: bool | None = None) -> float:
 
 
 def leave_to_itself() -> None:
-    """Let the garbage collector pass over all that there is by now. Compilers leave so much behind that a whole
-    collection takes most of a second, in the middle of a text. What is passed over is not freed before the process
-    ends, so this is for those that keep their model until then."""
+    """Let the garbage collector skip all objects that exist by now. Compilers leave so many of them that a full
+    collection takes most of a second, in the middle of a text. Skipped objects are never freed, so this is for
+    processes that keep their model until they end."""
     gc.collect()
     gc.freeze()
 
 
 def _steps(engine: Engine, lengths: Sequence[int], temperature: float, steps: int) -> Iterator[None]:
-    """So many steps of texts with prompts of these lengths, which are cancelled then. A small context is full before:
-    others follow."""
+    """This many steps of texts with prompts of these `lengths`, which are cancelled in the end. Texts that fill a small
+    context earlier are replaced."""
     info = engine.target.info
     generations: list[Generation] = []
     try:
@@ -120,7 +121,7 @@ def _steps(engine: Engine, lengths: Sequence[int], temperature: float, steps: in
 
 
 def _take_turns(engine: Engine, texts: int) -> None:
-    """Some steps of so many texts that begin like one before them, whose rows they inherit."""
+    """Some steps of this many texts that begin like an earlier text and inherit its rows."""
     first = _request(engine.target.info, 0, 0.0, PROMPT_TOKENS)
     further = [_request(engine.target.info, number, 0.0, 2).prompt for number in range(texts)]
     most = max(first.max_new_tokens - 2, 1)
@@ -152,8 +153,8 @@ def _forgetting(engine: Engine) -> Iterator[None]:
 
 
 def memory_of(engine: Engine) -> Callable[[], None]:
-    """A function that lets the drafter know again what it knows now, and its guard judge it anew. What was compiled and
-    recorded, and what is known of how long steps take, stays."""
+    """A function that puts the drafter's memory back to what it is now, and lets the guard judge the drafter anew.
+    Compiled and recorded programs stay, and so do the known times of steps."""
     parts = (engine.drafter, *engine.drafter.members)
     before = [(part, part.save(), part.texts) for part in parts if isinstance(part, LearningDrafter) and part.learns]
 
@@ -184,7 +185,7 @@ def _last_times() -> dict[str, float]:
 
 
 def _remember(key: str, seconds: float) -> None:
-    """A hint for the next time: if it cannot be written, nothing is lost."""
+    """Write a hint for the next time; nothing is lost if it cannot be written."""
     with suppress(ModelError), workspace() as work:
         (work / TIMES).write_text(json.dumps(_last_times() | {key: round(seconds, 1)}, indent=1))
         os.replace(work / TIMES, cache_dir() / TIMES)
