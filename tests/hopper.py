@@ -1,4 +1,5 @@
-"""Kernels that are compiled for a Hopper GPU and not run: the interpreter takes much that the compiler does not."""
+"""Kernels that are compiled for a GPU and not run, usually a Hopper one: the interpreter takes much that the compiler
+does not."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,11 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def compiled_by(module: str, cache: Path) -> list[str]:
-    """The kernels that a module's `compile_all` compiles, with nothing but the compiler: what they do on a device is
-    for `tests/gpu`."""
+def compiled_by(module: str, cache: Path, function: str = "compile_all") -> list[str]:
+    """The kernels that a function of a module compiles, with nothing but the compiler: what they do on a device is for
+    `tests/gpu`."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", f"from {module} import compile_all; compile_all()"]
+    command = [sys.executable, "-c", f"from {module} import {function}; {function}()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -35,11 +37,23 @@ def as_on_hopper(device: torch.device) -> dict[str, bool]:
     return {"early": True, "launch_pdl": True}
 
 
+@dataclass(frozen=True)
+class Device:
+    """A GPU to compile for."""
+
+    capability: int
+    shared: int
+    """bytes of shared memory that a program may have"""
+
+
+HOPPER, ADA = Device(90, 232_448), Device(89, 101_376)
+
+
 class Compiled:
     """Stands for a kernel: compiles it for the arguments that it is called with."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, device: Device = HOPPER) -> None:
+        self.kernel, self.device = kernel, device
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
@@ -76,7 +90,7 @@ class Compiled:
         source = ASTSource(self.kernel, in_order, constants, aligned)
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         options |= {"maxnreg": maxnreg, "launch_pdl": launch_pdl}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert compiled.metadata.shared < 227 * 1024
+        compiled = triton.compile(source, target=GPUTarget("cuda", self.device.capability, 32), options=options)
+        assert compiled.metadata.shared <= self.device.shared, self.kernel.fn.__name__
         assert enable_fp_fusion or "fma." not in compiled.asm["ptx"]
         print(self.kernel.fn.__name__)

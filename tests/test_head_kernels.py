@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from branchwise.draft.head.network import Head, HeadConfig
 from branchwise.draft.head.trees.best_first import BestFirstDraft
 from branchwise.draft.head.trees.drawn import DrawnHead
 from branchwise.draft.policies.topk import TopK
-from tests.hopper import Compiled, as_on_hopper, compiled_by, interpreted
+from tests.hopper import ADA, HOPPER, Compiled, Device, as_on_hopper, compiled_by, interpreted
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -283,18 +284,40 @@ def test_the_kernels_compile_for_a_hopper_gpu(tmp_path: Path) -> None:
     assert compiled_by("tests.test_head_kernels", tmp_path) == [*step_of(GATED), *step_of(ROWS)]
 
 
+@interpreted
+def test_heads_of_large_models_fit_into_the_shared_memory_of_a_smaller_gpu(tmp_path: Path) -> None:
+    """Programs that read eight slices of two kinds of rows at a time would ask for twice what an Ada has."""
+    assert compiled_by("tests.test_head_kernels", tmp_path, "compile_wide_head") == step_of(GATED)
+
+
+def compile_wide_head() -> None:
+    """A verdict and the next tree of a head in the size of Llama 3 8B, for an Ada."""
+    from branchwise.cuda import products
+
+    vars(products)["shared_memory"] = lambda device: ADA.shared
+    stand_in(ADA)
+    compile_step(4096, torch.ones(64), heads=32, kv_heads=8, head_width=128, mlp=1536, gate="full")
+
+
 def compile_all() -> None:
     """A verdict and the next tree of a head, in the sizes of SmolLM2 and of Qwen2.5-Coder-1.5B."""
-    from branchwise.cuda import kernels
-    from branchwise.cuda.heads import best_tokens, rows, tree
-
-    for module in (best_tokens, rows, tree, kernels):
-        for name, kernel in vars(module).copy().items():
-            if name in step_of(GATED):  # others are called by these
-                setattr(module, name, Compiled(kernel))
+    for module in stand_in(HOPPER):
         vars(module)["early"] = as_on_hopper
     compile_step(576, torch.ones(32), heads=9, kv_heads=3, head_width=64, mlp=1536, gate="full")
     compile_step(1536, torch.ones(64), heads=12, kv_heads=2, head_width=128, mlp=4096)
+
+
+def stand_in(device: Device) -> list[ModuleType]:
+    """Let kernels be compiled for a device; the modules that have them."""
+    from branchwise.cuda import kernels
+    from branchwise.cuda.heads import best_tokens, rows, tree
+
+    modules = [best_tokens, rows, tree, kernels]
+    for module in modules:
+        for name, kernel in vars(module).copy().items():
+            if name in step_of(GATED):  # others are called by these
+                setattr(module, name, Compiled(kernel, device))
+    return modules
 
 
 def compile_step(width: int, frequencies: Tensor, **sizes: Any) -> None:

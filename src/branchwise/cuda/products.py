@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from branchwise.cuda.early import begin, fetch
+from branchwise.cuda.kernels import shared_memory
 
 
 class Summed(NamedTuple):
@@ -47,6 +48,15 @@ def slices_of(inputs: int, most: int = MOST_SLICES) -> int:
 def piece_of(inputs: int) -> int:
     """How many inputs of a slice are read at a time."""
     return min(64, max(16, int(triton.next_power_of_2(inputs))))
+
+
+SPARE = 4096
+"""bytes of shared memory for sums of rows"""
+
+
+def stages_of(device: torch.device, stage: int, most: int) -> int:
+    """How many stages of a loop, each of `stage` bytes, are on their way at a time: as many as shared memory holds."""
+    return max(1, min(most, (shared_memory(device) - SPARE) // stage))
 
 
 @triton.jit

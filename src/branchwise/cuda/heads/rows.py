@@ -37,6 +37,7 @@ from branchwise.cuda.products import (
     scales,
     slices_of,
     spread,
+    stages_of,
     summed_up,
     turned,
 )
@@ -45,6 +46,8 @@ MOST_TAPS = 4
 """layers of the target that `join` reads"""
 COLUMNS = 8
 """outputs of a program"""
+FEWEST_STAGES = 3
+"""of a loop, below which it would wait for memory"""
 FEW = 256
 """rows that are read sixteen at a time: their weights come from the cache of the device in any case"""
 
@@ -71,7 +74,7 @@ def join(hidden: Sequence[Tensor], weight: Tensor, nodes: Tensor, epsilon: float
     _join[_grid(width, batch * steps)](
         *taps, weight, nodes, *out, *hidden[0].stride()[:2], nodes.stride(0), batch * steps, steps, epsilon,
         taps=len(hidden), width=width, columns=COLUMNS, parts=out.squares.shape[1],
-        **_shape(weight, batch * steps, width),
+        **_shape(weight, batch * steps, width, COLUMNS),
     )  # fmt: skip
     return out
 
@@ -83,7 +86,7 @@ def mix(states: Summed, chosen: Tensor, embedded: Embedded, weight: Tensor, bias
     _mix[_grid(width, rows)](
         states.states, chosen, *embedded, weight, bias, *out, states.states.stride(0), embedded.table.stride(0), rows,
         epsilon,
-        width=width, columns=COLUMNS, parts=out.squares.shape[1], **_shape(weight, rows, width),
+        width=width, columns=COLUMNS, parts=out.squares.shape[1], **_shape(weight, rows, width, 2 * COLUMNS, kinds=2),
     )  # fmt: skip
     return out
 
@@ -95,7 +98,7 @@ def select(mixed: Summed, embedded: Embedded, weight: Tensor, epsilon: float) ->
     out = weight.new_empty(rows, inner)
     _select[_grid(inner, rows)](
         *mixed, *embedded, weight, out, embedded.table.stride(0), rows, inner, epsilon,
-        width=width, columns=COLUMNS, parts=mixed.squares.shape[1], **_shape(weight, rows, width),
+        width=width, columns=COLUMNS, parts=mixed.squares.shape[1], **_shape(weight, rows, width, 2 * COLUMNS, kinds=2),
     )  # fmt: skip
     return out
 
@@ -133,7 +136,7 @@ def read(
         rows.states.stride(0), rows.squares.stride(0), table.stride(0), *keys.stride()[:3], batch * count, count,
         keys.shape[2], cell, position, advance, epsilon,
         paired=embedded is not None, width=width, heads=heads, kv_heads=kv_heads, head_width=head_width,
-        chunk=COLUMNS, parts=rows.squares.shape[1], **_shape(weight, batch * count, width),
+        chunk=COLUMNS, parts=rows.squares.shape[1], **_shape(weight, batch * count, width, 2 * COLUMNS),
     )  # fmt: skip
     return query
 
@@ -149,7 +152,8 @@ def gate_up(rows: Summed, weight: Tensor, epsilon: float) -> Tensor:
     out = weight.new_empty(count, inner)
     _gate_up[_grid(inner, count)](
         *rows, weight, out, count, inner, epsilon,
-        inputs=width, columns=COLUMNS, made=False, parts=rows.squares.shape[1], **_shape(weight, count, width),
+        inputs=width, columns=COLUMNS, made=False, parts=rows.squares.shape[1],
+        **_shape(weight, count, width, 2 * COLUMNS),
     )  # fmt: skip
     return out
 
@@ -165,7 +169,7 @@ def _added(inputs: Tensor, weight: Tensor, states: Tensor, chosen: Tensor | None
     _add[(out.squares.shape[1], triton.cdiv(rows, _tile(rows)))](
         inputs, weight, states, states if chosen is None else chosen, *out, states.stride(0), rows,
         inputs=inputs.shape[1], width=width, indexed=chosen is not None, columns=COLUMNS, parts=out.squares.shape[1],
-        **_shape(weight, rows, inputs.shape[1]),
+        **_shape(weight, rows, inputs.shape[1], COLUMNS),
     )  # fmt: skip
     return out
 
@@ -185,16 +189,24 @@ def _tile(rows: int) -> int:
     return 16 if rows <= FEW else 64
 
 
-def _shape(weight: Tensor, rows: int, inputs: int) -> dict[str, object]:
-    """How a program of a product with so many inputs at a time is launched."""
-    slices = slices_of(inputs) if rows <= FEW and weight.element_size() == 2 else 1
+def _shape(weight: Tensor, rows: int, inputs: int, outputs: int, kinds: int = 1) -> dict[str, object]:
+    """How to launch a program that multiplies rows, of one kind or of two, with `outputs` lines of a matrix. Shared
+    memory holds what is on its way: where it is small there are fewer slices, so that there are enough stages."""
+    tile, size = _tile(rows), weight.element_size()
+    slices = slices_of(inputs) if rows <= FEW and size == 2 else 1
+    while True:
+        piece, most = piece_of(inputs) * (1 if slices > 1 else 2), 5 if slices > 1 else 4
+        stages = stages_of(weight.device, (kinds * tile + outputs) * slices * piece * size, most)
+        if stages >= FEWEST_STAGES or slices <= 2:
+            break
+        slices //= 2
     return {
-        "tile": _tile(rows),
+        "tile": tile,
         "slices": slices,
-        "piece": piece_of(inputs) * (1 if slices > 1 else 2),
+        "piece": piece,
         "operand": _operand(weight.dtype),
         "num_warps": slices if slices > 1 else 4,
-        "num_stages": 5 if slices > 1 else 4,
+        "num_stages": stages,
         **early(weight.device),
     }
 

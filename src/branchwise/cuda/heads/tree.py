@@ -22,6 +22,8 @@ from branchwise.cuda.early import begin, early
 NOTHING = tl.constexpr(-1.0e30)
 RIVALS = 64
 """proposed nodes that each one is compared with at a time"""
+MOST_COMPARED = 16384
+"""comparisons that the registers of a program hold"""
 
 
 class Proposed(NamedTuple):
@@ -70,12 +72,13 @@ def pick(
     bits = torch.empty(batch, width, before.bits.shape[2], dtype=torch.int32, device=values.device)
     found = Level(values.new_empty(batch, width), tokens, numbers, states, bits)
     block = triton.next_power_of_2(max(rows * count, width))
+    rivals = max(1, min(block, RIVALS, MOST_COMPARED // block))
     _pick[(batch,)](
         *best, *names, before.values, before.numbers, before.bits, rows_at, *proposed, *found,
         len(table), known.shape[1], proposed.values.shape[1], first, cell,
         rows=rows, count=count, width=width, words=before.bits.shape[2],
-        block_words=triton.next_power_of_2(before.bits.shape[2]), rivals=min(block, RIVALS),
-        block=block, num_warps=max(1, min(16, block * min(block, RIVALS) // 1024)), **early(values.device),
+        block_words=triton.next_power_of_2(before.bits.shape[2]), rivals=rivals,
+        block=block, num_warps=max(1, min(16, block * rivals // 1024)), **early(values.device),
     )  # fmt: skip
     return found
 

@@ -22,14 +22,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from branchwise.cuda.early import begin, early, fetch
-from branchwise.cuda.kernels import _operand, shared_memory
-from branchwise.cuda.products import _gate_up, asked, made_part, pair, piece_of, product, scales, slices_of, spread
+from branchwise.cuda.kernels import _operand
+from branchwise.cuda.products import (
+    _gate_up,
+    asked,
+    made_part,
+    pair,
+    piece_of,
+    product,
+    scales,
+    slices_of,
+    spread,
+    stages_of,
+)
 
 MOST_EARLY = 256
 """rows of kernels that start before the one in front of them is over; over more, each has use for the whole device"""
 FEW_ROWS = 128
-SPARE = 4096
-"""bytes of shared memory for sums of rows"""
 LARGE, MANY = 24 << 20, 512
 """bytes of a matrix, and rows, from which on a library multiplies: on an H200 cuBLAS takes 32 microseconds for
 eight rows and the last matrix of a layer of Llama 3 8B, and a kernel of ours 52 (docs/log.md)"""
@@ -208,7 +217,7 @@ def _shape(tiles: Tiling, rows: Tensor, outputs: int) -> dict[str, object]:
         "piece": tiles.piece,
         "operand": _operand(rows.dtype),
         "num_warps": tiles.warps,
-        "num_stages": max(1, min(tiles.stages, (shared_memory(rows.device) - SPARE) // stage)),
+        "num_stages": stages_of(rows.device, stage, tiles.stages),
         **(early(rows.device) if len(rows) <= MOST_EARLY else {"early": False}),
     }
 
