@@ -1,4 +1,4 @@
-"""The tables of the pages in docs, from the committed records, and the README's table of methods.
+"""The tables of the pages in docs, from the committed records, and the README's tables of speeds and of methods.
 
 A table stands behind a line `<!-- table: FILE [what] -->` and is whatever that file of records says today, over all
 prompts, by `categories`, or of the `sources` of the tokens; where a file is still to be measured, it says so.
@@ -22,6 +22,7 @@ import controller
 import crowded
 import drafting
 import foundations
+import headline
 import load
 import long_heads
 import memories
@@ -41,6 +42,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 README = ROOT / "README.md"
 PLACE = re.compile(r"(<!-- table: (\S+?)(?: (\S+))? -->\n```\n)(.*?)(```\n)", re.DOTALL)
 METHODS = re.compile(r"(<!-- methods -->\n).*?(<!-- /methods -->\n)", re.DOTALL)
+SPEEDS = re.compile(r"(<!-- speeds -->\n).*?(<!-- /speeds -->\n)", re.DOTALL)
 SCRIPTS = {
     "foundations": foundations,
     "verifiers": verifiers,
@@ -62,7 +64,7 @@ WIDTHS = {"drafting": 150}
 
 
 def main() -> None:
-    for path, fill in ((PAGE, filled), (HEADS, filled), (TRAIN, filled), (README, with_methods)):
+    for path, fill in ((PAGE, filled), (HEADS, filled), (TRAIN, filled), (README, with_tables)):
         page = path.read_text()
         found = fill(page)
         if "--check" in sys.argv and found != page:
@@ -74,8 +76,9 @@ def filled(page: str) -> str:
     return PLACE.sub(lambda place: place[1] + text_of(RECORDS / place[2], place[3]) + place[5], page)
 
 
-def with_methods(page: str) -> str:
-    return METHODS.sub(lambda place: place[1] + table_of_methods() + place[2], page)
+def with_tables(readme: str) -> str:
+    page = METHODS.sub(lambda place: place[1] + table_of_methods() + place[2], readme)
+    return SPEEDS.sub(lambda place: place[1] + headline.table() + place[2], page)
 
 
 def text_of(path: Path, what: str | None) -> str:
