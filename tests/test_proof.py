@@ -22,7 +22,7 @@ def test_every_test_has_run_on_the_exact_folders_as_they_are() -> None:
 def source(tmp_path: Path) -> Path:
     for folder in proof.FOLDERS:
         (tmp_path / "source" / folder).mkdir(parents=True)
-        (tmp_path / "source" / folder / "one.py").write_text(f"'{folder}'\n")
+        (tmp_path / "source" / folder / "one.py").write_text(f"name = '{folder}'\n")
     return tmp_path / "source"
 
 
@@ -42,11 +42,54 @@ def test_the_hash_is_of_names_and_contents_in_the_exact_folders_alone(source: Pa
     shutil.move(source / "core" / "one.py", source / "core" / "two.py")
     renamed = proof.tree_hash(source)
     shutil.move(source / "core" / "two.py", source / "core" / "one.py")
-    (source / "core" / "one.py").write_text("'other'\n")
+    (source / "core" / "one.py").write_text("name = 'other'\n")
     changed = proof.tree_hash(source)
     (source / "core" / "below").mkdir()
     (source / "core" / "below" / "one.py").write_text("")
     assert len({before, renamed, changed, proof.tree_hash(source)}) == 4
+
+
+CODE = """
+def odds(p: float, q: float = 0.5) -> float:
+    return min(1.0, p / q)  # never above one
+"""
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        CODE.replace("  # never above one", ""),
+        CODE.replace("    return", '    """How often."""\n    return'),
+        CODE.replace("min(1.0, p / q)", "min(\n        1.0,\n        (p / q),\n    )"),
+        '"""A file."""\n' + CODE + '\n\n"""what follows"""\n',
+    ],
+    ids=["comment", "docstring", "layout", "strings"],
+)
+def test_what_nothing_depends_on_is_no_code(same: str) -> None:
+    assert proof.code_of(same) == proof.code_of(CODE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("p / q", "p * q"),
+        ("min", "max"),
+        ("0.5", "0.25"),
+        ("1.0", "1"),
+        ("(p: float, q", "(q: float, p"),
+        ("q: f", "*, q: f"),
+    ],
+)
+def test_whatever_is_run_is_code(before: str, after: str) -> None:
+    changed = CODE.replace(before, after, 1)
+    assert changed != CODE
+    assert proof.code_of(changed) != proof.code_of(CODE)
+
+
+def test_a_string_that_is_used_is_code() -> None:
+    assert proof.code_of('say("a")') != proof.code_of('say("b")')
+    assert proof.code_of('kind = "a"') != proof.code_of('kind = "b"')
+    assert proof.code_of('f"{kind} a"') != proof.code_of('f"{kind} b"'), "it may call what it shows"
 
 
 def test_the_exact_folders_are_folders_of_the_package() -> None:
